@@ -8,7 +8,7 @@
 `jax.tree.map` and `optax.tree` would map over the ids and the values of a `RowSparse`, which
 raises; names and order of arguments are as in `optax.tree`.
 
-**Capacity.** A sum has room for the rows of all its terms. Where it must not grow, in the
+**Capacity.** A sum has the capacity of all its terms. Where it must not grow, in the
 carry of a scan, `add(g, h, like=g)` keeps the capacity of `like`: more different rows than
 that are an error, or nan under jit. The sum of what a scan or vmap stacked, `merge`, needs no
 capacity:

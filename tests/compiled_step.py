@@ -19,6 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
+from jax.experimental import topologies
 
 import jmask
 
@@ -26,19 +28,8 @@ import jmask
 # for a buffer that exists, the loop and fusion that a scatter becomes, the scatter, and the
 # kernel of jmask that takes its place on TPUs.
 IN_PLACE = frozenset(
-    {
-        "bitcast",
-        "call",
-        "conditional",
-        "dynamic-update-slice",
-        "fusion",
-        "get-tuple-element",
-        "kernel",
-        "parameter",
-        "scatter",
-        "tuple",
-        "while",
-    }
+    "bitcast call conditional dynamic-update-slice fusion get-tuple-element kernel parameter "
+    "scatter tuple while".split()
 )
 
 _INSTRUCTION = re.compile(r" = (?P<type>.*?) (?P<opcode>[a-z][a-z0-9-]*)\(")
@@ -76,9 +67,9 @@ def squares_in_scan(params, ids):
     return jax.lax.scan(body, jnp.float32(0), ids.reshape(4, -1))[0]
 
 
-def with_optax(tx, grads, state, params):
+def with_optax(tx, grads, state, params, **extra):
     """One step of the optimizer, applied by optax."""
-    updates, state = tx.update(grads, state, params)
+    updates, state = tx.update(grads, state, params, **extra)
     return optax.apply_updates(params, updates), state
 
 
@@ -202,6 +193,15 @@ def check_deferred_in_place(tx, sharding):
     assert large <= min(40 * step.batch_bytes() + 2**24, 2 * small + 2**20)
 
 
+def check_that_tables_are_seen(step, sharding, rows=10**6):
+    """A control: a dense step makes tables, and without donation a step copies them."""
+    stock = Step(optax.adam(1e-3), row=step.row, value_and_grad=jax.value_and_grad)
+    for control, donate in ((stock, True), (step, False)):
+        compiled = control.compile(rows, sharding, donate)
+        assert not whole_table_operations(compiled, control.entries(rows)) <= IN_PLACE
+    assert compiled.memory_analysis().alias_size_in_bytes == 0
+
+
 def whole_table_operations(compiled, entries):
     """Opcodes of all instructions that produce an array of `entries` entries or more.
 
@@ -230,6 +230,14 @@ def _gathered_in_fusions(lines):
         elif is_fused and (found := _GATHERED.search(line)):
             gathered.add(found["table"])
     return gathered
+
+
+def described(needs, **how):
+    """The devices of a topology that is only described; `needs` is said where it cannot be."""
+    try:
+        return topologies.get_topology_desc(**how).devices
+    except Exception as error:
+        pytest.fail(f"this cannot be described: {how}; {needs}: {error}", pytrace=False)
 
 
 def rounds_of_loops(compiled):

@@ -4,16 +4,12 @@
 listed here.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import optax
 from optax import contrib
 
 from tests.expressions import functions
-
-Build = Callable[[], optax.GradientTransformation]
 
 
 def by_name(names, *args):
@@ -110,27 +106,18 @@ REFUSED_CHAINS = {
 }
 
 # Extra arguments of update(): the value of the loss, or what line searches take.
-NEEDS_VALUE = (
-    "polyak_sgd",
-    "scale_by_polyak",
-    "contrib.momo",
-    "contrib.momo_adam",
-    "contrib.reduce_on_plateau",
-)
+NEEDS_VALUE = """
+    polyak_sgd scale_by_polyak contrib.momo contrib.momo_adam contrib.reduce_on_plateau
+""".split()
 NEEDS_GRADIENT = ("lbfgs", "scale_by_backtracking_linesearch", "scale_by_zoom_linesearch")
 
 
 def extra_args(name, gradient):
     """The extra arguments that `update` of the transformation of this name takes."""
-    if name in NEEDS_VALUE:
-        return {"value": jnp.float32(2.0)}
+    value = {"value": jnp.float32(2.0)}
     if name in NEEDS_GRADIENT:
-        return {
-            "value": jnp.float32(2.0),
-            "grad": gradient,
-            "value_fn": lambda params: jnp.float32(1.0),
-        }
-    return {}
+        return value | {"grad": gradient, "value_fn": lambda params: jnp.float32(1.0)}
+    return value if name in NEEDS_VALUE else {}
 
 
 # Placed un-lifted beside `lazy`: those that are exact there, all others must raise.
@@ -177,12 +164,12 @@ _UNLIFTED = functions("", vars(optax) | globals() | {"jax": jax})
 UNLIFTED = {
     **by_name(WITHOUT_ARGUMENTS),
     **{call.partition("(")[0]: build for call, build in _UNLIFTED(_CALLS).items()},
-    "per_example_global_norm_clip": lambda: optax.stateless(
-        lambda g, _: optax.per_example_global_norm_clip(g, 1.0)[0]
-    ),
-    "per_example_layer_norm_clip": lambda: optax.stateless(
-        lambda g, _: optax.per_example_layer_norm_clip(g, 1.0)[0]
-    ),
+    **{
+        f"per_example_{kind}_norm_clip": lambda kind=kind: optax.stateless(
+            lambda g, _: getattr(optax, f"per_example_{kind}_norm_clip")(g, 1.0)[0]
+        )
+        for kind in ("global", "layer")
+    },
 }
 
 # Public functions that return a transformation and are not placed beside `lazy` here.

@@ -28,6 +28,11 @@ def chosen(default, every):
     return [*default, *(pytest.param(*_values(x), marks=pytest.mark.slow) for x in rest)]
 
 
+def few_or_many(few, many):
+    """Give a test a `count` of examples, a few by default and many among the slow ones."""
+    return pytest.mark.parametrize("count", chosen([few], [many]))
+
+
 def _values(case):
     return case if isinstance(case, tuple) else (case,)
 

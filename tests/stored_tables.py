@@ -87,9 +87,9 @@ def trained(table, tx, step, steps=3, ids=IDS):
 
 
 @functools.cache
-def trained_array(optimizer):
-    """The run on `numbers()`, an array on one device."""
-    return trained(numbers(), OPTIMIZERS[optimizer], jmask.apply_gradients)
+def trained_array(optimizer, row=(12,)):
+    """The run on `numbers(row)`, an array on one device."""
+    return trained(numbers(row), OPTIMIZERS[optimizer], jmask.apply_gradients)
 
 
 AXIS_TYPES = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}

@@ -256,7 +256,7 @@ def _value_and_results(
 ) -> tuple[PyTree, tuple[Gradients, ...]]:
     """Return the value (and aux), and the gradients as the gradient program leaves them.
 
-    If it is `nested`, a further derivative of a stored table will be taken.
+    If it is `nested`, a further derivative of a table container will be taken.
     """
     loss = checked_loss(fun, numbers, has_aux)
     stock = jax.value_and_grad(loss, numbers, has_aux, holomorphic=holomorphic)

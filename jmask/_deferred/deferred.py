@@ -96,7 +96,7 @@ def to_deferred(
     Args:
         tx: of `params`, as `deferred` takes it.
         opt_state: its state for `params`.
-        params: arrays, or stored tables.
+        params: arrays, or table containers.
         tables: a tree of booleans of the structure of `params`: which are to be deferred.
 
     Returns:

@@ -14,7 +14,7 @@ caught up; `closed_form` takes the steps since then.
                packed or sharded table
     last       (V,) int32
     lines      (W, numbers) the coefficients for each of the last W start steps
-    carry      (W, sums) what rounding took from them
+    carry      (W, sums) what rounding took from the sums
 """
 
 import math
@@ -39,8 +39,8 @@ from jmask._tables.stored_table import (
 )
 from jmask._tensors.row_sparse import RowSparse
 
-# Rows that are caught up at a time where all of them are: what is computed of these, and not of
-# the whole table, is in memory with it.
+# Rows of a block where all rows are caught up: temporaries are of the size of a block, not of
+# the table.
 _BLOCK = 1 << 16
 
 
@@ -302,7 +302,7 @@ class DeferredTable(Deferred):
         dtype = self.lines.dtype
         ring = self.lines.shape[0]
         lines = gather_rows(self._checked_lines(), last % ring)
-        # Or XLA gathers them for each entry again.
+        # Without the barrier XLA gathers the lines again for each entry.
         main, lines, *others = lax.optimization_barrier((main, lines, *others))
         entries = self._slots(main, others)
         new = skipped(self.form, lines, [x.astype(dtype) for x in entries])
@@ -311,9 +311,9 @@ class DeferredTable(Deferred):
     def _checked_lines(self) -> jax.Array:
         """Return the coefficients; nan if something mapped arithmetic over the table's leaves.
 
-        Neither rows that are behind nor coefficients are numbers to calculate with. The
-        coefficients of rows that are caught up are known: others come of arithmetic, also of
-        that on floating leaves alone.
+        Arithmetic on rows that are behind, or on coefficients, has no meaning. Coefficients for
+        a row that is caught up are known, so others show that arithmetic changed the leaves,
+        even if it changed the floating ones alone.
 
         Raises:
             ValueError: in place of nan, outside of jit.

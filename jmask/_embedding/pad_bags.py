@@ -113,7 +113,7 @@ def pad_bags(
         weights: floating, of the form of `ids`.
         num_bags: how many bags to make of them, with empty ones at the end: for a last batch
             that has fewer.
-        at_least: a number of ids that there is to be room for.
+        at_least: the least capacity, in ids.
 
     Returns:
         `PaddedBags` of NumPy arrays, or a dict of them.

@@ -46,7 +46,7 @@ def gather_rows(table: jax.Array, ids: jax.Array, *, coalesced: bool = False) ->
     Args:
         table (V, *row): any array with at least one row.
         ids (n,): canonical ids.
-        coalesced: the ids are sorted and, padding apart, unique.
+        coalesced: the ids are sorted, and unique but for padding.
     """
     if table.shape[0] == 0:
         return jnp.zeros((ids.shape[0], *table.shape[1:]), table.dtype)
@@ -55,10 +55,10 @@ def gather_rows(table: jax.Array, ids: jax.Array, *, coalesced: bool = False) ->
 
 
 def ids_after_reading(ids: jax.Array, rows: jax.Array) -> jax.Array:
-    """Make ids (n,) depend on what was read, for XLA: rows (n, *row), or a number.
+    """Make ids (n,) depend on rows (n, *row) that were read, or on a scalar made of them.
 
-    It does not order a read before a write at the same place by itself: if nothing that is
-    written depends on what is read, it reads from a copy of the whole table.
+    XLA orders a read before a write in place only where the write depends on the read.
+    Otherwise it copies the table and reads from the copy.
     """
     read = None if explicit_sharding(ids, rows) is not None else zero_after_reading(rows)
     return ids if read is None else plus_zero(ids, read)
@@ -79,7 +79,7 @@ def zero_after_reading(rows: jax.Array) -> jax.Array | None:
 
 
 def plus_zero(ids: jax.Array, zero: jax.Array) -> jax.Array:
-    """Return ids, which depend on what integer zeros, one for each or for all, depend on."""
+    """Add integer zeros, one for each id or one for all, on which the ids then depend."""
     zeros = jnp.broadcast_to(lax.convert_element_type(zero, ids.dtype), ids.shape)
     return lax.add(*varying_alike(ids, placed_like(zeros, ids)))
 
@@ -101,7 +101,7 @@ def entries_of(ids: jax.Array) -> jax.Array:
 
 
 def sorted_with(ids: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sort ids (n,), and with them numbers (n,); those of equal ids are in any order."""
+    """Sort ids (n,) and carry numbers (n,) along; equal ids may have them in any order."""
     ordered, moved = lax.sort((ids, x), num_keys=1, is_stable=False)
     return ordered, moved
 
@@ -125,7 +125,7 @@ _SCATTERS = {"set": lax.scatter, "add": lax.scatter_add}
 
 
 class Write(NamedTuple):
-    """What is known of a write of rows at unique ids, beside its arrays.
+    """A write of rows at unique ids, without its arrays.
 
     Attributes:
         kind: a key of `_SCATTERS`.
@@ -195,7 +195,7 @@ def never_alone(rows: int, ids: jax.Array, *values: jax.Array) -> list[jax.Array
 
 
 def _unique_padding(ids: jax.Array, rows: int) -> tuple[jax.Array, bool]:
-    """Make padding V, V, V of unique ids V, V+1, V+2: XLA is promised unique ids.
+    """Replace padding V, V, V by V, V+1, V+2, so that unique ids can be promised to XLA.
 
     Returns the ids and whether the promise can be made (V + n must fit the dtype).
     """
@@ -298,9 +298,9 @@ def _written_in_pairs(
 
 # --- one entry for each row --------------------------------------------------------------
 
-# XLA keeps an array (V, 1) on a TPU as V entries in a row, and copies it to make it (V,), which
-# its gathers and scatters do first. As an array (1, V) it is what it was, and its lines of 128
-# entries can be read and written.
+# On a TPU an array (V, 1) lies in memory as V entries in a row. XLA's gathers and scatters copy
+# it to shape (V,) first. A reshape to (1, V) copies nothing, and of that the kernels read and
+# write lines of 128 entries.
 
 
 def _is_in_lines(table: jax.Array, ids: jax.Array) -> bool:
@@ -320,7 +320,7 @@ def _written_in_lines(
     n, whole = ids.shape[0], table.shape[0] // LANES
     lines, old = _lines_and_entries(table, ids)
     new = rows.reshape(n) + old if kind == "add" else rows.reshape(n)
-    # The last of the entries of a line, which are neighbours, writes it with all of them.
+    # Entries of one line are neighbours: the last of them writes the line, with all of them.
     line, in_lines = ids // LANES, ids < whole * LANES
     is_last = jnp.concatenate([line[1:] != line[:-1], jnp.ones((1,), bool)])
     writer = lax.cummin(jnp.where(is_last, lax.iota(jnp.int32, n), n), reverse=True)
@@ -337,7 +337,7 @@ def _written_in_lines(
     rest, rest_ids = _last_line(table, ids)
     if not rest.shape[0]:
         return flat.reshape(table.shape)
-    # Those of all ids that are in it are the last before padding.
+    # Ids are sorted: those in the last, partial line come right before the padding.
     few = min(n, LANES)
     first = jnp.maximum(jnp.sum(ids < table.shape[0], dtype=jnp.int32) - few, 0)
     rest_ids, new = (lax.dynamic_slice_in_dim(x, first, few) for x in (rest_ids, new))
@@ -391,7 +391,7 @@ def _read_on_a_tpu(
 ) -> list[jax.Array]:
     if not _is_in_lines(table, ids):
         return _read(table, ids, order=order, is_alone=is_alone)
-    # In order, so that XLA reads lines once for those who read them and write others.
+    # Sorted as `_written_on_a_tpu` sorts them, so that XLA reads the lines once for both.
     entry = entries_of(ids)
     if order != "sorted":
         ids, entry = sorted_with(ids, entry)

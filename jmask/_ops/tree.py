@@ -30,11 +30,11 @@ def add(tree: PyTree, *others: PyTree, like: PyTree | None = None) -> PyTree:
         *others: trees of the same structure. A dense and a row-sparse leaf add to a dense
             one.
         like: a tree whose row-sparse leaves give the capacity of the result's; by
-            default there is room for the rows of all.
+            default the capacity is that of all rows.
 
     Raises:
         ValueError: if structures or shapes differ, or more different rows come together
-            than `like` has room for. Under jit the values of that leaf are nan instead.
+            than the capacity of `like`. Under jit the values of that leaf are nan instead.
 
     Example:
         >>> import jax.numpy as jnp, jmask

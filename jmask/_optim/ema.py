@@ -32,7 +32,7 @@ class EmaState(NamedTuple):
 
 
 class Ema(optax.GradientTransformationExtraArgs):
-    """What `ema` returns: a transformation, and `average` to read what it keeps.
+    """A transformation, as `ema` returns it, and `average` to read what it keeps.
 
     Attributes:
         decay: a number in [0, 1).

@@ -248,8 +248,8 @@ def all_finite(gradients: Gradients) -> jax.Array:
 def summed_rows(gradients: Gradients, params: Params) -> Gradients:
     """Return gradients with the rows of equal ids summed: finite ones may have an infinite sum.
 
-    Sums of 16-bit rows are in float32, as the optimizer takes them. Rows of stored tables are
-    as these take them, nan where they do not fit.
+    Sums of 16-bit rows are in float32, as the optimizer takes them. Rows of table containers
+    are as these take them, nan where they do not fit.
     """
 
     def taken(gradient: Gradient, table: Table = None) -> Gradient:

@@ -4,8 +4,8 @@
     microbatch 2    rows 7, 9          kept          no update
     microbatch 3    rows 1             kept          one step with the mean over rows 1 3 7 9
 
-Dense gradients are added up. The rows of sparse ones are put side by side, in buffers with
-room for k microbatches, so that none is lost: inside `lazy`, `optax.MultiSteps` would forget
+Dense gradients are added up. The rows of sparse ones are put side by side, in buffers with the
+capacity of k microbatches, so that none is lost: inside `lazy`, `optax.MultiSteps` would forget
 the rows that the last microbatch does not touch, and is refused. Masked gradients add
 up their valid entries: an entry is valid in the sum where it is in any microbatch.
 """

@@ -288,7 +288,7 @@ def _axes(mesh: Mesh, axes: str | Sequence[str] | None, name: str) -> tuple[str,
 # What crosses the network for m entries on each shard is about f m rows there or back, where f
 # is the `capacity_factor` and however many shards there are. Nothing is dropped on the way:
 # there are as many rounds as the fullest pair of shards needs, mostly one, as equal ids are
-# sent once. A shard has room for f m rows of a gradient; what exceeds it makes all of them nan.
+# sent once. A shard's capacity is f m rows of a gradient; an excess makes all of them nan.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -413,7 +413,7 @@ def sharded(
         packed: keep narrow rows in lines of 128 (see `jmask.packed`); by default on TPUs,
             where a step would copy the table otherwise.
         capacity_factor: send rows to the shard they live on alone, for many devices and large
-            batches. Each shard then has room for this many times its share of the lookups of
+            batches. The capacity of each shard is this many times its share of the lookups of
             a batch, in which an id counts once for each device that looks it up; 2.0 is
             ample where ids are even over shards, as by `placement="mod"`. A gradient that does
             not fit is nan in all rows of the shard. By default all shards see all rows.

@@ -244,7 +244,7 @@ def fitted(table: StoredTable, gradient: Gradient) -> RowSparse:
 
 
 def shape_of(x: TensorLike) -> jax.ShapeDtypeStruct:
-    """Return shape and dtype of a leaf: an array or number, a `RowSparse` or a stored table."""
+    """Return shape and dtype of a leaf: array, number, `RowSparse` or table container."""
     if isinstance(x, StoredTable):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
     values = x.values if isinstance(x, RowSparse) else x
@@ -252,7 +252,7 @@ def shape_of(x: TensorLike) -> jax.ShapeDtypeStruct:
 
 
 def read_rows(table: Table, ids: jax.Array) -> jax.Array:
-    """Return rows (n, *row) of an array or a stored table; `ids` (n,) are canonical."""
+    """Return rows (n, *row) of an array or a table container; `ids` (n,) are canonical."""
     return table.read(ids) if is_stored_table(table) else gather_rows(table, ids)
 
 

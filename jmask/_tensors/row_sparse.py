@@ -241,7 +241,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
     def zeros(
         cls, shape: Sequence[int], dtype: DTypeLike = jnp.float32, nse: int = 0
     ) -> "RowSparse":
-        """Return the zero tensor, with room for `nse` rows, which are padding.
+        """Return the zero tensor, with capacity for `nse` rows, which are padding.
 
         Example:
             >>> import jax.numpy as jnp, jmask

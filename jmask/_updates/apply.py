@@ -223,24 +223,27 @@ def apply_gradients(
 
 # --- dense tables -------------------------------------------------------------------------
 #
-# Half a change is said: a lazy optimizer that gets the dense gradients of `jax.grad`.
+# Warn when a lazy optimizer gets the dense gradients of `jax.grad`: the user switched the
+# optimizer, and not the gradient function.
 #
 #     jmask.lazy(optax.adam(1e-3)) with jax.value_and_grad        dense, and right: but O(table)
 #
-# Nothing is wrong then and nothing is gained, so there is a notice for each large table. Not
-# for gradients that `jmask.grad` has made dense: it has said why.
+# The result is right and costs O(table), so each large table is reported. Gradients that
+# `jmask.grad` itself made dense are not: it has said why.
 
-# What is a table, and no weight of a layer: many rows, and long against a row.
+# A large array is a table, and no weight of a layer, if it has so many rows, and so many rows
+# for each entry of a row.
 _ROWS, _ROWS_FOR_EACH_ENTRY = 1000, 8
 
 
 def noticing_dense_tables(step: Function) -> Function:
-    """Return `step` of a lazy optimizer, of gradients first, that notices dense tables.
+    """Wrap `step(grads, ...)` of a lazy optimizer: it reports dense gradients of large tables.
 
-    It reports each large table among gradients none of which is sparse or masked.
+    If a gradient is sparse or masked, the gradient function was switched: nothing is reported.
 
-    The transformations inside it get arrays in place of rows: whole tables where `lazy` traces
-    its proof, the rows of a batch where it runs. What they would notice is no user's gradient.
+    Reports are muted inside `step`. The transformations there get arrays in place of rows, the
+    full table where `lazy` traces its proof and the rows of a batch where it runs, and none of
+    these is a gradient of the user's.
     """
 
     @functools.wraps(step)
@@ -293,7 +296,7 @@ def is_table(x: object) -> bool:
 
 # --- plain optax --------------------------------------------------------------------------
 #
-# What it means when a plain optax transformation fails on row-sparse gradients.
+# Say what to do where a plain optax transformation fails on row-sparse gradients.
 #
 #     multiply does not accept dtypes float32, key<row ids: ...>     optax.sgd(0.1)
 #     a row-sparse gradient (RowSparse) is no array: ...             optax.adam(0.1)
@@ -314,9 +317,10 @@ _SIGNS = (
 def advising_lazy(
     name: str, gradients: Gradients, params: Params | None = None
 ) -> Iterator[None]:
-    """Context in which the transformation called `name` gets gradients; its errors say more.
+    """Add the way out to errors of the transformation `name`, which is called in this context.
 
-    Those of arithmetic on row ids, and of gradients of another structure than parameters.
+    It is added to errors about arithmetic on row ids, and about gradients whose structure is
+    not that of the parameters.
     """
     try:
         with naming_structures(gradients, params):
@@ -365,7 +369,7 @@ _BY_FUNCTION = ("update_fn", "init_fn")
 
 # --- fit ----------------------------------------------------------------------------------
 #
-# Gradients and parameters as optimizers take them: fitted to each other, once for a step.
+# Gradients and parameters in the form that optimizers take, aligned once for each step.
 #
 #     gradients   {"t": BCOO, "w": array}          masked rows of "t", array
 #     parameters  Model(t=RowSparse of all rows,   array, array, None
@@ -380,7 +384,7 @@ class Fit:
 
     Attributes:
         gradients: a tree of arrays, `RowSparse` and `MaskedTensor`.
-        params: arrays and stored tables in a tree of the same structure; None if not given.
+        params: arrays and table containers in a tree of the same structure, or None.
         model: what was given as parameters.
     """
 

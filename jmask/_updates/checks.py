@@ -90,7 +90,7 @@ def check_transformation(name: str, tx: object, order: str) -> None:
 
 
 def check_gradient(updates: Gradients, params: Params) -> None:
-    """Refuse a gradient that does not fit the parameters: arrays and stored tables.
+    """Refuse a gradient that does not fit the parameters: arrays and table containers.
 
     Structures must be the same where a gradient is sparse or masked, or a table stored; else
     that is left to optax.

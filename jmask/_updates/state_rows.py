@@ -88,7 +88,7 @@ def check_state(
     """Refuse a state that is not as `init` makes it, naming the first array that differs.
 
     Args:
-        state, expected: of one structure, but for stored tables.
+        state, expected: of one structure, but for table containers.
         dtypes: of which leaves the dtype is looked at too; of all by default. Rows are written
             in the dtype that their table has: it would go on in that one for ever.
     """

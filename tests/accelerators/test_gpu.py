@@ -12,9 +12,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -24,14 +22,14 @@ from jmask._kernels import scatter_update
 from jmask._kernels.update_rows import UniqueRows
 from tests.autodiff import test_stacked_lookups as stacked
 from tests.compiled_step import (
-    IN_PLACE,
     Step,
     check_deferred_in_place,
+    check_that_tables_are_seen,
     compiled_step,
+    described,
     rounds_of_loops,
     temporary_bytes,
     training_step,
-    whole_table_operations,
 )
 from tests.kernels.test_in_place import STEPS
 from tests.optim.test_inside_programs import LATE, LINEAR, late_step
@@ -45,8 +43,8 @@ ROWS = 10**7
 # block, of the second-level cache and of memory, the latter's bytes for each second, and the
 # clock in GHz.
 GPUS = {
-    "A100": ((8, 0), 108, 166_912, 41_943_040, 85_899_345_920, 2_039_000_000_000, 1.41),
-    "H100": ((9, 0), 132, 232_448, 52_428_800, 85_899_345_920, 3_352_320_000_000, 1.98),
+    "A100": (8, 0, 108, 166_912, 41_943_040, 85_899_345_920, 2_039_000_000_000, 1.41),
+    "H100": (9, 0, 132, 232_448, 52_428_800, 85_899_345_920, 3_352_320_000_000, 1.98),
 }
 
 DESCRIPTION = """
@@ -55,7 +53,7 @@ device_description_str: "NVIDIA {name}"
 dnn_version_info {{ major: 9 minor: 8 }}
 runtime_version {{ major: 12 minor: 9 patch: 0 }}
 gpu_device_info {{
-  cuda_compute_capability {{ major: {capability[0]} minor: {capability[1]} }}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
   core_count: {cores}
   shared_memory_per_block_optin: {shared}
   l2_cache_size: {cache}
@@ -105,27 +103,10 @@ gpu = lambda name: SingleDeviceSharding(gpus(name)[0])
 @functools.cache
 def gpus(name, count=1):
     """Devices of a host with so many GPUs that are only described."""
-    capability, cores, shared, cache, memory, bandwidth, clock = GPUS[name]
-    described = DESCRIPTION.format(
-        name=name,
-        capability=capability,
-        cores=cores,
-        shared=shared,
-        cache=cache,
-        memory=memory,
-        bandwidth=bandwidth,
-        clock=clock,
-    )
-    try:
-        return topologies.get_topology_desc(
-            platform="cuda", target_config=described, topology=f"1x1x{count}"
-        ).devices
-    except Exception as error:
-        pytest.fail(
-            f"a GPU {name} cannot be described; JAX's CUDA plugin is needed, run these tests "
-            f"with `make test-gpu`: {error}",
-            pytrace=False,
-        )
+    keys = "major minor cores shared cache memory bandwidth clock".split()
+    config = DESCRIPTION.format(name=name, **dict(zip(keys, GPUS[name], strict=True)))
+    needs = "JAX's CUDA plugin is needed, run these tests with `make test-gpu`"
+    return described(needs, platform="cuda", target_config=config, topology=f"1x1x{count}")
 
 
 @pytest.mark.parametrize(
@@ -232,16 +213,8 @@ def test_what_is_lost_in_rounding_is_known():
     assert "reduce-precision" in round_it.lower(x).compile().as_text()
 
 
-def test_control_a_dense_step_makes_tables():
-    step = Step(optax.adam(1e-3), value_and_grad=jax.value_and_grad)
-    compiled = step.compile(ROWS, gpu("H100"))
-    assert not whole_table_operations(compiled, step.entries(ROWS)) <= IN_PLACE
-
-
-def test_control_without_donation_tables_are_copied():
-    compiled = ADAM.compile(ROWS, gpu("H100"), donate=False)
-    assert compiled.memory_analysis().alias_size_in_bytes == 0
-    assert not whole_table_operations(compiled, ADAM.entries(ROWS)) <= IN_PLACE
+def test_control_tables_are_seen():
+    check_that_tables_are_seen(ADAM, gpu("H100"))
 
 
 def test_control_a_scatter_of_several_tables_is_a_loop_over_rows():

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental import topologies
 
 import jmask
+from jmask._tables.packed import LANES
 from tests import compiled_step as steps
 from tests.autodiff import test_stacked_lookups as stacked
 from tests.compiled_step import IN_PLACE, Step, whole_table_operations
@@ -66,18 +66,15 @@ STEPS = {
 WITH_A_LOOP = ("adagrad unless not finite",)
 
 
+def devices(topology):
+    needs = "libtpu is needed, run these tests with `make test-tpu`"
+    return steps.described(needs, platform="tpu", topology_name=topology)
+
+
 @functools.cache
 def device(topology):
     """The sharding that places all on one device of the topology."""
-    try:
-        described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    except Exception as error:
-        pytest.fail(
-            f"the TPU topology {topology} cannot be described; libtpu is needed, run "
-            f"these tests with `make test-tpu`: {error}",
-            pytrace=False,
-        )
-    return jax.sharding.SingleDeviceSharding(described.devices[0])
+    return jax.sharding.SingleDeviceSharding(devices(topology)[0])
 
 
 # Each step for one of them, row-wise Adagrad for a v5p.
@@ -121,19 +118,8 @@ def test_deferred_tables_in_place(name):
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_control_a_dense_step_makes_tables(topology):
-    step = Step(optax.adam(1e-3), row=(128,), value_and_grad=jax.value_and_grad)
-    rows = 10**6
-    compiled = step.compile(rows, device(topology))
-    assert not whole_table_operations(compiled, step.entries(rows)) <= IN_PLACE
-
-
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_control_without_donation_tables_are_copied(topology):
-    step, rows = STEPS["adam"], 10**6
-    compiled = step.compile(rows, device(topology), donate=False)
-    assert compiled.memory_analysis().alias_size_in_bytes == 0
-    assert not whole_table_operations(compiled, step.entries(rows)) <= IN_PLACE
+def test_control_tables_are_seen(topology):
+    steps.check_that_tables_are_seen(STEPS["adam"], device(topology))
 
 
 # --- a step costs the rows, not the table -----------------------------------------------
@@ -195,8 +181,7 @@ def test_batches_of_many_rows_are_flat(name, monkeypatch):
     ("topology", "tx"), [("v5e:2x2", jmask.adam()), ("v6e:2x2", jmask.rowwise_adagrad())]
 )
 def test_sharded_tables_are_flat(topology, tx):
-    described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    mesh = jax.sharding.Mesh(np.array(described.devices), "x")
+    mesh = jax.sharding.Mesh(np.array(devices(topology)), "x")
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     programs = []
@@ -207,12 +192,8 @@ def test_sharded_tables_are_flat(topology, tx):
         by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
         state = jax.tree.map(lambda x: steps.shapes(x, by_rows if x.ndim else whole), state)  # noqa: B023
         ids = jax.ShapeDtypeStruct((LOOKUPS,), "int32", sharding=whole)
-
-        def step(table, state, ids):
-            grads = jmask.grad(lambda t: jnp.sum(t[ids] ** 2))(table)
-            return jmask.apply_gradients(tx, grads, state, table)
-
-        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(table, state, ids)
+        step = steps.training_step(lambda t, ids: jnp.sum(t[ids] ** 2), tx)
+        lowered = step.lower(table, state, ids)
         assert "jmask_update_rows" in lowered.as_text()
         programs.append(lowered.compile())
     check_flat(programs)
@@ -268,3 +249,76 @@ def test_arithmetic_that_is_lowered(names):
     )
     compiled = passed(jmask.lazy(inner)).compile(ROWS[0], device(topology))
     assert "jmask_update_rows" in compiled.as_text()
+
+
+# --- packed tables: no padding and no copies ---------------------------------------------
+
+PACKED = {"adagrad": (jmask.adagrad(0.1), 2), "adam": (jmask.adam(), 3)}
+
+
+@functools.cache
+def memory_of(topology, optimizer, columns, rows, packed=True, lookups=8192):
+    """The memory analysis of a donated step, and the bytes of the numbers it trains."""
+    tx, tables = PACKED[optimizer]
+    table = jmask.PackedTable.pack if packed else lambda x: x
+    step = Step(tx, (columns,), lookups=lookups, apply=jmask.apply_gradients, table=table)
+    compiled = step.compile(rows, device(topology))
+    return compiled.memory_analysis(), tables * rows * columns * 4
+
+
+def check_arguments(memory, numbers):
+    """Nothing is padded, and all tables come out in the buffers in which they came."""
+    assert memory.argument_size_in_bytes <= 1.1 * numbers
+    assert memory.alias_size_in_bytes >= numbers
+
+
+PACKED_CASES = """
+    v5e:2x2 8 adagrad; v5e:2x2 64 adam; v5e:2x2 100 adagrad; v6e:2x2 16 adagrad;
+    v6e:2x2 32 adam; v6e:2x2 100 adam; v5p:2x2x1 16 adagrad; v5p:2x2x1 16 adam;
+    v5p:2x2x1 32 adagrad; v5p:2x2x1 100 adam
+""".split(";")
+
+
+@pytest.mark.parametrize("case", [case.strip() for case in PACKED_CASES])
+def test_a_million_rows(case):
+    topology, columns, optimizer = case.split()
+    memory, numbers = memory_of(topology, optimizer, int(columns), 10**6)
+    check_arguments(memory, numbers)
+    # A v5p keeps the lines of the batch in HBM, and the kernel takes them whole where a scatter
+    # is fused with what makes them: up to five arrays of them.
+    lines = 5 * 8192 * LANES * 4 if topology.startswith("v5p") else 0
+    assert memory.temp_size_in_bytes <= max(0.05 * numbers, lines)
+
+
+@pytest.mark.parametrize(
+    ("topology", "optimizer"),
+    [("v5p:2x2x1", "adagrad"), ("v5p:2x2x1", "adam"), ("v6e:2x2", "adam")],
+)
+def test_narrowest_rows(topology, optimizer):
+    """A million rows of 8 are 32 MB: lines of 4096 lookups are 5 % of table and state."""
+    memory, numbers = memory_of(topology, optimizer, 8, 10**6, lookups=4096)
+    check_arguments(memory, numbers)
+    assert memory.temp_size_in_bytes <= 0.05 * numbers
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+def test_narrowest_rows_on_v5p(optimizer):
+    """Of 8192 lookups they are more: there they are in memory, not on the core.
+
+    But no more than two arrays of them, for any number of rows.
+    """
+    small, numbers = memory_of("v5p:2x2x1", optimizer, 8, 10**6)
+    check_arguments(small, numbers)
+    large, numbers = memory_of("v5p:2x2x1", optimizer, 8, 10**7)
+    check_arguments(large, numbers)
+    lines = 8192 * LANES * 4
+    assert small.temp_size_in_bytes <= 2.5 * lines
+    assert large.temp_size_in_bytes <= small.temp_size_in_bytes + lines / 2
+    assert large.temp_size_in_bytes <= 0.05 * numbers
+
+
+@pytest.mark.filterwarnings("ignore:on a TPU a step copies")
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
+def test_control_an_array_is_copied(topology):
+    memory, numbers = memory_of(topology, "adagrad", 64, 10**6, packed=False)
+    assert memory.temp_size_in_bytes >= numbers

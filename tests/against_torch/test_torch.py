@@ -8,14 +8,12 @@ keep their bits. float64 agrees to 1e-12, float32 to 2e-5. `make test-torch` run
 random ids with duplicates, without weight decay, which its CPU build takes and ignores.
 """
 
-import dataclasses
+import functools
 import warnings
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jmask
@@ -31,67 +29,43 @@ EMPTY_STEPS = (4, 11)
 SHAPES = ((ROWS,), (ROWS, 5), (ROWS, 2, 3))
 TOLERANCES = {np.float64: 1e-12, np.float32: 2e-5}
 
-Gradient = tuple[np.ndarray, np.ndarray]
 
-
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """An optimizer of torch and the one of jmask that must equal it.
-
-    Attributes:
-        name: in `torch.optim`.
-        torch: its keyword arguments.
-        tx: jmask's optimizer.
-    """
-
-    name: str
-    torch: dict[str, Any]
-    tx: optax.GradientTransformation
-
-
+BUILDERS = {"SparseAdam": jmask.adam, "Adagrad": jmask.adagrad, "SGD": jmask.sgd}
+# Optimizers of torch by their names in `torch.optim`, and their settings.
 SPARSE = {
-    "adam": Pair("SparseAdam", {}, jmask.adam()),
-    "adam, all terms": Pair(
+    "adam": ("SparseAdam", {}),
+    "adam, all terms": (
         "SparseAdam",
         {"lr": 0.03, "betas": (0.8, 0.95), "eps": 1e-3, "maximize": True},
-        jmask.adam(0.03, b1=0.8, b2=0.95, eps=1e-3, maximize=True),
     ),
-    "adam without momentum": Pair(
-        "SparseAdam", {"lr": 0.1, "betas": (0.0, 0.9)}, jmask.adam(0.1, b1=0.0, b2=0.9)
-    ),
-    "adagrad": Pair("Adagrad", {}, jmask.adagrad()),
-    "adagrad, all terms": Pair(
+    "adam without momentum": ("SparseAdam", {"lr": 0.1, "betas": (0.0, 0.9)}),
+    "adagrad": ("Adagrad", {}),
+    "adagrad, all terms": (
         "Adagrad",
         {"lr": 0.1, "lr_decay": 0.2, "initial_accumulator_value": 0.3, "eps": 1e-3},
-        jmask.adagrad(0.1, lr_decay=0.2, initial_accumulator_value=0.3, eps=1e-3),
     ),
-    "adagrad, maximize": Pair(
-        "Adagrad", {"lr": 0.1, "maximize": True}, jmask.adagrad(0.1, maximize=True)
-    ),
-    "sgd": Pair("SGD", {"lr": 0.1}, jmask.sgd(0.1)),
+    "adagrad, maximize": ("Adagrad", {"lr": 0.1, "maximize": True}),
+    "sgd": ("SGD", {"lr": 0.1}),
 }
-
 # torch refuses weight decay, and gives momentum dense semantics, for sparse gradients.
 DENSE = {
-    "adagrad, weight decay": Pair(
-        "Adagrad",
-        {"lr": 0.1, "lr_decay": 0.2, "weight_decay": 0.1},
-        jmask.adagrad(0.1, lr_decay=0.2, weight_decay=0.1, lazy_update=False),
-    ),
-    "sgd, weight decay": Pair(
-        "SGD",
-        {"lr": 0.1, "weight_decay": 0.1},
-        jmask.sgd(0.1, weight_decay=0.1, lazy_update=False),
-    ),
-    "sgd, momentum": Pair(
-        "SGD", {"lr": 0.1, "momentum": 0.9}, jmask.sgd(0.1, momentum=0.9, lazy_update=False)
-    ),
-    "sgd, nesterov": Pair(
+    "adagrad, weight decay": ("Adagrad", {"lr": 0.1, "lr_decay": 0.2, "weight_decay": 0.1}),
+    "sgd, weight decay": ("SGD", {"lr": 0.1, "weight_decay": 0.1}),
+    "sgd, momentum": ("SGD", {"lr": 0.1, "momentum": 0.9}),
+    "sgd, nesterov": (
         "SGD",
         {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-        jmask.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1, lazy_update=False),
     ),
 }
+
+
+def optimizer_of(pair, lazy):
+    """The optimizer of jmask that must equal one of torch: it has the same settings."""
+    kind, settings = pair
+    settings = {"learning_rate" if name == "lr" else name: x for name, x in settings.items()}
+    if "betas" in settings:
+        settings["b1"], settings["b2"] = settings.pop("betas")
+    return BUILDERS[kind](**settings, lazy_update=lazy)
 
 
 def pairs(table):
@@ -126,7 +100,7 @@ def gradients(shape, dtype):
 def run_torch(torch, pair, start, steps, sparse):
     """The parameter after the steps, and the optimizer's state."""
     param = torch.nn.Parameter(torch.tensor(start))
-    optimizer = getattr(torch.optim, pair.name)([param], **pair.torch)
+    optimizer = getattr(torch.optim, pair[0])([param], **pair[1])
     for ids, rows in steps:
         param.grad = torch.sparse_coo_tensor(
             torch.tensor(ids)[None], torch.tensor(rows), start.shape
@@ -138,17 +112,13 @@ def run_torch(torch, pair, start, steps, sparse):
     return param.detach().numpy(), state
 
 
-def run_jmask(pair, start, steps):
+def run_jmask(tx, start, steps):
     """The parameter after the steps, and the optimizer's state."""
-
-    @jax.jit
-    def step(param, state, grads):
-        return jmask.apply_gradients(pair.tx, grads, state, param)
-
+    step = jax.jit(functools.partial(jmask.apply_gradients, tx))
     param = jnp.asarray(start)
-    state = pair.tx.init(param)
+    state = tx.init(param)
     for ids, rows in steps:
-        param, state = step(param, state, jmask.RowSparse(ids, rows, start.shape))
+        param, state = step(jmask.RowSparse(ids, rows, start.shape), state, param)
     return np.asarray(param), state
 
 
@@ -163,7 +133,7 @@ def check_pair(torch, pair, shape, dtype, sparse):
     start, steps = start_of(shape, dtype), gradients(shape, dtype)
     theirs, their_state = run_torch(torch, pair, start, steps, sparse)
     with jax.enable_x64(dtype is np.float64):
-        ours, our_state = run_jmask(pair, start, steps)
+        ours, our_state = run_jmask(optimizer_of(pair, sparse), start, steps)
     check_equal(ours, theirs, dtype)
     never = list(NEVER_TOUCHED)
     if sparse:

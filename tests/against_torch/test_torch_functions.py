@@ -218,25 +218,15 @@ MASK[0] = True
 
 
 # Name in torch.masked; function here; arguments there.
+REDUCTIONS = "sum prod amax amin mean logsumexp argmax argmin cumsum cumprod".split()
 CASES = {
-    "sum": (jnm.sum, (), {}),
-    "prod": (jnm.prod, (), {}),
-    "amax": (jnm.amax, (), {}),
-    "amin": (jnm.amin, (), {}),
-    "mean": (jnm.mean, (), {}),
+    **{name: (getattr(jnm, name), (), {}) for name in REDUCTIONS},
+    **{name: (getattr(nn, name), (), {}) for name in ("softmax", "log_softmax", "softmin")},
     "median": (functools.partial(jnm.median, averaged=False), (), {}),
-    "logsumexp": (jnm.logsumexp, (), {}),
-    "argmax": (jnm.argmax, (), {}),
-    "argmin": (jnm.argmin, (), {}),
     "var": (jnm.var, (), {"unbiased": False}),
     "std": (jnm.std, (), {"unbiased": False}),
     "norm": (jnm.norm, (2.0,), {}),
-    "softmax": (nn.softmax, (), {}),
-    "log_softmax": (nn.log_softmax, (), {}),
-    "softmin": (nn.softmin, (), {}),
     "normalize": (functools.partial(nn.normalize, ord=2), (2.0,), {}),
-    "cumsum": (jnm.cumsum, (), {}),
-    "cumprod": (jnm.cumprod, (), {}),
 }
 
 
@@ -301,13 +291,20 @@ def test_nan_under_the_mask_reaches_valid_gradients_of_torch(torch, name):
     assert np.isfinite(clean).all()
 
 
-def test_torch_chooses_a_masked_index(torch):
-    """torch fills masked entries with -inf, and the first -inf is masked."""
-    data = np.array([[9.0, -np.inf]], np.float32)
-    mask = np.array([[False, True]])
-    index, _ = _of_torch(torch, "argmax", data, mask)
-    assert index[0] == 0
-    assert jnm.argmax(jnp.asarray(data), axis=1, where=jnp.asarray(mask))[0] == 1
+@pytest.mark.parametrize(
+    ("name", "order", "data", "mask", "of_torch", "expected"),
+    [
+        ("argmax", (), [9.0, -np.inf], [False, True], 0, 1),  # the first -inf is masked
+        ("norm", (-1.0,), [1.0, 2.0, 4.0], [True, True, False], 0, 2 / 3),
+    ],
+)
+def test_fills_of_torch_count(torch, name, order, data, mask, of_torch, expected):
+    """torch fills masked entries, with -inf or with 0, and takes the fills for entries."""
+    data, mask = np.float32([data]), np.array([mask])
+    theirs = getattr(torch.masked, name)
+    assert theirs(torch.tensor(data), *order, dim=1, mask=torch.tensor(mask))[0] == of_torch
+    ours = getattr(jnm, name)(jnp.asarray(data), *order, axis=1, where=jnp.asarray(mask))
+    np.testing.assert_allclose(ours, [expected], rtol=1e-6)
 
 
 def test_torch_shares_the_gradient_with_fills(torch):
@@ -319,15 +316,6 @@ def test_torch_shares_the_gradient_with_fills(torch):
     assert x.grad[0, 1] == 0.5
     loss = lambda d: jnp.sum(jnm.amax(MaskedTensor(d, mask), axis=1).to_tensor(0))
     np.testing.assert_array_equal(jax.grad(loss)(jnp.asarray(data)), [[0, 1]])
-
-
-def test_norm_of_negative_order(torch):
-    """torch fills masked entries with 0, which make every norm of negative order 0."""
-    data, mask = np.array([[1.0, 2.0, 4.0]], np.float32), np.array([[True, True, False]])
-    x = torch.tensor(data)
-    assert torch.masked.norm(x, -1.0, dim=1, mask=torch.tensor(mask))[0] == 0
-    result = jnm.norm(jnp.asarray(data), -1, axis=1, where=jnp.asarray(mask))
-    np.testing.assert_allclose(result, [2 / 3], rtol=1e-6)
 
 
 def test_mean_of_a_masked_tensor(torch):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jmask
-from tests.gradcheck.test_gradcheck import DENSE, PRODUCTS, TABLE, product
+from tests.gradcheck.test_gradcheck import DENSE, PRODUCTS, TABLE, product, products
 from tests.sparse_arrays import coo
 
 pytestmark = pytest.mark.needs(what="torch")
@@ -18,12 +18,7 @@ pytestmark = pytest.mark.needs(what="torch")
 
 def of_torch(torch, name):
     """A product of the table, in torch."""
-    mm, sparse_mm = torch.mm, torch.sparse.mm
-    plain = {
-        "mixed": lambda x: mm(sparse_mm(x, x), x),
-        "all masked": lambda x: sparse_mm(sparse_mm(x, x), x),
-        "all plain": lambda x: mm(mm(x, x), x),
-    }
+    plain = products(torch.mm, torch.sparse.mm)
     mask = torch.tensor(DENSE != 0).to_sparse()
     if name in PRODUCTS:
         return lambda x: plain[name](x).to_dense()
@@ -76,9 +71,11 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_verdicts_on_rules(torch, name):
-    forward, backward, right = RULES[name]
+X = np.array([0.5, 1.0, -1.5])
+
+
+def verdicts(torch, forward, backward):
+    """Whether torch accepts a rule, slowly and fast, and whether jmask does."""
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -92,31 +89,21 @@ def test_verdicts_on_rules(torch, name):
 
     mine = jax.custom_vjp(lambda x: forward(jax.numpy, x))
     mine.defvjp(lambda x: (forward(jax.numpy, x), x), lambda x, c: (backward(jax.numpy, x, c),))
-    x = np.array([0.5, 1.0, -1.5])
-    theirs = accepts(torch, Function.apply, torch.tensor(x, requires_grad=True))
-    for fast in (False, True):
-        ours = jmask.gradcheck(mine, x, modes="rev", fast=fast, raise_exception=False)
-        assert ours == theirs == right
+    x = torch.tensor(X, requires_grad=True)
+    theirs = [accepts(torch, Function.apply, x, fast_mode=fast) for fast in (False, True)]
+    how = {"modes": "rev", "raise_exception": False}
+    return theirs, [jmask.gradcheck(mine, X, fast=fast, **how) for fast in (False, True)]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_verdicts_on_rules(torch, name):
+    forward, backward, right = RULES[name]
+    (slow, _), ours = verdicts(torch, forward, backward)
+    assert [slow, *ours] == [right] * 3
 
 
 def test_fast_mode_of_torch_accepts_what_is_refused_here(torch):
     """A derivative of 0.01, given as 0, beside derivatives of 10,000."""
-    right, wrong = np.array([1e4, 1e-2, 1e4]), np.array([1e4, 0, 1e4])
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return (torch.tensor(right) * x).sum()
-
-        @staticmethod
-        def backward(ctx, c):
-            return torch.tensor(wrong) * c
-
-    mine = jax.custom_vjp(lambda x: (right * x).sum())
-    mine.defvjp(lambda x: ((right * x).sum(), None), lambda _, c: (c * wrong,))
-    x = np.array([0.5, 1.0, -1.5])
-    theirs = torch.tensor(x, requires_grad=True)
-    assert accepts(torch, Function.apply, theirs, fast_mode=True)
-    assert not accepts(torch, Function.apply, theirs)
-    for fast in (False, True):
-        assert not jmask.gradcheck(mine, x, modes="rev", fast=fast, raise_exception=False)
+    forward = lambda xp, x: (xp.asarray([1e4, 1e-2, 1e4], dtype=x.dtype) * x).sum()
+    backward = lambda xp, x, c: xp.asarray([1e4, 0, 1e4], dtype=x.dtype) * c
+    assert verdicts(torch, forward, backward) == ([False, True], [False, False])

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import jmask
+from tests.autodiff.test_nnx import models
 from tests.later import later
 from tests.optimizers import NOT_LAZY, OPTIMIZERS
 from tests.oracle import assert_close, densified, is_row_sparse
@@ -86,23 +87,13 @@ def test_a_dict_is_a_copy():
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_model_that_writes_back_what_it_was_given(jit):
     """`nnx.remat` returns the state of a module through `jax.checkpoint`: no other value."""
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.embed = nnx.Embed(V, D, rngs=rngs)
-            self.dense = nnx.Linear(D, 1, rngs=rngs)
-            self.calls = nnx.Variable(jnp.zeros(()))
-
-        def __call__(self, ids):
-            return nnx.remat(lambda model, ids: model.dense(model.embed(ids)))(self, ids)
-
     loss = lambda model: jnp.mean(jnp.sin(model(IDS)))
 
     def changes(model):
         model.dense.kernel[...] = model.dense.kernel[...] * 1.0
         return loss(model)
 
-    model = Model(nnx.Rngs(0))
+    model = models()["Rematerialised"](nnx.Rngs(0))
     grad = jax.jit(jmask.grad(loss)) if jit else jmask.grad(loss)
     found, expected = grad(model), jax.grad(loss)(model)
     assert is_row_sparse(found.embed.embedding[...])
@@ -174,8 +165,7 @@ def test_training(name):
         assert after.activation is jax.nn.relu
         assert (after.name, after.dropout.p, after.nothing) == ("model", 0.5, None)
         np.testing.assert_array_equal(after.counts, before.counts)
-        for x, y in zip(arrays(after), expected, strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+        assert_close(arrays(after), expected)
         assert loss(after, ITEMS) < loss(before, ITEMS)
 
 
@@ -199,8 +189,7 @@ def test_two_optimizers_for_one_model():
         tx = optax.partition(transforms, lambda _: labels)
         step = eqx.filter_jit(lambda g, s, m, tx=tx: jmask.apply_gradients(tx, g, s, m)[0])
         steps.append(step(grad(before, ITEMS), tx.init(params), before))
-    for x, y in zip(*map(arrays, steps), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    assert_close(*map(arrays, steps))
 
 
 def test_explain():

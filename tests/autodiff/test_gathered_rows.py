@@ -139,7 +139,6 @@ ARRAYS = NARROW | read("""
 SUMMED_ALONE = read("""
     t[x.ids[:, :1]].mean(1); (t[x.ids].mean(1), jnp.sin(t[x.ids.reshape(-1)]))
 """)
-OF_IDS_OUTSIDE = re.compile(r"beyond|take\(t, x[,)](?!.*=2\.0)")
 # Those that tests name.
 TAKE = "jnp.take(t, x.ids, axis=0).sum(1)"
 MASKED = "where(t[x.ids], x).sum(1)"

@@ -24,6 +24,7 @@ import jmask
 from jmask._kernels import tuning
 from tests.expressions import functions
 from tests.oracle import assert_close, densified
+from tests.sampling import few_or_many
 
 # --- programs ----------------------------------------------------------------------------
 
@@ -196,18 +197,9 @@ def check(program, values):
 
 
 @pytest.mark.dtype_promotion
-@settings(max_examples=8)
-@given(programs(), thresholds)
-def test_random_lookups(program, values):
-    check(program, values)
-
-
-@pytest.mark.dtype_promotion
-@pytest.mark.slow
-@settings(max_examples=80)
-@given(programs(), thresholds)
-def test_many_random_lookups(program, values):
-    check(program, values)
+@few_or_many(8, 80)
+def test_random_lookups(count):
+    settings(max_examples=count)(given(programs(), thresholds)(check))()
 
 
 @pytest.mark.dtype_promotion
@@ -279,16 +271,15 @@ def test_a_trace_is_linear_and_no_more_than_twice_that_of_jax(name, ids):
 
 
 def test_600_products_are_no_recursion():
-    loss = lambda t, w: jnp.sum(600 * [None] and _product(t[jnp.array([1, 2, 1])], w))
+    def loss(t, w):
+        x = t[jnp.array([1, 2, 1])]
+        for _ in range(600):
+            x = x * w
+        return jnp.sum(x)
+
     t, w = jnp.ones((5, 2)), jnp.full((3, 1), 0.99)
     gradient = jax.jit(jmask.grad(loss))(t, w)
     assert_close(gradient.todense(), jax.grad(loss)(t, w), rtol=1e-4)
-
-
-def _product(x, w):
-    for _ in range(600):
-        x = x * w
-    return x
 
 
 # --- one structure -----------------------------------------------------------------------

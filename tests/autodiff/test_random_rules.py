@@ -23,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jmask
 from jmask._autodiff.rules import EQUATION_RULES
 from jmask._base.forms import names_in
+from tests.sampling import few_or_many
 
 # --- steps: functions of an array and a number, which says how --------------------------
 
@@ -284,17 +285,9 @@ def check(shape, *rules):
         )
 
 
-@settings(max_examples=25)
-@given(rules())
-def test_random_rule(rule):
-    check(*rule)
-
-
-@pytest.mark.slow
-@settings(max_examples=300)
-@given(rules())
-def test_random_rules_at_length(rule):
-    check(*rule)
+@few_or_many(25, 300)
+def test_random_rules(count):
+    settings(max_examples=count)(given(rules())(lambda rule: check(*rule)))()
 
 
 # --- every step and every rule -----------------------------------------------------------

@@ -120,11 +120,3 @@ def test_remat_still_recomputes():
     """The barrier that keeps XLA from undoing `jax.checkpoint` is still in the program."""
     loss = jax.checkpoint(lambda t: square(t[IDS]))
     assert "optimization_barrier" in jax.jit(jmask.grad(loss)).lower(TABLE).as_text()
-
-
-class TestFallback:
-    def test_once_per_place(self):
-        with warnings.catch_warnings(record=True, action="default") as caught:
-            for _ in range(3):
-                jmask.grad(lambda t: square(t[IDS] @ t.T))(TABLE)
-        assert len(caught) == 1

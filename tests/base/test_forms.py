@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
@@ -60,7 +61,7 @@ EXAMPLES = {
     "products": lambda x: (x @ x.T, lax.select_n(x[0, 0] > 0, x, x)),
     "reductions": lambda x: (x.sum(0), x.prod(0), x.max(0), x.min(0), (x > 0).all(0)),
     "any": lambda x: ((x > 0).any(0), x.astype(jnp.bfloat16)),
-    "names": lambda x: lax.optimization_barrier(_named(x)),
+    "names": lambda x: lax.optimization_barrier(checkpoint_name(x, "x")),
     "checked shard_map": _sharded(True),
     "shard_map": _sharded(False),
     "constraint": lambda x: lax.with_sharding_constraint(
@@ -78,12 +79,6 @@ NOT_SEEN = {
     *("psum", "reshard", "add_any", "stack", "unstack"),
 }
 equations_of = lambda function, *args: _forms.within(jax.make_jaxpr(function)(*args).eqns)
-
-
-def _named(x):
-    from jax.ad_checkpoint import checkpoint_name
-
-    return checkpoint_name(x, "x")
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -3,8 +3,6 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -220,7 +218,6 @@ def test_nothing_leaks_from_a_padded_row(mode, max_norm):
 
 IDS = np.array([[1, 2], [3, 3]])
 
-Loss = Callable[[Any, Any], Any]
 scanned = lambda loss: (
     lambda t, ids: jax.lax.scan(lambda c, i: (c + loss(t, i), None), 0.0, ids)[0]
 )

@@ -18,7 +18,7 @@ from jax.experimental import checkify
 
 import jmask
 from tests.embedding.test_embedding_bag import CLOSE, COTANGENT, TABLE, B, D, L, V
-from tests.embedding_oracle import normal
+from tests.embedding_oracle import combined, normal, table_gradient
 from tests.expressions import functions
 from tests.oracle import dense_twin
 
@@ -97,17 +97,10 @@ def test_traced_offsets(offsets, last):
 
 def test_raise_under_checkify():
     """An id outside that is padding, or in no bag, is no error; any other is left out."""
+    how = {"num_segments": 2, "combiner": "mean", "padding_id": -1, "mode": "raise"}
 
     def run(ids, places, table=TABLE):
-        return jmask.embedding_bag(
-            table,
-            ids,
-            segment_ids=places,
-            num_segments=2,
-            combiner="mean",
-            padding_id=-1,
-            mode="raise",
-        )
+        return jmask.embedding_bag(table, ids, segment_ids=places, **how)
 
     checked = checkify.checkify(jax.jit(run))
     ids, places = np.array([-1, 2, 77, 4]), np.array([0, 0, 2, 1])
@@ -214,27 +207,17 @@ def flat(bags):
     return ids, np.cumsum([0, *map(len, bags)])
 
 
-def summed(bags, weights):
-    """A model: the sum of each bag."""
-    table = np.asarray(NUMBERS, np.float64)
-    return [
-        sum((w * table[i] for i, w in zip(*pair, strict=True)), np.zeros(D))
-        for pair in zip(bags, weights, strict=True)
-    ]
-
-
 @settings(max_examples=10)  # each of its shapes is compiled
 @given(BAGS, st.booleans(), st.sampled_from(["lists", "arrays", "offsets", "last offset"]))
 def test_same_bags(bags, weighted, form):
-    weights = weights_of(bags) if weighted else None
+    weights, (ids, offsets) = weights_of(bags) if weighted else None, flat(bags)
+    of_entries = np.concatenate([np.zeros(0), *weights]) if weighted else np.ones(len(ids))
     if form == "lists":
         padded = jmask.pad_bags(bags, weights=weights)
     elif form == "arrays":
         arrays = [np.asarray(bag, np.int32) for bag in bags]
         padded = jmask.pad_bags(arrays, weights=weights)
     else:
-        ids, offsets = flat(bags)
-        given_weights = None if weights is None else np.concatenate([np.zeros(0), *weights])
         last = form == "last offset"
         if not last and not bags:
             return  # no offsets say nothing
@@ -242,19 +225,16 @@ def test_same_bags(bags, weighted, form):
             ids,
             offsets if last else offsets[:-1],
             include_last_offset=last,
-            weights=given_weights,
+            weights=of_entries if weighted else None,
         )
-    ones = [[1.0] * len(bag) for bag in bags]
-    expected = summed(bags, weights or ones)
+    bag, cotangent = np.repeat(np.arange(len(bags)), np.diff(offsets)), np.ones((len(bags), D))
+    expected = combined(np.asarray(NUMBERS)[ids], bag, of_entries, "sum", cotangent)
     result = jmask.embedding_bag(NUMBERS, padded)
-    assert result.shape == (len(bags), D)
-    np.testing.assert_allclose(result, np.reshape(expected, (len(bags), D)), atol=1e-5)
+    np.testing.assert_allclose(result, expected.out, atol=1e-5)
     gradient = jmask.grad(lambda t: jnp.sum(jmask.embedding_bag(t, padded)))(NUMBERS)
     assert isinstance(gradient, jmask.RowSparse)
-    counts = np.zeros(ROWS)
-    for bag, of_bag in zip(bags, weights or ones, strict=True):
-        np.add.at(counts, np.asarray(bag, int), of_bag)
-    np.testing.assert_allclose(gradient.todense()[:, 0], counts, atol=1e-5)
+    in_table = table_gradient(expected.in_rows, ids, ROWS)
+    np.testing.assert_allclose(gradient.todense(), in_table, atol=1e-5)
 
 
 def test_a_run_compiles_a_handful_of_times():

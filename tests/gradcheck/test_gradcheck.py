@@ -49,11 +49,15 @@ def sparse_mm(x, y):
     return matrix(x, True) @ matrix(y, True)
 
 
-PRODUCTS = {
-    "mixed": lambda x: mm(sparse_mm(x, x), x),
-    "all masked": lambda x: sparse_mm(sparse_mm(x, x), x),
-    "all plain": lambda x: mm(mm(x, x), x),
-}
+def products(mm, sparse_mm):
+    return {
+        "mixed": lambda x: mm(sparse_mm(x, x), x),
+        "all masked": lambda x: sparse_mm(sparse_mm(x, x), x),
+        "all plain": lambda x: mm(mm(x, x), x),
+    }
+
+
+PRODUCTS = products(mm, sparse_mm)
 SPECIFIED = [[6, 13, 4, 12], [3, 1, 13, 6], [2, 6, 12, 31]]
 NOTHING, EVERYTHING = [0, 0, 0, 0], [4, 3, 6, 2]
 # The derivatives along entry (0, 0): numerical if every entry counts, and analytical; then

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmask
 import jmask.numpy as jnm
+from tests.autodiff.test_nnx import models
 from tests.expressions import functions
 from tests.later import later
 from tests.mistakes import GRADS, IDS, LAZY, PARAMS, ROWS, TABLE, looked_up, mesh, step
@@ -173,30 +174,19 @@ def test_a_table_of_no_rows():
     assert table.shape == nothing.shape
 
 
-@functools.cache
-def with_statistics():
-    class WithStatistics(nnx.Module):
-        def __init__(self, rngs):
-            self.embed = nnx.Embed(6, 2, rngs=rngs)
-            self.norm = nnx.BatchNorm(2, rngs=rngs)
-
-        def __call__(self, ids):
-            return jnp.sum(self.norm(self.embed(ids)) ** 3)
-
-    return WithStatistics
-
-
 def test_statistics_of_an_nnx_model():
     """An error if the model is an argument (`jax.grad` loses them); kept by `jmask.nnx`."""
-    model = with_statistics()(nnx.Rngs(0))
+    model = models()["Model"](nnx.Rngs(0))
+    model.norm = nnx.BatchNorm(model.embed.features, rngs=nnx.Rngs(0))
+    loss = lambda model: jnp.sum(model.norm(model(IDS)) ** 3)
     before = np.asarray(model.norm.mean[...])
     with pytest.raises(
         TypeError, match=r"writes to `model\.norm\..*which is lost.*jmask\.nnx\.value_and_grad"
     ):
-        jmask.grad(lambda model: model(IDS))(model)
-    jax.grad(lambda model: model(IDS))(model)
+        jmask.grad(loss)(model)
+    jax.grad(loss)(model)
     np.testing.assert_array_equal(model.norm.mean[...], before)
-    grads = jmask.nnx.grad(lambda model: model(IDS))(model)
+    grads = jmask.nnx.grad(loss)(model)
     assert (np.asarray(model.norm.mean[...]) != before).all()
     assert isinstance(grads["embed"]["embedding"][...], jmask.RowSparse)
 
@@ -208,11 +198,11 @@ def test_donation_with_nnx(donated):
     @functools.partial(nnx.jit, donate_argnums=donated)
     def train_step(model):
         graph, params, others = nnx.split(model, nnx.Param, ...)
-        grads = jmask.grad(lambda p: nnx.merge(graph, p, others, copy=True)(IDS))(params)
+        grads = jmask.grad(lambda p: nnx.merge(graph, p, others, copy=True)(IDS).sum())(params)
         tx = jmask.sgd(0.1)
         nnx.update(model, jmask.apply_gradients(tx, grads, tx.init(params), params)[0])
 
-    model = with_statistics()(nnx.Rngs(0))
+    model = models()["Model"](nnx.Rngs(0))
     old = model.embed.embedding.get_value()
     train_step(model)
     assert old.is_deleted() == bool(donated)

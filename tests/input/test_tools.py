@@ -28,11 +28,13 @@ TENSORS = {
 _dense = lambda x: np.asarray(jmask.todense(x))
 
 
-@pytest.mark.parametrize("kind", TENSORS)
-class TestToolsThatWork:
-    def test_debug_print(self, kind, capsys):
-        x = TENSORS[kind]
+@pytest.fixture(params=TENSORS)
+def x(request):
+    return TENSORS[request.param]
 
+
+class TestToolsThatWork:
+    def test_debug_print(self, x, capsys):
         @jax.jit
         def printed(x):
             jax.debug.print("the tensor {}", {"x": x})
@@ -42,14 +44,13 @@ class TestToolsThatWork:
         jax.effects_barrier()
         assert f"the tensor { ({'x': x}) }" in capsys.readouterr().out
 
-    def test_callback(self, kind):
-        x, seen = TENSORS[kind], []
+    def test_callback(self, x):
+        seen = []
         jax.jit(lambda x: jax.debug.callback(seen.append, x))(x)
         jax.effects_barrier()
         np.testing.assert_array_equal(_dense(seen[0]), _dense(x))
 
-    def test_chex(self, kind):
-        x = TENSORS[kind]
+    def test_chex(self, x):
         chex.assert_trees_all_close({"x": x}, {"x": x})
         chex.assert_trees_all_equal({"x": x}, {"x": x})
         chex.assert_tree_all_finite({"x": x})
@@ -57,16 +58,14 @@ class TestToolsThatWork:
         with pytest.raises(AssertionError, match="differ in leaves"):
             chex.assert_trees_all_close(x, other)
 
-    def test_msgpack(self, kind):
-        x = TENSORS[kind]
+    def test_msgpack(self, x):
         saved = flax.serialization.to_bytes({"x": x})
         like = _doubled(x)
         restored = flax.serialization.from_bytes({"x": like}, saved)["x"]
         assert jax.tree.structure(restored) == jax.tree.structure(x)
         np.testing.assert_array_equal(_dense(restored), _dense(x))
 
-    def test_orbax(self, kind, tmp_path):
-        x = TENSORS[kind]
+    def test_orbax(self, x, tmp_path):
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(tmp_path / "c", {"x": x})
             checkpointer.wait_until_finished()
@@ -75,13 +74,11 @@ class TestToolsThatWork:
                 assert jax.tree.structure(restored) == jax.tree.structure(x)
                 np.testing.assert_array_equal(_dense(restored), _dense(x))
 
-    def test_block_until_ready(self, kind):
-        x = TENSORS[kind]
+    def test_block_until_ready(self, x):
         assert x.block_until_ready() is not None
         assert jax.block_until_ready(x) is not None
 
-    def test_not_equal_to_what_has_no_entries(self, kind):
-        x = TENSORS[kind]
+    def test_not_equal_to_what_has_no_entries(self, x):
         assert (x == None) is False  # noqa: E711
         assert (x != None) is True  # noqa: E711
         assert (x == "a") is False
@@ -89,8 +86,7 @@ class TestToolsThatWork:
         assert x not in [None, "a", b"a"]
 
     @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
-    def test_functions_of_numpy(self, kind):
-        x = TENSORS[kind]
+    def test_functions_of_numpy(self, x):
         roots = np.sqrt(x)
         assert type(roots) is type(x)
         np.testing.assert_allclose(_dense(roots), np.sqrt(_dense(x)), rtol=1e-6)

@@ -19,7 +19,7 @@ from jmask._kernels.row_blocks import block_size
 from jmask._kernels.unique_rows import RowsOfTable, summed_by_hashing, summed_by_sorting
 from tests.compiled_step import compiled_step, temporary_bytes
 from tests.optimizers import OPTIMIZERS
-from tests.oracle import is_row_sparse
+from tests.oracle import assert_close, is_row_sparse
 
 
 def test_ids_of_64_bits():
@@ -74,11 +74,7 @@ def test_gradients_of_several_tables(small_blocks):
     value, found = jax.jit(jmask.value_and_grad(loss))(tables, ids)
     expected_value, expected = jax.jit(jax.value_and_grad(loss))(tables, ids)
     assert np.isfinite(value)
-    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
-    for k in tables:
-        np.testing.assert_allclose(
-            dense(found)[k], expected[k], rtol=1e-4, atol=1e-4, err_msg=k
-        )
+    assert_close((value, dense(found)), (expected_value, expected), rtol=1e-4, atol=1e-4)
 
 
 def test_sums_of_tables_are_in_one_equation(small_blocks):
@@ -107,9 +103,8 @@ def test_steps_are_those_of_each_table_alone(small_blocks, name):
         for seed in range(3):
             params, state = run(params, state, tables_and_ids(seed)[1])
         places.append((params, state))
-    for x, y in zip(*map(jax.tree.leaves, places), strict=True):
-        assert jnp.isfinite(x).all()
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(places))
+    assert_close(*places, rtol=1e-4, atol=1e-5)
 
 
 def test_second_derivatives_and_vmap_of_several(small_blocks):
@@ -123,13 +118,11 @@ def test_second_derivatives_and_vmap_of_several(small_blocks):
         return jax.jit(jax.grad(of))
 
     found, expected = steepness(jmask.grad)(tables), steepness(jax.grad)(tables)
-    for k in tables:
-        np.testing.assert_allclose(found[k], expected[k], rtol=1e-3, atol=1e-3, err_msg=k)
+    assert_close(found, expected, rtol=1e-3, atol=1e-3)
     both = jax.tree.map(lambda x: jnp.stack([x, -x]), tables)
     mapped = jax.jit(jax.vmap(lambda t: dense(jmask.grad(loss)(t, ids))))(both)
     alone = jax.jit(jax.grad(loss))(jax.tree.map(jnp.negative, tables), ids)
-    for k in tables:
-        np.testing.assert_allclose(mapped[k][1], alone[k], rtol=1e-4, atol=1e-4, err_msg=k)
+    assert_close(jax.tree.map(lambda x: x[1], mapped), alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("tx", [jmask.sgd(0.1), jmask.rowwise_adagrad(0.1), jmask.adam(0.1)])

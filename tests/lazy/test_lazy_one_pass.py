@@ -18,6 +18,7 @@ import optax
 import pytest
 
 import jmask
+from tests.expressions import named
 from tests.optax_cases import ROW_LOCAL
 from tests.oracle import assert_close
 from tests.stored_tables import update_and_apply
@@ -67,40 +68,30 @@ IN_ONE_PASS = {
     "adabelief", "adadelta", "adagrad", "adam", "adamax", "adamaxw", "adamw", "amsgrad", "lion",
     "rmsprop", "rprop", "sgd", "sign_sgd", "signum", "yogi",
 }  # fmt: skip
-OTHERS = {
-    "momentum": optax.sgd(0.1, momentum=0.9),
-    "clipped by value": optax.chain(optax.clip(0.5), optax.adamw(0.1)),
-    "clipped by norm": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)),
-    "clipped by norm, sgd": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
-    "clipped by value and by norm": optax.chain(
-        optax.clip(0.3), optax.clip_by_global_norm(0.5), optax.adamw(0.1)
-    ),
-    "clipped by norm, if finite": optax.chain(
-        optax.stateless(lambda updates, _: nothing_if_not_finite(updates)),
-        optax.clip_by_global_norm(0.5),
-        optax.adagrad(0.1),
-    ),
-    "state filled anew": optax.chain(optax.trace(0.9), forgetful(), optax.scale(-0.1)),
-    "rate by schedule": optax.adagrad(optax.linear_schedule(0.1, 0.2, 10)),
-    "rate and momentum injected": optax.inject_hyperparams(optax.sgd)(
-        learning_rate=0.1, momentum=0.9
-    ),
-    "weights masked": optax.chain(
-        optax.masked(optax.add_decayed_weights(0.1), {"table": True, "w": False}),
-        optax.adam(0.1),
-    ),
-    "state that is kept": keeping(),
-    "by parameter": optax.partition(
-        {"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {"table": "a", "w": "b"}
-    ),
-}
+OTHERS = named("", vars(optax) | globals())("""
+    momentum | sgd(0.1, momentum=0.9)
+    clipped by value | chain(clip(0.5), adamw(0.1))
+    clipped by norm | chain(clip_by_global_norm(0.5), adam(0.1))
+    clipped by norm, sgd | chain(clip_by_global_norm(0.5), sgd(0.1))
+    clipped by value and by norm | chain(clip(0.3), clip_by_global_norm(0.5), adamw(0.1))
+    clipped by norm, if finite | chain(
+        stateless(lambda updates, _: nothing_if_not_finite(updates)), clip_by_global_norm(0.5),
+        adagrad(0.1))
+    state filled anew | chain(trace(0.9), forgetful(), scale(-0.1))
+    rate by schedule | adagrad(linear_schedule(0.1, 0.2, 10))
+    rate and momentum injected | inject_hyperparams(sgd)(learning_rate=0.1, momentum=0.9)
+    weights masked | chain(
+        masked(add_decayed_weights(0.1), {"table": True, "w": False}), adam(0.1))
+    state that is kept | keeping()
+    by parameter | partition({"a": adam(0.1), "b": sgd(0.1)}, {"table": "a", "w": "b"})
+""")
 # Deprecated, and in need of the value of the loss.
 LEFT_OUT = ("optimistic_adam", "polyak_sgd")
 LIFTED = {
     name: jmask.lazy(build())
-    for name, build in ROW_LOCAL.items()
+    for name, build in (ROW_LOCAL | OTHERS).items()
     if "contrib" not in name and name not in LEFT_OUT
-} | {name: jmask.lazy(tx) for name, tx in OTHERS.items()}
+}
 
 
 def parameters(form):
@@ -149,11 +140,7 @@ def test_same_result(name, form):
 def test_which_take_one_pass(name):
     """And of 16 lookups in 20 rows the whole table is as fast: no scatter at all."""
     tx = LIFTED[name]
-    expected = IN_ONE_PASS | {
-        "momentum", "clipped by value", "clipped by norm", "clipped by norm, sgd",
-        "clipped by value and by norm", "clipped by norm, if finite",
-        "rate by schedule", "weights masked", "by parameter", "state that is kept",
-    }  # fmt: skip
+    expected = IN_ONE_PASS | OTHERS.keys() - {"state filled anew", "rate and momentum injected"}
     for form, is_scattered in (("rows", name in expected), ("whole", False)):
         params, ids = parameters(form), FORMS[form][2][0]
         step = functools.partial(jmask.apply_gradients, tx)

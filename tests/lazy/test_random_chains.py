@@ -6,6 +6,7 @@ row-local is not known here: what `lazy` accepts must equal the dense update, `a
 too, and what it refuses must be refused by name.
 """
 
+import functools
 import warnings
 
 import hypothesis.strategies as st
@@ -17,9 +18,11 @@ import pytest
 from hypothesis import given, settings
 
 import jmask
+from tests.compiled_step import with_optax
 from tests.expressions import functions
 from tests.lazy.test_lazy_optax import PARAMS, SHAPES, random_gradient, random_tree, table_of
 from tests.oracle import densified, is_row_sparse, other_rows, touched_rows
+from tests.sampling import few_or_many
 
 pytestmark = pytest.mark.dtype_promotion
 
@@ -130,29 +133,22 @@ def check(parts):
     inner, gradient = built(parts), random_gradient(1)
     lifted = jmask.lazy(inner)
 
-    @jax.jit
-    def dense_step(gradient, state, params):
-        updates, state = inner.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state
-
-    @jax.jit
-    def lazy_steps(gradient, state, params):
-        """By `update`, and in one pass."""
-        updates, new = lifted.update(gradient, state, params)
-        in_one = jmask.apply_gradients(lifted, gradient, state, params)
-        return (optax.apply_updates(params, updates), new), in_one
+    dense_step = jax.jit(functools.partial(with_optax, inner))
+    lazy_steps = jax.jit(
+        lambda *args: [step(lifted, *args) for step in (with_optax, jmask.apply_gradients)]
+    )
 
     params, state = dense_step(random_tree(5), inner.init(PARAMS), PARAMS)
     try:
         with warnings.catch_warnings(action="ignore", category=jmask.StorageFallbackWarning):
-            new, in_one = lazy_steps(gradient, state, params)
+            results = lazy_steps(gradient, state, params)
     except ValueError as error:
         if "jmask.lazy cannot wrap" not in str(error):
             raise
         return False
     expected = dense_step(densified(gradient), state, params)
-    assert jax.tree.structure(new) == jax.tree.structure(expected)
-    for result in (new, in_one):
+    for result in results:
+        assert jax.tree.structure(result) == jax.tree.structure(expected)
         compare(result, expected, (params, state), gradient)
     return True
 
@@ -170,17 +166,9 @@ def compare(new, dense, old, gradient):
         np.testing.assert_array_equal(np.asarray(x)[others], np.asarray(before)[others], name)
 
 
-@settings(max_examples=10)
-@given(chains())
-def test_random_chain(parts):
-    check(parts)
-
-
-@pytest.mark.slow
-@settings(max_examples=120)
-@given(chains())
-def test_random_chains_at_length(parts):
-    check(parts)
+@few_or_many(10, 120)
+def test_random_chains(count):
+    settings(max_examples=count)(given(chains())(lambda parts: check(parts) and None))()
 
 
 @pytest.mark.slow

@@ -229,44 +229,39 @@ def test_operator(code):
         np.testing.assert_allclose(np.asarray(result.data)[[0, 2]], expected)
 
 
-class TestOrdinaryTensors:
-    """Functions of tensors that are not masked: zeros are zeros."""
+@pytest.mark.parametrize("name", UNARY)
+def test_storage_is_kept_where_zero_is(name):
+    """f(0) = 0 decides, and equal rows are summed before a nonlinear function."""
+    function = FUNCTIONS[name]
+    x = jmask.RowSparse([2, 0, 2], jnp.array([[1.0, -2], [3, 4], [1, 1]]), (4, 2))
+    x = x.astype(jnp.int32) if name in INTEGER else x
+    with np.errstate(all="ignore"):
+        expected = np.asarray(function.__wrapped__(x.todense()))
+        keeps = not np.any(np.asarray(function.__wrapped__(np.zeros((), x.dtype))))
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        result = function(x)
+    assert isinstance(result, jmask.RowSparse) == keeps
+    assert bool(caught) != keeps
+    np.testing.assert_allclose(jmask.todense(result), expected, rtol=1e-6)
 
-    rows = jmask.RowSparse([2, 0, 2], jnp.array([[1.0, -2], [3, 4], [1, 1]]), (4, 2))
 
-    @pytest.mark.parametrize("name", UNARY)
-    def test_storage_is_kept_where_zero_is(self, name):
-        """f(0) = 0 decides, and equal rows are summed before a nonlinear function."""
-        function = FUNCTIONS[name]
-        x = self.rows.astype(jnp.int32) if name in INTEGER else self.rows
-        with np.errstate(all="ignore"):
-            expected = np.asarray(function.__wrapped__(x.todense()))
-            keeps = not np.any(np.asarray(function.__wrapped__(np.zeros((), x.dtype))))
-        with warnings.catch_warnings(record=True, action="always") as caught:
-            result = function(x)
-        assert isinstance(result, jmask.RowSparse) == keeps
-        assert bool(caught) != keeps
-        dense = result.todense() if keeps else result
-        np.testing.assert_allclose(dense, expected, rtol=1e-6)
+masked = jmask.masked_tensor
 
 
 class TestKnownCases:
     """Gradients that are nan elsewhere; the masked answer."""
 
-    def test_where_exp(self):
-        """where(x < 0, exp(x), 1) with x up to 100."""
-        x = jnp.array([-1.0, 50, 100])
-        g = jax.grad(lambda x: jnm.exp(jmask.masked_tensor(x, x < 0)).to_tensor(1.0).sum())(x)
-        np.testing.assert_allclose(g, [np.exp(-1), 0, 0], rtol=1e-6)
-
-    def test_division_by_zero_where_false(self):
-        g = jax.grad(lambda a: (jmask.masked_tensor(a, False) / 0.0).to_tensor(1.0))(2.0)
-        assert g == 0
-
-    def test_division_by_masked_zero(self):
-        x = jnp.array([0.0, 2.0])
-        g = jax.grad(lambda x: (1 / jmask.masked_tensor(x, x != 0)).to_tensor(0).sum())(x)
-        np.testing.assert_allclose(g, [0, -0.25])
+    @pytest.mark.parametrize(
+        ("function", "x", "expected"),
+        [
+            (lambda x: jnm.exp(masked(x, x < 0)), [-1.0, 50, 100], [np.exp(-1), 0, 0]),
+            (lambda x: masked(x, False) / 0.0, [2.0], [0]),
+            (lambda x: 1 / masked(x, x != 0), [0.0, 2.0], [0, -0.25]),
+        ],
+    )
+    def test_gradient(self, function, x, expected):
+        gradient = jax.grad(lambda x: function(x).to_tensor(1.0).sum())(jnp.array(x))
+        np.testing.assert_allclose(gradient, expected, rtol=1e-6)
 
     def test_debug_nans_stays_silent(self):
         mask = MASKS["random"]
@@ -299,20 +294,13 @@ def test_lifting_any_function():
     assert g.tolist() == [-2.25, 0]
 
 
-class TestCompiled:
-    """Read from the compiled program: masked arithmetic is one fused kernel."""
+FUSED = functions("x, y", globals())("""
+    (jnm.tanh(jnm.exp(x) * 2 + x) / x).data; (x * y + x).to_tensor(0)
+""")
 
-    @staticmethod
-    def kernels(function, *operands):
-        text = jax.jit(function).lower(*operands).compile().as_text()
-        return text[text.index("ENTRY") :].count(" fusion(")
 
-    x = jmask.masked_tensor(jnp.ones(1000), jnp.ones(1000, bool))
-
-    def test_chain_of_one_operand(self):
-        chain = lambda x: (jnm.tanh(jnm.exp(x) * 2 + x) / x).data
-        assert self.kernels(chain, self.x) == 1
-
-    def test_two_masks(self):
-        product = lambda x, y: (x * y + x).to_tensor(0)
-        assert self.kernels(product, self.x, self.x) == 1
+@pytest.mark.parametrize("name", FUSED)
+def test_masked_arithmetic_is_one_fused_kernel(name):
+    x = masked(jnp.ones(1000), jnp.ones(1000, bool))
+    text = jax.jit(FUSED[name]).lower(x, x).compile().as_text()
+    assert text[text.index("ENTRY") :].count(" fusion(") == 1

@@ -171,9 +171,15 @@ def test_storages(name, dtype, kind):
         check(outcome(EVERY[name], x), expected)
 
 
+def repeated(x):
+    """Half of each entry in two places, and padding."""
+    x = BCOO.fromdense(x * (OTHER > 0), nse=9)
+    return BCOO((jnp.repeat(x.data / 2, 2), jnp.repeat(x.indices, 2, 0)), shape=SHAPE)
+
+
 PLAIN = {
-    "row_sparse": lambda x: jmask.RowSparse([2, 0, 2], x[jnp.array([1, 0, 3])], SHAPE),
-    "coo": lambda x: BCOO.fromdense(x * (OTHER > 0), nse=9),
+    "row_sparse": lambda x: jmask.RowSparse([2, 0, 2, 4], x[jnp.array([1, 0, 3, 2])], SHAPE),
+    "coo": repeated,
     "csr": lambda x: BCSR.fromdense(x * (OTHER > 0), nse=9),
 }
 

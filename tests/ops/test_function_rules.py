@@ -1,6 +1,7 @@
 """Functions of masked tensors: sizes, ordinary tensors, storages, dtypes, attention.
 
-Their values and derivatives on every storage are in test_masked_functions.py.
+Their values and derivatives on every storage are in test_masked_functions.py, as is what
+normalizes rows and columns.
 """
 
 import functools
@@ -14,8 +15,7 @@ from jax.experimental.sparse import BCOO
 
 import jmask
 import jmask.numpy as jnm
-from jmask import nn
-from jmask._tensors.masked_tensor import is_tensor
+from jmask import MaskedTensor, RowSparse, nn
 from tests.expressions import functions
 from tests.masked_cases import KINDS, MASKS, POISON, SHAPE, build, clean_numbers, compare
 
@@ -45,11 +45,6 @@ def test_sizes_under_jit(kind):
     assert padded.tolist() == (unique.tolist() + [None] * 9)[:9]
     filled = jax.jit(lambda x: jnm.unique(x, size=9, fill_value=3))(x)
     assert filled.tolist() == (unique.tolist() + [3.0] * 9)[:9]
-    for function in (jnm.unique, jnm.compressed, jnm.nonzero):
-        with pytest.raises(ValueError, match=r"`size` of \w+\(\) must be given"):
-            jax.jit(function)(x)
-    with pytest.raises(ValueError, match="`length` of bincount"):
-        jax.jit(jnm.bincount)(jmask.masked_tensor(jnp.arange(3)))
 
 
 def test_unique_says_where_and_how_often():
@@ -93,32 +88,13 @@ PLAIN = {call.partition("(")[0].removeprefix("np."): f for call, f in _CALLS.ite
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("storage", ["array", "row_sparse", "coo", "csr"])
 @pytest.mark.parametrize("name", PLAIN)
-def test_ordinary_tensors_are_as_in_jax(name, storage):
-    """Zeros that are not stored are entries, and repeated positions are one."""
-    dense = np.array(
-        [[1.0, 0, 2], [0, 0, 0], [-3, np.nan if name[:3] == "nan" else 0, 1]], np.float32
-    )
-    expected = PLAIN[name](jnp, jnp.asarray(dense))
-    x = jnp.asarray(dense)
-    if storage == "row_sparse":
-        rows = jnp.stack([x[0] - 1, x[2], jnp.ones(3), x[1]])
-        x = jmask.RowSparse([0, 2, 0, 3], rows, (3, 3))
-    elif storage == "coo":
-        x = BCOO.fromdense(x)
-        x = BCOO((jnp.repeat(x.data / 2, 2), jnp.repeat(x.indices, 2, 0)), shape=x.shape)
-    elif storage == "csr":
-        x = jmask.cast_storage(x, "csr")
-    if name in ("corrcoef", "diff", "bincount", "select") and storage != "array":
-        x = jmask.cast_storage(x, "default")
-    result = PLAIN[name](jnm, x)
-    to_dense = lambda a: jmask.cast_storage(a, "default")
-    result = jax.tree.map(to_dense, result, is_leaf=is_tensor)
+def test_arrays_are_as_in_jax(name):
+    """What sparse tensors give is compared with it in test_every_function.py."""
+    x = jnp.array([[1.0, 0, 2], [0, 0, 0], [-3, np.nan if name[:3] == "nan" else 0, 1]])
+    result, expected = PLAIN[name](jnm, x), PLAIN[name](jnp, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), result, expected)
-    if storage == "array":
-        result = jnm.array_equal(x, x, equal_nan=True)
-        assert bool(result)
+    assert bool(jnm.array_equal(x, x, equal_nan=True))
 
 
 def test_products_of_arrays():
@@ -154,6 +130,7 @@ def test_dense_is_said():
         functools.partial(jnm.quantile, q=0.5), functools.partial(jnm.top_k, k=1),
         lambda x: jnm.outer(x, x), lambda x: jnm.vdot(x, x), functools.partial(nn.glu, axis=0),
         jnm.median, lambda x: jnm.matmul(jnp.ones((2, 4)), jmask.cast_storage(x, "coo")),
+        lambda x: nn.softmax(x.storage),
     )  # fmt: skip
     for function in loud:
         with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match="dense"):
@@ -175,10 +152,6 @@ def test_quantile_methods_and_infinities():
     np.testing.assert_array_equal(found, [-np.inf, -np.inf, 1.0, np.inf])
     assert jnp.isnan(jax.jit(jnm.quantile)(x, 1.5).to_tensor(0))
     assert jnm.quantile(x, jnp.zeros((2, 0))).shape == (2, 0)
-    with pytest.raises(ValueError, match="`q` must be from 0 to 1"):
-        jnm.quantile(x, 1.5)
-    with pytest.raises(ValueError, match="`method`"):
-        jnm.quantile(x, 0.5, method="inverse")
     # Of more entries than float32 can count, the one in the middle.
     many = jnp.arange(2**24 + 3, dtype=jnp.int32)
     assert jnm.median(many, averaged=False) == 2**23 + 1
@@ -355,3 +328,94 @@ def test_what_a_tree_maps():
     assert isinstance(product["a"], jmask.RowSparse)
     with pytest.raises(ValueError, match="list"):
         jmask.tree.map(lambda x, y: x, tree, {**tree, "b": ()})
+
+
+# --- `jmask.nn` over the valid entries only ----------------------------------------------
+
+ACTIVATIONS = (
+    "celu", "elu", "gelu", "hard_sigmoid", "hard_silu", "hard_swish", "hard_tanh",
+    "leaky_relu", "log_sigmoid", "mish", "relu", "relu6", "selu", "sigmoid", "silu",
+    "soft_sign", "softplus", "squareplus", "swish", "tanh",
+)  # fmt: skip
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name):
+    function, of_jax = getattr(nn, name), getattr(jax.nn, name)
+    x = jnp.array([-7.0, -0.5, 0.25, 7.0])
+    np.testing.assert_array_equal(function(x), of_jax(x))
+    loss = lambda data: jnp.sum(function(MaskedTensor(data, jnp.isfinite(data))).to_tensor(0))
+
+    @jax.jit
+    def run(data):
+        second = jax.grad(lambda data: jnp.sum(jax.grad(loss)(data)))(data)
+        slopes = [jax.vmap(f)(x) for f in (jax.grad(of_jax), jax.grad(jax.grad(of_jax)))]
+        return jax.value_and_grad(loss)(data), second, slopes
+
+    data = jnp.concatenate([x, jnp.array([jnp.nan, jnp.inf])])
+    (value, gradient), second, expected = run(data)
+    np.testing.assert_allclose(value, of_jax(x).sum(), rtol=1e-5)
+    for found, slope, atol in zip((gradient, second), expected, (2e-5, 2e-4), strict=True):
+        np.testing.assert_allclose(found[:4], slope, rtol=1e-5, atol=atol)
+        assert (found[4:] == 0).all()
+
+
+def test_activations_take_options():
+    x = MaskedTensor(jnp.array([-2.0, jnp.nan]), jnp.array([True, False]))
+    assert nn.leaky_relu(x, 0.5).to_tensor(0)[0] == -1
+    assert nn.gelu(x, approximate=False).valid.sum() == 1
+    rows = RowSparse([1], jnp.array([[-1.0, 2.0]]), (3, 2))
+    np.testing.assert_array_equal(nn.relu(rows).todense()[1], [0, 2])
+
+
+@pytest.mark.rank_promotion
+def test_attention_weights():
+    scores = jnp.array([[1.0, 2.0, jnp.nan], [jnp.inf, jnp.nan, 3.0]])
+    mask = jnp.array([[True, True, False], [False, False, False]])
+
+    def loss(scores):
+        weights = nn.attention_weights(scores, mask)
+        return jnp.sum(weights.to_tensor(0) * jnp.arange(3.0)), weights
+
+    gradient, weights = jax.grad(loss, has_aux=True)(scores)
+    np.testing.assert_array_equal(weights.valid, mask)
+    np.testing.assert_allclose(weights.storage[0, :2], jax.nn.softmax(scores[0, :2]), rtol=1e-6)
+    assert jnp.isfinite(gradient).all()
+    assert (gradient[1] == 0).all()
+    # Masks broadcast over heads; a MaskedTensor of scores keeps its own.
+    heads = nn.attention_weights(jnp.zeros((2, 2, 3)), mask[None])
+    np.testing.assert_allclose(heads.to_tensor(0)[:, 0], [[0.5, 0.5, 0]] * 2)
+    own = nn.attention_weights(MaskedTensor(scores, mask), jnp.array([True, False, True]))
+    assert own.valid.sum() == 1
+
+
+def test_arrays_with_where():
+    x = jnp.array([[1.0, jnp.inf, 1.0], [jnp.nan, 2.0, 3.0]])
+    where = jnp.array([[True, False, True], [False, False, False]])
+    nans = [jnp.nan] * 3
+    half = np.log(0.5)
+    for function, expected in (
+        (nn.softmax, [[0.5, 0, 0.5], nans]),
+        (nn.softmin, [[0.5, 0, 0.5], nans]),
+        (nn.log_softmax, [[half, -np.inf, half], nans]),
+        (nn.normalize, [[0.5**0.5, 0, 0.5**0.5], [0, 0, 0]]),
+    ):
+        np.testing.assert_allclose(function(x, where=where), expected, rtol=1e-6)
+        gradient = jax.grad(lambda x, f=function: f(x, where=where)[0, 0])(x)
+        assert jnp.isfinite(gradient).all()
+        assert (gradient[~where] == 0).all()
+    y = x[:, 2:]
+    np.testing.assert_array_equal(nn.softmax(y), jax.nn.softmax(y))
+    assert nn.logsumexp is jmask.numpy.logsumexp
+
+
+def test_dtypes_and_zero_norm():
+    mask = jnp.array([True, False])
+    for dtype in (jnp.int32, jnp.bfloat16, jnp.float16):
+        x = MaskedTensor(jnp.ones(2, dtype), mask)
+        for function in (nn.softmax, nn.log_softmax, nn.normalize):
+            assert function(x).dtype == jax.nn.softmax(x.storage).dtype
+    zero = jnp.zeros(2)
+    gradient = jax.grad(lambda d: nn.normalize(MaskedTensor(d, mask), eps=0.5).to_tensor(0)[0])
+    np.testing.assert_array_equal(gradient(zero), [2, 0])

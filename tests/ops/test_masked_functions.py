@@ -122,16 +122,12 @@ def _softmax(x):
 # Reductions, and their models of the valid entries of a slice: over all, columns and rows.
 AXES = ((None, True), (0, False), (-1, True), ((-2, 1), False))
 REDUCTIONS = {
-    "sum": (jnm.sum, np.sum),
-    "prod": (jnm.prod, np.prod),
-    "mean": (jnm.mean, np.mean),
-    "var": (jnm.var, np.var),
-    "std": (jnm.std, np.std),
-    "max": (jnm.max, np.max),
-    "amin": (jnm.amin, np.min),
+    **{
+        name: (getattr(jnm, name), getattr(np, name))
+        for name in "sum prod mean var std max amin median".split()
+    },
     "norm": (jnm.norm, np.linalg.norm),
     "logsumexp": (jnm.logsumexp, np.logaddexp.reduce),
-    "median": (jnm.median, np.median),
     "lower median": (
         functools.partial(jnm.median, averaged=False),
         lambda v: np.sort(v)[(v.size - 1) // 2],

@@ -120,13 +120,6 @@ def test_methods():
     assert X[0, 1].tolist() is None
 
 
-def test_arrays_are_never_made_silently():
-    for function in (np.asarray, jnp.asarray, lambda x: np.ones(4) + np.asarray(x)):
-        with pytest.raises(TypeError, match="to_tensor"):
-            function(X)
-    assert not hasattr(X, "__jax_array__")
-
-
 # --- sparse storage ----------------------------------------------------------------------
 
 PADDED = BCOO(

@@ -202,6 +202,7 @@ def test_dtypes(dtype):
             "sort": jn.sort(x),
             "zeros_like": jn.zeros_like(x),
             "getitem": x[:, 1:],
+            "updates": x.at[0, 1].set(x[0, 0]).at[1, :].min(x[2, :]),
         }
 
     results, data = jax.jit(function)(x), np.asarray(x.data)
@@ -220,6 +221,11 @@ def test_dtypes(dtype):
         entries = np.asarray(jnp.sort(row[exists]))
         valid = np.arange(4) < len(entries)
         assert_masked(result, np.resize(entries, 4), valid)
+    data, mask = np.array(data), MASK.copy()
+    data[0, 1], mask[0, 1] = data[0, 0], True
+    data[1] = np.asarray(jnp.minimum(x.data[1], x.data[2]))
+    mask[1] &= mask[2]
+    assert_masked(results["updates"], data, mask)
 
 
 # --- indexing and `.at`: data, masks and gradients ------------------------------------
@@ -402,18 +408,6 @@ def test_apply():
     roots = cases.gradient(lambda x: x.at[:].apply(jnp.log), X.with_values(jnp.abs(X.data)))
     expected = np.where(MASK, cases.numbered(X) / np.abs(X.data), 0)
     np.testing.assert_allclose(roots, expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_dtypes_of_updates(dtype):
-    x = example(dtype)
-    result = jax.jit(lambda x: x.at[0, 1].set(x[0, 0]).at[1, :].min(x[2, :]))(x)
-    assert result.dtype == dtype
-    data, mask = np.array(x.data), MASK.copy()
-    data[0, 1], mask[0, 1] = data[0, 0], True
-    data[1] = np.asarray(jnp.minimum(x.data[1], x.data[2]))
-    mask[1] &= mask[2]
-    assert_masked(result, data, mask)
 
 
 def test_vmap_and_repr():

@@ -147,27 +147,33 @@ def test_vmap():
             np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5, err_msg=pair)
 
 
-def wide(values, columns, w):
+def wide(values, w, columns):
     """A product with 9 columns, which a kernel computes; two entries are after the last row."""
     return jmask.dot(BCSR((values, columns, jnp.array([0, 3, 3, 6])), shape=(3, 4)), w)
 
 
-@jax.jit
-def wide_and_derivatives(values, columns, w, dots, ct):
-    product = lambda values, w: wide(values, columns, w)
-    out, forward = jax.linearize(product, values, w)
-    two = lambda x: jnp.stack([x, 2 * x])
-    return {
-        "out": out,
-        "tangent": forward(*dots),
-        "gradients": jax.linear_transpose(forward, values, w)(ct),
-        "row_sparse": jmask.grad(lambda w: jnp.vdot(ct, product(values, w)))(w),
-        "batches": (
-            jax.vmap(product)(two(values), jnp.stack([w, w])),
-            jax.vmap(product, (0, None))(two(values), w),
-        ),
-        "second": jax.jacobian(jax.grad(lambda v: jnp.vdot(ct, product(v, w) ** 2)))(values),
-    }
+def check_derivatives(function, values, w, others, dots, ct, expected, tolerance):
+    """A product of stored values and a matrix, its derivatives, gradients and batches."""
+    out, *_, of_w = expected
+
+    @jax.jit
+    def run(values, w, others):
+        product = lambda values, w: function(values, w, others)
+        out, forward = jax.linearize(product, values, w)
+        gradients = jax.linear_transpose(forward, values, w)(ct)
+        rows = jmask.grad(lambda w: jnp.vdot(ct, product(values, w)))(w)
+        two = jnp.stack([values, 2 * values])
+        one = jax.vmap(product)(two, jnp.stack([w, w]))
+        other = jax.vmap(product, (0, None))(two, w)
+        return out, forward(*dots), *gradients, one, other, rows
+
+    with jmask.strict():
+        *results, rows = run(values, w, others)
+    check = functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
+    both = np.stack([out, 2 * out])
+    for x, y in zip((*results, densified(rows)), (*expected, both, both, of_w), strict=True):
+        check(x, y)
+    return check
 
 
 @pytest.mark.parametrize("stray", [False, True])
@@ -181,9 +187,7 @@ def test_wide_products_by_a_kernel(stray):
         np.float32(rng.normal(size=size)) for size in (8, 8, (4, 9), (4, 9), (3, 9))
     )
     values[~inside], w[3] = np.nan, np.nan
-    assert "csr_sparse_dense" in jax.jit(wide).lower(values, columns, w).as_text()
-    with jmask.strict():
-        results = wide_and_derivatives(values, columns, w, (dv, dw), ct)
+    assert "csr_sparse_dense" in jax.jit(wide).lower(values, w, columns).as_text()
 
     def dense(values):
         x = np.zeros((3, 4))
@@ -192,32 +196,17 @@ def test_wide_products_by_a_kernel(stray):
 
     at_values = lambda x: np.where(inside, x[rows, columns % 4], 0)
     used = np.nan_to_num(w)
-    check = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-    check(results["out"], dense(values) @ used)
-    check(results["tangent"], dense(dv) @ used + dense(values) @ dw)
-    check(results["gradients"][0], at_values(ct @ used.T))
-    check(results["gradients"][1], dense(values).T @ ct)
-    check(densified(results["row_sparse"]), dense(values).T @ ct)
-    for batch in results["batches"]:
-        check(batch, np.stack([dense(values) @ used, 2 * dense(values) @ used]))
+    expected = (
+        dense(values) @ used, dense(dv) @ used + dense(values) @ dw, at_values(ct @ used.T),
+        dense(values).T @ ct,
+    )  # fmt: skip
+    check = check_derivatives(wide, values, w, columns, (dv, dw), ct, expected, 1e-5)
+    squares = lambda v, columns: jnp.vdot(ct, wide(v, w, columns) ** 2)
+    of_second = jax.jit(jax.jacobian(jax.grad(squares)))
     pairs = np.einsum("mn,kn,ln->mkl", ct, used, used)[rows[:, None], columns[:, None] % 4]
     second = np.take_along_axis(pairs[:, 0], columns[None] % 4, 1) * 2
     both = inside[:, None] & inside & (rows[:, None] == rows)
-    check(results["second"], np.where(both, second, 0))
-
-
-@jax.jit
-def many_and_derivatives(x, w, dots, ct):
-    product = lambda values, w: jmask.dot(with_stored_values(x, values), w)
-    values = x.data
-    out, forward = jax.linearize(product, values, w)
-    return {
-        "out": out,
-        "tangent": forward(*dots),
-        "gradients": jax.linear_transpose(forward, values, w)(ct),
-        "row_sparse": jmask.grad(lambda w: jnp.vdot(ct, product(values, w)))(w),
-        "batch": jax.vmap(product, (0, None))(jnp.stack([values, 2 * values]), w),
-    }
+    check(of_second(values, columns), np.where(both, second, 0))
 
 
 @pytest.mark.parametrize("kind", [coo, csr])
@@ -233,15 +222,10 @@ def test_products_of_many_entries(kind):
     dx, used = np.asarray(with_stored_values(stored, dv).todense()), np.nan_to_num(w)
     assert stored.nse > 4096
     assert "bag_sum" in str(jax.make_jaxpr(jmask.dot)(stored, w))
-    results = many_and_derivatives(stored, w, (dv, dw), ct)
-    check = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
-    check(results["out"], x @ used)
-    check(results["tangent"], dx @ used + x @ dw)
-    of_values = with_stored_values(stored, results["gradients"][0]).todense()
-    check(of_values, np.where(x != 0, ct @ used.T, 0))
-    check(results["gradients"][1], x.T @ ct)
-    check(densified(results["row_sparse"]), x.T @ ct)
-    check(results["batch"], np.stack([x @ used, 2 * x @ used]))
+    product = lambda values, w, x: jmask.dot(with_stored_values(x, values), w)
+    of_values = np.asarray(kind(np.where(x != 0, ct @ used.T, 0)).data)
+    expected = x @ used, dx @ used + x @ dw, of_values, x.T @ ct
+    check = check_derivatives(product, stored.data, w, stored, (dv, dw), ct, expected, 1e-4)
     order = rng.permutation(90)
     check(jmask.dot(stored, RowSparse(order, w[order], w.shape)), x @ used)
 
@@ -288,7 +272,6 @@ def test_nothing_stored_and_no_size():
 
 
 RNG = np.random.default_rng(1)
-
 
 # --- dtypes ------------------------------------------------------------------------------
 
@@ -340,12 +323,8 @@ def test_dtypes_promote_as_in_jax(dtypes):
         np.testing.assert_array_equal(todense(result), exact)
 
 
-_RNG = np.random.default_rng(1)
-
-
 def test_forward_stype():
-    ct = np.float32(_RNG.normal(size=(6, 2)))
-    w = np.float32(_RNG.normal(size=(V, 2)))
+    ct, w = (np.float32(RNG.normal(size=(size, 2))) for size in (6, V))
     exact = {False: FEATURES @ w, True: FEATURES.T @ ct}
 
     @jax.jit

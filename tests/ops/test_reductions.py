@@ -330,26 +330,6 @@ def test_average():
     np.testing.assert_allclose(result.to_tensor(0)[:2], [10 / 4, 17 / 3], rtol=1e-6)
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"axis": 2}, ValueError, "`axis` 2 is out of bounds"),
-        ({"axis": -3}, ValueError, "`axis` -3 is out"),
-        ({"axis": 1.5}, TypeError, "`axis` must be an int"),
-        ({"where": jnp.ones(3)}, TypeError, "`where` must be a boolean"),
-        ({"where": jnp.ones(5, bool)}, ValueError, "`where` of shape"),
-    ],
-)
-def test_bad_arguments(options, error, message):
-    x = jnp.ones((2, 3))
-    functions = [jnm.sum, jnm.std, jnm.max, jnm.any, jnm.median, jnm.cumsum]
-    for function in functions:
-        for tensor in (x, MaskedTensor(x)):
-            with pytest.raises(error, match=message):
-                function(tensor, **options)
-
-
 def test_median_is_that_of_jax():
     x = jnp.array([[1.0, 2.0, 5.0, 3.0], [jnp.nan, 1.0, jnp.inf, -jnp.inf]])
     np.testing.assert_array_equal(jnm.median(x, axis=1), jnp.median(x, axis=1))

@@ -6,8 +6,6 @@ compared with its dense twin on random rows: under jit and vmap, with its gradie
 
 import functools
 import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import jax
@@ -65,15 +63,8 @@ EXPRESSIONS = {
 }
 
 
-class Case(NamedTuple):
-    """A function of (m, x, y, d), and the storage of its result."""
-
-    function: Callable[..., Any]
-    result: str
-
-
 CASES = {
-    code: Case(function, kind)
+    code: (function, kind)
     for kind, text in EXPRESSIONS.items()
     for code, function in functions("m, x, y, d", globals())(text).items()
 }
@@ -108,18 +99,23 @@ def kind_of(function, x, y, d):
     return "rows" if isinstance(result, jmask.RowSparse) else "dense"
 
 
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.rank_promotion
 def test_storage_of_the_result(name):
+    """Under a trace and eagerly; the values are those of the dense twin eagerly, too."""
     function, expected = CASES[name]
-    kinds = []
+    kinds = [kind_of(function, X, Y, DENSE)]
 
     def noted(x, y, d):
         kinds.append(kind_of(function, x, y, d))
         return d
 
     jax.eval_shape(noted, X, Y, DENSE)
-    assert kinds == [expected]
+    assert kinds == [expected] * 2
+    eager = dense(function(jnm, *tensors(X, Y), DENSE))
+    twin = function(jnp, *(x.todense() for x in tensors(X, Y)), DENSE)
+    np.testing.assert_allclose(eager, twin, rtol=2e-5, atol=1e-6)
 
 
 @functools.cache
@@ -127,7 +123,7 @@ def compiled(name):
     """Both results, under jit and vmap, for ids and numbers to come."""
 
     def both(x_ids, y_ids, x, y, d):
-        ids, function = (x_ids, y_ids), CASES[name].function
+        ids, (function, _) = (x_ids, y_ids), CASES[name]
         return [results(function, ids, x, y, d, twin) for twin in (False, True)]
 
     return jax.jit(jax.vmap(both, in_axes=(None, None, 0, 0, 0)))
@@ -158,18 +154,6 @@ def test_equals_its_dense_twin(name, x_ids, y_ids, seed):
         np.testing.assert_allclose(ours, twin, rtol=2e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.rank_promotion
-def test_eagerly(name):
-    function, kind = CASES[name]
-    assert kind_of(function, X, Y, DENSE) == kind
-    eager = dense(function(jnm, *tensors(X, Y), DENSE))
-    expected = function(jnp, *(x.todense() for x in tensors(X, Y)), DENSE)
-    np.testing.assert_allclose(eager, expected, rtol=2e-5, atol=1e-6)
-
-
 AT, ALL = jnp.array([1, 0, 1]), slice(None)
 MOVED = [
     *((1, ALL, AT), (-1, ..., AT), (1, None, AT), (jnp.array(2), ALL, AT)),
@@ -194,11 +178,11 @@ def test_integers_beside_index_arrays(key):
     np.testing.assert_array_equal(masked.to_tensor(0), expected)
 
 
-@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.result == "fallback"])
+@pytest.mark.parametrize("name", [n for n, (_, kind) in CASES.items() if kind == "fallback"])
 def test_strict_raises_and_names_the_operation(name):
     x, y = tensors(X, Y)
     with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match="dense"):
-        CASES[name].function(jnm, x, y, DENSE)
+        CASES[name][0](jnm, x, y, DENSE)
 
 
 def test_once_for_each_place():
@@ -206,8 +190,9 @@ def test_once_for_each_place():
     with warnings.catch_warnings(record=True, action="default") as caught:
         for _ in range(3):
             jnm.cos(x)
+            jmask.grad(lambda table: jnp.sum(table[1] @ table.T))(DENSE)
         x + 1.0
-    assert [str(w.message).split("`")[1] for w in caught] == ["cos", "add"]
+    assert [str(w.message).split("`")[1] for w in caught] == ["cos", "table", "add"]
 
 
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmask
 from tests.compilations import no_tracer_is_kept
+from tests.compiled_step import with_optax
 from tests.expressions import functions
 from tests.oracle import assert_close, densified
 
@@ -40,25 +41,13 @@ def gradient(seed, size=4):
 
 
 # A step is compiled once for all tests of an optimizer.
-@functools.cache
-def with_updates(tx):
-    @jax.jit
-    def step(grads, state, params):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
-@functools.cache
-def in_one_pass(tx):
-    return jax.jit(lambda grads, state, params: jmask.apply_gradients(tx, grads, state, params))
-
-
+jitted = lambda step: functools.cache(lambda tx: jax.jit(functools.partial(step, tx)))
+with_updates, in_one_pass = jitted(with_optax), jitted(jmask.apply_gradients)
+in_both_ways = pytest.mark.parametrize("how", [with_updates, in_one_pass], ids=["two", "one"])
 assert_equal = chex.assert_trees_all_equal
 
 
-@pytest.mark.parametrize("how", [with_updates, in_one_pass])
+@in_both_ways
 @pytest.mark.parametrize("name", INNER)
 class TestSkipNonfinite:
     def test_only_finite_steps_are_taken(self, name, how):
@@ -115,7 +104,7 @@ class TestSkipNonfinite:
         assert np.isfinite(params["t"]).all()
 
 
-@pytest.mark.parametrize("how", [with_updates, in_one_pass])
+@in_both_ways
 @pytest.mark.parametrize(("value", "expected"), [(0.5, -0.1), (np.inf, 0.0)])
 def test_derivatives_backwards(how, value, expected):
     """A loop has none, and what is differentiated is not one."""
@@ -129,7 +118,7 @@ def test_derivatives_backwards(how, value, expected):
     np.testing.assert_allclose(jax.jvp(after, (value,), (1.0,))[1], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("how", [with_updates, in_one_pass])
+@in_both_ways
 def test_each_device_decides_for_its_table(how):
     tx = jmask.skip_nonfinite(jmask.lazy(optax.sgd(1.0, momentum=0.9)))
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
@@ -199,7 +188,7 @@ class TestDropRows:
 microbatch = lambda number: gradient(number, 3 if number % 3 == 2 else 4)
 
 
-@pytest.mark.parametrize("how", [with_updates, in_one_pass])
+@in_both_ways
 class TestMultiSteps:
     @pytest.mark.parametrize(
         ("name", "mean"), [*((name, True) for name in INNER), ("jmask.adam", False)]
@@ -274,7 +263,7 @@ LOOKING = functions("like", {**vars(jmask), **globals()})("""
 """)
 
 
-@pytest.mark.parametrize("how", [with_updates, in_one_pass])
+@in_both_ways
 @pytest.mark.parametrize("large", [0.75, 6e4])
 @pytest.mark.parametrize("name", LOOKING)
 def test_equal_ids_are_summed_before_they_are_looked_at(name, large, how):

@@ -33,25 +33,17 @@ def counting(inner):
 def test_traced_once(step):
     inner, calls = counting(optax.adam(0.1))
     tx, params = jmask.lazy(inner), {"table": jnp.ones((6, 2)), "dense": jnp.ones(3)}
-    state = tx.init(params)
 
     def gradient(i):
         table = jmask.RowSparse([i, 5], jnp.full((2, 2), float(i + 1)), (6, 2))
         return {"table": table, "dense": jnp.full(3, float(i))}
 
-    @jax.jit
-    def jitted(grads, state, params):
-        return STEPS[step](jmask.lazy(optax.adam(0.1)), grads, state, params)
-
-    expected = jitted(gradient(0), state, params)
-    new = STEPS[step](tx, gradient(0), state, params)
+    new = STEPS[step](tx, gradient(0), tx.init(params), params)
     traces = len(calls)
     assert traces
     for i in range(1, 4):
-        expected = jitted(gradient(i), *reversed(expected))
         new = STEPS[step](tx, gradient(i), *reversed(new))
     assert len(calls) == traces
-    assert_close(new, expected, rtol=1e-6)
     more = gradient(0) | {"table": jmask.RowSparse([1], jnp.ones((1, 2)), (6, 2))}
     STEPS[step](tx, more, *reversed(new))
     assert len(calls) > traces, "other shapes are traced anew"
@@ -75,7 +67,7 @@ def with_value(tx, grads, state, params):
     return jmask.apply_updates(params, updates), state
 
 
-# Rows of 64 entries are read in another way.
+# Rows of 64 entries are read in another way; every other gradient is bad, if that is skipped.
 @pytest.mark.sampled
 @pytest.mark.parametrize("step", [*STEPS, "with_value"])
 @pytest.mark.parametrize(("name", "width"), [("adam", 64), *((name, 3) for name in OPTIMIZERS)])
@@ -85,27 +77,15 @@ def test_optimizers_compile_nothing_the_third_time(name, width, step):
     state = tx.init(table)
     with compilations() as compiled:
         for i in range(6):
-            table, state = take(tx, rows(i, width), state, table)
+            bad = hasattr(state, "skipped") and i % 2
+            grads = rows(i, width).with_values(jnp.full((3, width), jnp.nan if bad else 1.0))
+            table, state = take(tx, grads, state, table)
             if i == 3:  # after two steps of every kind
                 jax.block_until_ready(table)
                 compiled.clear()
         jax.block_until_ready(table)
     assert not compiled
-
-
-def test_a_bad_step_is_compiled_once():
-    tx, table = jmask.skip_nonfinite(jmask.adam(0.1)), jnp.ones((50, 3))
-    state = tx.init(table)
-    with compilations() as compiled:
-        for i in range(4):
-            bad = rows(i).with_values(jnp.full((3, 3), jnp.nan if i % 2 else 1.0))
-            table, state = with_value(tx, bad, state, table)
-            if i == 1:
-                jax.block_until_ready(table)
-                compiled.clear()
-        jax.block_until_ready(table)
-    assert state.skipped == 2
-    assert not compiled
+    assert getattr(state, "skipped", 3) == 3
 
 
 loss = lambda table, ids: jnp.sum(

@@ -10,21 +10,18 @@ import pytest
 
 import jmask
 from tests.compiled_step import Step, temporary_bytes
+from tests.expressions import named
 from tests.stored_tables import STEPS, stored
 
 DECAY = 0.8
-CHAINS = {
-    "adam": lambda ema: optax.chain(jmask.adam(0.1), ema),
-    "rowwise": lambda ema: optax.chain(jmask.rowwise_adagrad(0.1), ema),
-    "lifted together": lambda ema: jmask.lazy(optax.chain(optax.adam(0.1), ema)),
-    "bounded": lambda ema: optax.chain(
-        jmask.clip_by_row_norm(0.5), jmask.sgd(0.5, momentum=0.9), jmask.max_row_norm(1), ema
-    ),
-    "guarded": lambda ema: jmask.skip_nonfinite(optax.chain(jmask.sgd(0.1), ema)),
-    "masked": lambda ema: optax.chain(
-        jmask.sgd(0.1), optax.masked(ema, {"table": True, "dense": True})
-    ),
-}
+CHAINS = named("ema", {**vars(jmask), **globals()})("""
+    adam | optax.chain(adam(0.1), ema)
+    rowwise | optax.chain(rowwise_adagrad(0.1), ema)
+    lifted together | lazy(optax.chain(optax.adam(0.1), ema))
+    bounded | optax.chain(clip_by_row_norm(0.5), sgd(0.5, momentum=0.9), max_row_norm(1), ema)
+    guarded | skip_nonfinite(optax.chain(sgd(0.1), ema))
+    masked | optax.chain(sgd(0.1), optax.masked(ema, {"table": True, "dense": True}))
+""")
 # 11 rows are updated densely, 700 by their ids.
 TABLES = [
     ((11, 3), "float32"),
@@ -115,8 +112,3 @@ def test_a_traced_decay():
         return ema.average(state, params)
 
     assert averaged(0.25)[1, 0] == -0.75
-
-
-def test_deferred_tables_are_refused():
-    with pytest.raises(ValueError, match=r"jmask\.deferred cannot take this `tx`"):
-        jmask.deferred(jnp.ones((8, 2)), optax.chain(jmask.sgd(0.1), jmask.ema(0.9)))

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import jmask
-from tests.expressions import functions
+from tests.expressions import functions, named
 from tests.stored_tables import STEPS, stored
 
 pytestmark = pytest.mark.dtype_promotion
@@ -35,7 +35,7 @@ def notices(run):
 
 by_update = lambda tx, grads: tx.update(grads, tx.init(PARAMS), PARAMS)
 by_apply = lambda tx, grads: jmask.apply_gradients(tx, grads, tx.init(PARAMS), PARAMS)
-WAYS = {"update": by_update, "apply": by_apply}
+WAYS = (by_update, by_apply)
 
 
 def test_what_grad_has_said_is_not_said_again():
@@ -52,7 +52,10 @@ def test_optax_itself_says_nothing():
     assert not notices(lambda: by_update(optax.adam(0.1), jax.grad(loss)(PARAMS)))
 
 
-@pytest.mark.parametrize("convert", [np.asarray, np.array, jnp.asarray, jnp.array])
+CONVERSIONS = (np.asarray, np.array, jnp.asarray, jnp.array, np.linalg.norm)
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
 def test_an_array_of_a_sparse_gradient(convert):
     """As Keras' `stateless_apply` makes one. Under jit it has no numbers: an error."""
     gradient = jmask.grad(loss)(PARAMS)["table"]
@@ -61,7 +64,7 @@ def test_an_array_of_a_sparse_gradient(convert):
     with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match="plain array"):
         convert(gradient)
     with pytest.raises(TypeError, match=r"write x.todense\(\)"):
-        jax.eval_shape(convert, gradient)
+        jax.eval_shape(lambda g: convert(g), gradient)
 
 
 LABELS = {"table": "a", "w": "b", "layer": "b"}
@@ -102,7 +105,7 @@ GRADIENTS = {"few": jmask.grad(loss), "many": jmask.grad(many), "masked": masked
 def test_no_notice_from_inside(name, kind):
     """By update and by apply, eagerly and under jit; each with an optimizer of its own."""
     like = jax.eval_shape(GRADIENTS[kind], PARAMS)
-    for run in WAYS.values():
+    for run in WAYS:
         for compiled in (False, True):
             tx = NESTINGS[name](like)
 
@@ -131,7 +134,7 @@ def test_one_notice_from_outside(name):
     of_jmask = "`dot_general` needs all of it"
     for gradients, words in ((jax.grad(loss), of_jax), (jmask.grad(tied), of_jmask)):
         like = jax.eval_shape(jax.grad(loss), PARAMS)
-        for run in WAYS.values():
+        for run in WAYS:
             tx = NESTINGS[name](like)
 
             def step(params, tx=tx, run=run, gradients=gradients):
@@ -143,7 +146,7 @@ def test_one_notice_from_outside(name):
                 assert re.search(words, notice, re.S), notice
     if name in (*list(NESTINGS)[:4], "skip_nonfinite(lazy(adagrad(0.1)))"):
         grads = jax.grad(loss)(PARAMS)
-        for run in WAYS.values():
+        for run in WAYS:
             with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match="MB"):
                 run(NESTINGS[name](None), grads)
 
@@ -153,34 +156,26 @@ def test_one_notice_from_outside(name):
 
 V, D = 6, 4
 NARROW, WIDE = jnp.bfloat16, jnp.float32
-NAMED = {
-    "sgd": (jmask.sgd, {"momentum": 0.9}),
-    "adam": (jmask.adam, {}),
-    "rowwise_adam": (jmask.rowwise_adam, {}),
-    "adagrad": (jmask.adagrad, {}),
-    "rowwise_adagrad": (jmask.rowwise_adagrad, {}),
-    "ftrl": (jmask.ftrl, {}),
-}
-OPTIMIZERS = {
-    name: lambda dtype, f=f, given=given: f(0.1, state_dtype=dtype, **given)
-    for name, (f, given) in NAMED.items()
-} | {
-    "mu of adam": lambda dtype: jmask.adam(0.1, mu_dtype=dtype),
-    "mu of rowwise_adam": lambda dtype: jmask.rowwise_adam(0.1, mu_dtype=dtype),
-    "adamw": lambda dtype: jmask.adamw(0.1, mu_dtype=dtype),
-    "not lazy": lambda dtype: jmask.adam(0.1, state_dtype=dtype, lazy_update=False),
-    "optax.adam": lambda dtype: jmask.lazy(optax.adam(0.1, mu_dtype=dtype)),
-    "chain": lambda dtype: jmask.lazy(
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, mu_dtype=dtype))
-    ),
-    "several steps": lambda dtype: jmask.multi_steps(
-        jmask.adam(0.1, state_dtype=dtype), 1, like={"t": jmask.RowSparse.zeros((V, D), nse=2)}
-    ),
-    "finite": lambda dtype: jmask.skip_nonfinite(jmask.adam(0.1, state_dtype=dtype)),
-}
-
-
 GRADIENT = jmask.RowSparse([2, 4], jnp.ones((2, D)), (V, D))
+read = named("dtype", {**vars(jmask), **globals()})
+NAMED = read("""
+    sgd | sgd(0.1, momentum=0.9, state_dtype=dtype)
+    adam | adam(0.1, state_dtype=dtype)
+    rowwise_adam | rowwise_adam(0.1, state_dtype=dtype)
+    adagrad | adagrad(0.1, state_dtype=dtype)
+    rowwise_adagrad | rowwise_adagrad(0.1, state_dtype=dtype)
+    ftrl | ftrl(0.1, state_dtype=dtype)
+""")
+OPTIMIZERS = NAMED | read("""
+    mu of adam | adam(0.1, mu_dtype=dtype)
+    mu of rowwise_adam | rowwise_adam(0.1, mu_dtype=dtype)
+    adamw | adamw(0.1, mu_dtype=dtype)
+    not lazy | adam(0.1, state_dtype=dtype, lazy_update=False)
+    optax.adam | lazy(optax.adam(0.1, mu_dtype=dtype))
+    chain | lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, mu_dtype=dtype)))
+    several steps | multi_steps(adam(0.1, state_dtype=dtype), 1, like={"t": GRADIENT})
+    finite | skip_nonfinite(adam(0.1, state_dtype=dtype))
+""")
 
 
 @pytest.mark.sampled

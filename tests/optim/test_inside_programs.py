@@ -206,8 +206,7 @@ def test_as_rows_in_an_array(monkeypatch, name, apply, repeats):
             gradient, known = gathered_gradients(seed, repeats)
             params, state = run(gradient, known if kind else None, state, params)
         results.append((params, state))
-    for x, y in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6)
+    assert_close(*results, rtol=2e-5, atol=1e-6)
     # Rows that no id names keep their bits.
     if name not in NOT_LAZY:
         np.testing.assert_array_equal(results[0][0]["t"][V // 2 :], start["t"][V // 2 :])

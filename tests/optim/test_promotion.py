@@ -16,6 +16,7 @@ import pytest
 
 import jmask
 from tests.autodiff.test_semantics_of_gradients import OPERATIONS
+from tests.expressions import functions
 from tests.optax_cases import NEEDS_VALUE, ROW_LOCAL
 from tests.optimizers import NAMED as OPTIMIZERS
 from tests.optimizers import NOT_LAZY
@@ -29,22 +30,16 @@ pytestmark = [
 rows = lambda dtype: jmask.RowSparse([1, 7, 1, -1], jnp.ones((4, 3), dtype), (50, 3))
 COMMON = {"weight_decay": 0.1, "clip_gradient": 0.5, "rescale_grad": 0.5}
 SCHEDULE = optax.linear_schedule(0.1, 0.2, 10)
-NAMED = OPTIMIZERS | {
-    "not lazy": NOT_LAZY["not lazy"],
-    "sgd, common": jmask.sgd(0.1, **COMMON),
-    "adam, common": jmask.adam(0.1, **COMMON, maximize=True),
-    "adam, schedule": jmask.adam(SCHEDULE),
-    "adam, array": jmask.adam(jnp.float32(0.1)),
-    "adam, mu_dtype": jmask.adam(0.1, mu_dtype=jnp.bfloat16),
-    "adamw, schedule": jmask.adamw(SCHEDULE, nesterov=True),
-    "adamw, not lazy": jmask.adamw(0.1, lazy_update=False),
-    "rowwise_adam, common": jmask.rowwise_adam(0.1, **COMMON),
-    "adagrad, common": jmask.adagrad(0.1, lr_decay=0.1, **COMMON),
-    "adagrad, not lazy": jmask.adagrad(0.1, lazy_update=False),
-    "rowwise_adagrad, decayed": jmask.rowwise_adagrad(0.1, lr_decay=0.1),
-    "ftrl, l1": jmask.ftrl(0.1, l1=0.1),
-    "densify": optax.chain(jmask.densify(), optax.sgd(0.1)),
-}
+MORE = functions("", {**vars(jmask), **globals()})("""
+    sgd(0.1, **COMMON); adam(0.1, **COMMON, maximize=True); adam(SCHEDULE);
+    adam(jnp.float32(0.1)); adam(0.1, mu_dtype=jnp.bfloat16); adamw(SCHEDULE, nesterov=True);
+    adamw(0.1, lazy_update=False); rowwise_adam(0.1, **COMMON);
+    adagrad(0.1, lr_decay=0.1, **COMMON); adagrad(0.1, lazy_update=False);
+    rowwise_adagrad(0.1, lr_decay=0.1); ftrl(0.1, l1=0.1);
+    optax.chain(densify(), optax.sgd(0.1))
+""")
+NAMED = OPTIMIZERS | {"not lazy": NOT_LAZY["not lazy"]}
+NAMED |= {name: make() for name, make in MORE.items()}
 
 
 def run(step, tx, dtype):

@@ -5,7 +5,6 @@ sizes of a stack coincide, and it has one table, or many rows. Rows that no id n
 bits. Row-wise optimizers are held against NumPy in float64, too.
 """
 
-import functools
 import itertools
 
 import jax
@@ -19,7 +18,7 @@ import jmask
 from tests import numpy_optimizers
 from tests.optimizers import NOT_LAZY, OPTIMIZERS
 from tests.oracle import assert_close
-from tests.stored_tables import STEPS, mesh_of
+from tests.stored_tables import STEPS, mesh_of, stepped
 
 pytestmark = [pytest.mark.sampled, pytest.mark.dtype_promotion]
 
@@ -71,13 +70,8 @@ def separate(shape, numbers, ids, values):
 
 
 def trained(tx, params, steps, step, jit):
-    if tx is None:
-        tx = jmask.multi_steps(jmask.rowwise_adagrad(0.1), 2, like=steps[0])
-    run = functools.partial(STEPS[step], tx)
-    state, run = tx.init(params), jax.jit(run) if jit else run
-    for grads in steps:
-        params, state = run(grads, state, params)
-    return params, state
+    tx = tx or jmask.multi_steps(jmask.rowwise_adagrad(0.1), 2, like=steps[0])
+    return stepped(tx, params, steps, step, jax.jit if jit else lambda f: f)
 
 
 def joined(tree, shape):
@@ -243,30 +237,6 @@ def test_entries_move_their_rows(name, shape):
     assert [x.leading for x in (entries[0], rows[0])] == [len(shape), len(shape) - 1]
     found, expected = (trained(tx, table, x, "apply_gradients", True) for x in (entries, rows))
     assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_sums_that_are_of_tables_and_not_of_rows_are_refused():
-    """One number for each index of dimension 0, which `jmask.lazy` finds in any state."""
-    t = jnp.ones((3, 7, 2))
-    init = lambda params: jnp.zeros(params.shape[:1])
-
-    def update(grads, state, params=None):
-        return grads, state + jnp.sum(grads, axis=tuple(range(1, grads.ndim)))
-
-    tx = jmask.lazy(optax.GradientTransformation(init, update))
-    gradient = jmask.grad(lambda t: jnp.sum(t[1, jnp.array([1, 2])]))(t)
-    with pytest.raises(ValueError, match=r"`state`.*reshape"):
-        jmask.apply_gradients(tx, gradient, tx.init(t), t)
-
-
-def test_a_state_of_other_shapes_is_refused():
-    """As that of earlier versions, of one number for each table."""
-    t, tx = jnp.ones((3, 7, 2)), jmask.rowwise_adagrad(0.1)
-    gradient = jmask.grad(lambda t: jnp.sum(t[1, jnp.array([1, 2])]))(t)
-    state = tx.init(t)._replace(sum_of_squares=jnp.zeros((3, 1, 1)))
-    for step in STEPS.values():
-        with pytest.raises(ValueError, match=r"shape \(3, 1, 1\), expected \(3, 7, 1\)"):
-            step(tx, gradient, state, t)
 
 
 def test_averages_are_read():

@@ -172,11 +172,13 @@ def test_a_sum_beyond_float16_that_is_rescaled(apply):
     assert new[1, 0] == 1 - 12
 
 
-def test_updates_with_duplicates_are_added_exactly():
+@pytest.mark.dtype_promotion
+@pytest.mark.parametrize("wide", [False, True])
+def test_updates_with_duplicates_are_added_exactly(wide):
     values = jnp.array([[-1.0], [-0.00293]], jnp.bfloat16)
-    updates = jmask.RowSparse(jnp.array([1, 1]), values, (V, 1))
+    updates = jmask.RowSparse([1, 1], values.astype(jnp.float32) if wide else values, (V, 1))
     table = jnp.ones((V, 1), jnp.bfloat16)
-    for new in (jmask.apply_updates(table, updates), table + updates):
+    for new in (jmask.apply_updates(table, updates), optax.apply_updates(table, updates)):
         assert new.dtype == table.dtype
         assert new[1, 0] == values[1, 0]
 

@@ -7,21 +7,18 @@ from jax.experimental.sparse import BCSR
 
 import jmask
 from benchmarks.tricks import TRICKS, left_out
+from tests.compiled_step import training_step
 
 pytestmark = pytest.mark.of_cpus
 
 LOOKUPS, WIDTH = 64, 64
+squares = lambda table, ids: jnp.sum(table[ids] ** 2)
 
 
 def program_of_a_step(rows):
     tx, table = jmask.adam(0.1), jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
-
-    def step(table, state, ids):
-        grads = jmask.grad(lambda table: jnp.sum(table[ids] ** 2))(table)
-        return jmask.apply_gradients(tx, grads, state, table)
-
-    ids = jax.ShapeDtypeStruct((LOOKUPS,), jnp.int32)
-    return jax.jit(step).lower(table, jax.eval_shape(tx.init, table), ids).as_text()
+    step, ids = training_step(squares, tx), jax.ShapeDtypeStruct((LOOKUPS,), jnp.int32)
+    return step.lower(table, jax.eval_shape(tx.init, table), ids).as_text()
 
 
 def program_of_a_product():

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -19,19 +20,19 @@ EVERYTHING = [
 ]
 
 
+def imported(path):
+    """The full names of all that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            home = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            yield from (home + alias.name for alias in node.names)
+
+
 @pytest.mark.parametrize("path", EVERYTHING, ids=lambda p: str(p.relative_to(ROOT)))
 def test_only_public_jax(path):
     assert "jax._src" not in path.read_text()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            continue
-        for name in names:
-            if name.split(".")[0] in ("jax", "optax"):
-                assert "._" not in name, name
+    for name in imported(path):
+        assert name.split(".")[0] not in ("jax", "optax") or "._" not in name, name
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -93,15 +94,8 @@ def test_import_does_not_need_extras():
     needed = {"jax", "jaxlib", "optax", "numpy", "jmask"}
     bridges = {"sparsecore.py": {"jax_tpu_embedding"}, "nnx.py": {"flax"}}
     for path in SOURCES:
-        allowed = needed | bridges.get(path.name, set())
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                top = (node.module or "").split(".")[0]
-            elif isinstance(node, ast.Import):
-                top = node.names[0].name.split(".")[0]
-            else:
-                continue
-            assert top in allowed or top in __import__("sys").stdlib_module_names, top
+        allowed = needed | bridges.get(path.name, set()) | sys.stdlib_module_names
+        assert {name.split(".")[0] for name in imported(path)} <= allowed, path
 
 
 def test_annotations_say_what_an_argument_is():
@@ -146,9 +140,9 @@ def test_the_table_has_every_room():
 
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_imports_point_up(file):
-    for node in ast.walk(ast.parse((ROOT / file).read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jmask."):
-            assert _level(node.module) <= _level(file), f"{file} imports {node.module}"
+    for name in imported(ROOT / file):
+        if name.startswith("jmask."):
+            assert _level(name) <= _level(file), f"{file} imports {name}"
 
 
 @pytest.mark.parametrize("room", ROOMS)

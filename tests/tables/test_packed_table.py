@@ -13,6 +13,7 @@ import jmask
 from jmask._tables.packed import LANES, part_shapes
 from tests import stored_tables
 from tests.compiled_step import compiled_step, temporary_bytes, training_step
+from tests.expressions import functions
 from tests.optimizers import OF_ALL_TABLES as OPTIMIZERS
 from tests.sampling import chosen
 from tests.stored_tables import STEPS, bits, numbers
@@ -162,26 +163,20 @@ def in_scan(table, wrap=lambda f: f):
     return jax.lax.scan(body, jnp.float32(0), IDS)[0]
 
 
-LOSSES = {
-    "index": lambda t: jnp.sum(jnp.sin(t[IDS])),
-    "lookup": lambda t: jnp.sum(
-        jnp.sin(jmask.embedding_lookup(t, IDS, padding_id=3, mode="clip", max_norm=1.0))
-    ),
-    "bag": lambda t: jnp.sum(
-        jnp.sin(jmask.embedding_bag(t, IDS, weights=BAG_WEIGHTS, combiner="mean"))
-    ),
-    "bag, max": lambda t: jnp.sum(jnp.sin(jmask.embedding_bag(t, IDS, combiner="max"))),
-    "scan": in_scan,
-    "scan, remat": functools.partial(in_scan, wrap=jax.checkpoint),
-    "vmap": lambda t: jnp.sum(jax.vmap(lambda ids: jnp.sin(t[ids]).prod(0))(IDS)),
-    "cond": lambda t: jax.lax.cond(IDS[0, 0] > 0, lambda: jnp.sum(t[IDS] ** 2), lambda: 0.0),
-    "not used": lambda t: jnp.float32(3),
-}
+NOT_USED = "jnp.float32(3)"
+LOSSES = functions("t", globals())("""
+    jnp.sum(jnp.sin(t[IDS])); in_scan(t); in_scan(t, wrap=jax.checkpoint);
+    jnp.sum(jmask.embedding_lookup(t, IDS, padding_id=3, mode="clip", max_norm=1.0) ** 3);
+    jnp.sum(jnp.sin(jmask.embedding_bag(t, IDS, weights=BAG_WEIGHTS, combiner="mean")));
+    jnp.sum(jnp.sin(jmask.embedding_bag(t, IDS, combiner="max")));
+    jnp.sum(jax.vmap(lambda ids: jnp.sin(t[ids]).prod(0))(IDS));
+    jax.lax.cond(IDS[0, 0] > 0, lambda: jnp.sum(t[IDS] ** 2), lambda: 0.0); jnp.float32(3)
+""")
 
 
 FORMS = list(itertools.product(LOSSES, [None, *stored_tables.SPREAD]))
 # JAX asks for a mesh where no argument of the program that is left has one.
-FORMS.remove(("not used", "explicit axis"))
+FORMS.remove((NOT_USED, "explicit axis"))
 
 
 @pytest.mark.parametrize(("name", "form"), FORMS)
@@ -198,7 +193,7 @@ def test_gradient(name, form):
     with jmask.strict():
         value, gradient, *dense = both(table)
     assert isinstance(gradient, jmask.RowSparse)
-    assert gradient.nse <= max(IDS.size, 1) or name == "not used"
+    assert gradient.nse <= max(IDS.size, 1) or name == NOT_USED
     expected = jax.jit(jax.value_and_grad(loss))(x)
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
     for found in dense:
@@ -207,48 +202,31 @@ def test_gradient(name, form):
 
 def test_gradient_vmapped():
     """The whole of value_and_grad under vmap, one batch of ids for each."""
-    x = jnp.asarray(RNG.normal(size=(V, 12)), jnp.float32)
-    table = jmask.PackedTable.pack(x)
-
-    def gradient(table, grad, ids):
-        result = grad(lambda t: jnp.sum(jnp.sin(t[ids])))(table)
-        return result.todense() if isinstance(result, jmask.RowSparse) else result
-
-    ours = jax.vmap(lambda ids: gradient(table, jmask.grad, ids))(IDS)
-    stock = jax.vmap(lambda ids: gradient(x, jax.grad, ids))(IDS)
+    x, loss = (
+        jnp.asarray(RNG.normal(size=(V, 12)), jnp.float32),
+        lambda t, ids: jnp.sum(t[ids] ** 2),
+    )
+    ours, stock = (
+        jax.vmap(lambda ids: jmask.todense(grad(loss)(table, ids)))(IDS)  # noqa: B023
+        for grad, table in ((jmask.grad, jmask.PackedTable.pack(x)), (jax.grad, x))
+    )
     np.testing.assert_allclose(ours, stock, rtol=1e-5, atol=1e-6)
 
 
 # --- optimizers --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "apply"),
-    chosen(
-        [(name, list(STEPS)[i % 2]) for i, name in enumerate(OPTIMIZERS)],
-        itertools.product(OPTIMIZERS, STEPS),
-    ),
-)
+RUNS = [((12,), name, step) for name in OPTIMIZERS for step in STEPS]
+OTHER_ROWS = itertools.product([(100,), (3, 5), (128,)], OPTIMIZERS, ["apply_gradients"])
+
+
+@pytest.mark.parametrize(("row", "name", "step"), chosen(RUNS[::3], [*RUNS, *OTHER_ROWS]))
 @pytest.mark.dtype_promotion
-def test_trajectory(name, apply):
+def test_trajectory(row, name, step):
     """That of the array, and rows not touched keep their bits, also beside touched ones."""
-    tx, x = OPTIMIZERS[name], numbers()
-    actual = stored_tables.trained(jmask.PackedTable.pack(x), tx, STEPS[apply])
-    stored_tables.assert_same_run(actual, stored_tables.trained_array(name))
-    stored_tables.assert_other_rows_untouched(actual, x)
-
-
-@pytest.mark.sampled
-@pytest.mark.dtype_promotion
-@pytest.mark.parametrize(
-    ("row", "name"), [(row, name) for row in ((100,), (3, 5), (128,)) for name in OPTIMIZERS]
-)
-def test_trajectory_of_other_rows(row, name):
     tx, x = OPTIMIZERS[name], numbers(row)
-    actual, expected = (
-        stored_tables.trained(table, tx, STEPS["apply_gradients"])
-        for table in (jmask.PackedTable.pack(x), x)
-    )
+    expected = stored_tables.trained_array(name, row)
+    actual = stored_tables.trained(jmask.PackedTable.pack(x), tx, STEPS[step])
     stored_tables.assert_same_run(actual, expected)
     stored_tables.assert_other_rows_untouched(actual, x)
 

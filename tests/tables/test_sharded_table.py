@@ -170,7 +170,7 @@ def test_state_placed_otherwise_is_refused():
     [
         (row, name, packed)
         for row in ((), (5,), (3, 5))
-        for name in ("8 devices", "rows over table, batch over data")
+        for name in stored_tables.SPREAD
         for packed in (False, True)
     ],
 )

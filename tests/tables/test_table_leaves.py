@@ -1,6 +1,7 @@
 """Arithmetic over the leaves of a table, by JAX and by optax: right, or refused."""
 
 import copy
+import functools
 import pathlib
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import optax
 import pytest
 
 import jmask
-from tests.stored_tables import mesh_of
+from tests.stored_tables import stored
 
 pytestmark = [pytest.mark.sampled(15), pytest.mark.dtype_promotion]
 
@@ -31,14 +32,10 @@ def stepped(table):
     return table
 
 
-TABLES = {
-    "packed": lambda: jmask.PackedTable.pack(START),
-    "div": lambda: jmask.sharded(START, mesh_of(4)),
-    "mod": lambda: jmask.sharded(START, mesh_of(4), placement="mod"),
-    "mod packed": lambda: jmask.sharded(START, mesh_of(4), placement="mod", packed=True),
-    "explicit": lambda: jmask.sharded(START, mesh_of(4, axes="explicit"), placement="mod"),
+FORMS = ("packed", "div 4", "mod 4", "mod 4 packed", "mod 4 explicit")
+TABLES = {form: functools.partial(stored, form, START) for form in FORMS} | {
     "deferred": lambda: stepped(START),
-    "deferred sharded": lambda: stepped(jmask.sharded(START, mesh_of(4))),
+    "deferred sharded": lambda: stepped(stored("div 4", START)),
 }
 
 
@@ -204,12 +201,8 @@ def test_tables_beside_what_is_mapped(table):
     np.testing.assert_array_equal(mapped, scanned)
 
 
-MAKE = {
-    "packed": jmask.PackedTable.pack,
-    "div": lambda x: jmask.sharded(x, mesh_of(4)),
-    "mod": lambda x: jmask.sharded(x, mesh_of(4), placement="mod"),
-    "mod packed": lambda x: jmask.sharded(x, mesh_of(4), placement="mod", packed=True),
-    "deferred": lambda x: jmask.deferred(x, TX),
+MAKE = {form: functools.partial(stored, form) for form in FORMS[:-1]} | {
+    "deferred": lambda x: jmask.deferred(x, TX)
 }
 OF_ONE_TABLE = {
     "lookup": lambda t: t[IDS],

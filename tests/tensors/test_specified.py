@@ -115,33 +115,15 @@ class TestGradients:
         return jax.jit(jmask.grad(function))(x)
 
     @pytest.mark.parametrize("kind", EVERY_KIND)
-    def test_plain(self, kind):
-        x = tensor(kind, DENSE)
-        g = self.of(lambda x: jnp.sum(jmask.todense(x) * WEIGHTS), x)
-        assert isinstance(g, jax.Array)
-        np.testing.assert_allclose(g, WEIGHTS)
-
-    @pytest.mark.parametrize("kind", EVERY_KIND[1:])
-    def test_masked(self, kind):
-        x = tensor(kind, DENSE)
-        function = lambda x: jnp.sum(jmask.todense(x, masked_grad=True) * WEIGHTS)
-        g = self.of(function, x)
-        assert type(g) is type(x)
-        stored = np.ones(SHAPE, bool) if kind == "rows" else KEPT
-        np.testing.assert_allclose(jmask.todense(g), np.where(stored, WEIGHTS, 0))
-
-    @pytest.mark.parametrize("kind", EVERY_KIND[1:])
-    def test_both(self, kind):
-        """A plain and a masked term: the latter adds at specified entries."""
-
-        def function(x):
-            once = jnp.sum(jmask.todense(x) * WEIGHTS)
-            return once + 2 * jnp.sum(jmask.todense(x, masked_grad=True) * WEIGHTS)
-
-        x = tensor(kind, DENSE)
-        stored = np.ones(SHAPE, bool) if kind == "rows" else KEPT
-        expected = WEIGHTS * np.where(stored, 3, 1)
-        np.testing.assert_allclose(self.of(function, x), expected, rtol=1e-6)
+    @pytest.mark.parametrize("terms", [{False: 1}, {True: 2}, {False: 1, True: 2}], ids=str)
+    def test_terms(self, kind, terms):
+        """A plain term counts at every entry, a masked one adds at those that are specified."""
+        x, has_all = tensor(kind, DENSE), kind in ("array", "rows")
+        total = lambda x, masked: jnp.sum(jmask.todense(x, masked_grad=masked) * WEIGHTS)
+        g = self.of(lambda x: sum(c * total(x, masked) for masked, c in terms.items()), x)
+        assert isinstance(g, jax.Array if False in terms else type(x))
+        factors = terms.get(False, 0) + np.where(KEPT | has_all, terms.get(True, 0), 0)
+        np.testing.assert_allclose(jmask.todense(g), WEIGHTS * factors, rtol=1e-6)
 
     @pytest.mark.parametrize("mask_kind", ["coo", "rows", "masked", "array"])
     def test_sparse_mask_of_an_array(self, mask_kind):
