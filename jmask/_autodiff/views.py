@@ -33,11 +33,10 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jmask._base.array_types import ArrayFacts, explicit_sharding, is_known, trailing
 from jmask._base.forms import aval_of, bodies_of, holds_jaxprs, name_of, parameter
 from jmask._base.jaxprs import interpret
-from jmask._base.lowering import calls_of
 from jmask._base.row_ids import id_dtype, widen
 from jmask._base.types import Shape, Shaped, Value
 from jmask._kernels.bag_sum import BAG_SUM, BagSum
-from jmask._kernels.gather import SLOW_COPY, Gather
+from jmask._kernels.gather import SLOW_COPY, Gather, slow_copy_of
 
 Positions = Sequence[jax.Array]
 """Indices (*entries,) along each of the first dimensions of an array, in range."""
@@ -164,8 +163,7 @@ def read_through_view(eqn: JaxprEqn, name: str, arguments: Sequence[Value]) -> j
 def gather_of(eqn: JaxprEqn) -> Gather:
     """Return the gather that an equation of `LOOKUPS` is."""
     if eqn.primitive is SLOW_COPY:
-        gather: Gather = eqn.params["gather"]
-        return gather
+        return slow_copy_of(eqn.params)
     return Gather(**{f.name: parameter(eqn, f.name) for f in dataclasses.fields(Gather)})
 
 
@@ -220,7 +218,7 @@ def _gathered(
 
 def sums_through_views(eqn: JaxprEqn, arguments: Sequence[Value]) -> list[Value]:
     """Return the operands of bag sums, with rows for arrays that are made of tables."""
-    sums = calls_of(eqn.params["trees"], arguments)
+    sums = BAG_SUM.calls(eqn.params, arguments)
     return [leaf for x in sums for leaf in jax.tree.leaves(_of_rows(x))]
 
 

@@ -155,6 +155,10 @@ class GroupedPrimitive(Generic[Call]):
         abstract = calls_of(trees, list(map(jax.typeof, operands)))
         return [list(itertools.islice(results, len(self.shapes(x)))) for x in abstract]
 
+    def calls(self, params: Options, operands: Sequence[Value]) -> list[Call]:
+        """Return the calls of an equation with these parameters."""
+        return calls_of(params["trees"], operands)
+
     def joined(
         self, equations: Sequence[Options], operands: Sequence[jax.Array]
     ) -> list[jax.Array]:

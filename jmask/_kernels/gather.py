@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -197,6 +198,12 @@ def _shapes(operand: Value, indices: Value, *, gather: Gather) -> list[Shaped]:
 SLOW_COPY = primitive("jmask_gather", _by_definition, _shapes)
 """A gather that `is_slow_copy`: the parameter `gather` of an operand and indices."""
 lower(SLOW_COPY, _on_a_cpu, platform="cpu")
+
+
+def slow_copy_of(params: Mapping[str, Value]) -> Gather:
+    """Return the gather that an equation of `SLOW_COPY` with these parameters is."""
+    gather: Gather = params["gather"]
+    return gather
 
 
 # Outside jit it is compiled for the platform, as in a program.
