@@ -84,7 +84,7 @@ def program(first, second, look):
     return loss
 
 
-@pytest.mark.parametrize(("first", "second", "look"), chosen(PROGRAMS[::171], PROGRAMS[::11]))
+@pytest.mark.parametrize(("first", "second", "look"), chosen(PROGRAMS[::1301], PROGRAMS[::41]))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_numbers_of_jax(first, second, look, shape):
     """The same bits where nothing is computed, and the same gradients."""
@@ -107,12 +107,10 @@ def test_numbers_of_jax(first, second, look, shape):
         )
 
 
-SILENT = [
-    (m, n, look) for m, n, look in PROGRAMS if look in ("rows", "pairs", "bags", "mapped")
-]
+SILENT = [x for x in PROGRAMS if x[-1] in ("rows", "pairs", "bags", "mapped", *INSIDE)]
 
 
-@pytest.mark.parametrize(("first", "second", "look"), chosen(SILENT[::139], SILENT[::13]))
+@pytest.mark.parametrize(("first", "second", "look"), chosen(SILENT[::997], SILENT[::29]))
 def test_nothing_is_as_large_as_a_table(first, second, look):
     """Read from the compiled step; programs with a dense gradient say so."""
     shape, loss = (2**16, 6, 8), program(first, second, look)
