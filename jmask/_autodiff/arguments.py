@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jmask._autodiff.values import Filled, RowSum, dense
+from jmask._autodiff.views import makes_view
 from jmask._base.array_types import explicit_sharding, varying_axes
 from jmask._base.fallback import collected, report_fallback
 from jmask._base.jaxprs import forwarded
@@ -364,6 +365,9 @@ def reads_late(program: Jaxpr, results: Sequence[Value]) -> bool:
     """
     rows = [isinstance(x, RowSum) and x.is_rows for x in results[-len(program.invars) :]]
     tables = {v for v, is_rows in zip(program.invars, rows, strict=True) if is_rows}
+    for eqn in program.eqns:  # what is made of tables is read from them
+        if makes_view(eqn) and any(v in tables for v in eqn.invars if isinstance(v, Var)):
+            tables.update(eqn.outvars)
     needed = {program.outvars[0]}
     for eqn in reversed(program.eqns):
         if any(v in needed for v in eqn.outvars):

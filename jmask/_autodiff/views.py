@@ -91,9 +91,14 @@ def note_view(
             _VIEWS.note(output, view)
 
 
+def makes_view(eqn: JaxprEqn) -> bool:
+    """Decide whether an equation may make a view."""
+    return name_of(eqn) in _RULES
+
+
 def makes_views(jaxpr: Jaxpr) -> bool:
     """Decide whether a call makes nothing but views and scalars, as `jnp.flip` does."""
-    return all(name_of(e) in _RULES or not aval_of(e.outvars[0]).shape for e in jaxpr.eqns)
+    return all(makes_view(e) or not aval_of(e.outvars[0]).shape for e in jaxpr.eqns)
 
 
 def is_made_of_tables(x: Value) -> bool:
@@ -137,7 +142,7 @@ def _looks_up(eqn: JaxprEqn, kinds: list[int]) -> tuple[bool, list[int]]:
     name = name_of(eqn)
     if not bodies and (name in LOOKUPS or name == BAG_SUM.primitive.name):
         is_lookup = kinds[0] == _MADE
-    elif not bodies and name in _RULES and any(kinds):
+    elif not bodies and makes_view(eqn) and any(kinds):
         results = [_MADE] * len(results)
     return is_lookup, results
 
