@@ -301,7 +301,9 @@ def _reshaped(view: View, shape: Shape) -> _Read:
             return None
         j = min(fits)
         each = size // sizes[j]
-        number = number[..., None] * np.asarray(each, dtype) + lax.iota(dtype, each)
+        several = (*entries, each)
+        number = jnp.broadcast_to(number[..., None] * np.asarray(each, dtype), several)
+        number = number + lax.broadcasted_iota(dtype, several, len(entries))
         rows = view.read(_unraveled(number, view.shape[:j]))
         return None if rows is None else rows.reshape(*entries, *row)
 

@@ -11,7 +11,6 @@ from tests.expressions import functions
 from tests.sampling import chosen
 
 pytestmark = [
-    pytest.mark.rank_promotion,
     pytest.mark.dtype_promotion,
     pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning"),
 ]

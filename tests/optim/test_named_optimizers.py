@@ -292,7 +292,7 @@ def test_one_pass_lowers_for_every_platform():
 
 # --- rates by schedule, and runs that are the same twice ---------------------------------
 
-PARAMS = {"users": jnp.ones((8, 2)), "items": jnp.full((8, 2), 2.0), "w": jnp.ones(2)}
+PARAMS = {"users": jnp.ones((8, 2)), "items": 2 * jnp.ones((8, 2)), "w": jnp.ones(2)}
 IDS = {"users": jnp.array([1, 3, 1]), "items": jnp.array([0, 5, 5])}
 
 
