@@ -32,8 +32,10 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jmask._autodiff.gathered_rows import FACTS, Gathered, sum_of_lookups
 from jmask._autodiff.provenance import FOLLOWED, note_facts, note_uses
 from jmask._autodiff.values import RowSum, dense, is_symbolic
+from jmask._autodiff.view_rules import RULES
 from jmask._autodiff.views import (
     LOOKUPS,
+    READERS,
     gather_of,
     is_made_of_tables,
     is_of_tables,
@@ -71,6 +73,7 @@ source_info_util.register_exclusion(str(Path(__file__).parents[1]))
 _CALLS_ENTERED = 3
 LOOK_UP_FIRST = "Look rows up first, then compute: `f(table[ids])`, not `f(table)[ids]`."
 _CALLS = (*CALLS, *REMATS)
+_LOOPS = ("scan", "cond")  # that are run equation by equation, with a rule
 _ROW_MAKERS = ("scatter-add", "dynamic_update_slice", "pad", "bcoo_dot_general")
 
 Flags = Sequence[bool]
@@ -218,13 +221,13 @@ class Interpreter:
                         arguments = _behind_a_barrier(arguments)
                     calls = demand.calls(eqn.outvars)
                     outputs = self.run(*called(eqn), arguments, outputs_wanted, calls)
-                elif any(outputs_wanted) or looks_up_views(eqn, arguments):
+                elif any(outputs_wanted) or (name in _LOOPS and looks_up_views(eqn, arguments)):
                     outputs = self._run_wanted(eqn, name, arguments, outputs_wanted)
                 else:
                     arguments = self._as_arrays(eqn, arguments)
                     if name == BAG_SUM.primitive.name:
                         arguments = sums_through_views(eqn, arguments)
-                    rows = read_through_view(eqn, name, arguments)
+                    rows = read_through_view(eqn, name, arguments) if name in READERS else None
                     total = sum_of_lookups(eqn, name, arguments, uses)
                     if total is not None:
                         outputs = [total]
@@ -237,7 +240,8 @@ class Interpreter:
                     if len(outputs) == 1 and rows is None:
                         is_scattered = eqn.outvars[0] in demand.followed
                         note_facts(eqn, name, arguments, outputs[0], uses, is_scattered)
-                    note_view(eqn, name, arguments, outputs)
+                    if name in RULES:
+                        note_view(eqn, name, arguments, outputs)
             values.update(zip(eqn.outvars, outputs, strict=True))
         return [value_of(v) for v in jaxpr.outvars]
 

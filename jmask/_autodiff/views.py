@@ -22,7 +22,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmask._autodiff.view_rules import RULES, View, array_view
 from jmask._base.array_types import ArrayFacts, explicit_sharding, is_known, trailing
-from jmask._base.forms import aval_of, bodies_of, holds_jaxprs, name_of, parameter
+from jmask._base.forms import aval_of, bodies_of, name_of, parameter
 from jmask._base.jaxprs import interpret
 from jmask._base.row_ids import id_dtype, widen
 from jmask._base.types import Shaped, Value
@@ -32,8 +32,12 @@ from jmask._kernels.gather import SLOW_COPY, Gather, slow_copy_of
 LOOKUPS = ("gather", SLOW_COPY.name)
 """The equations that look rows up."""
 
-_TABLES: ArrayFacts[bool] = ArrayFacts()
-_VIEWS: ArrayFacts[View] = ArrayFacts()
+_TABLE = "table"
+_KNOWN: ArrayFacts[View | str] = ArrayFacts()
+"""Views of arrays that are made of tables, and `_TABLE` for tables."""
+
+# What may read rows of a view.
+READERS = (*LOOKUPS, "slice", "dynamic_slice")
 
 
 def note_tables(arrays: Sequence[Value]) -> None:
@@ -45,20 +49,26 @@ def note_tables(arrays: Sequence[Value]) -> None:
             and is_known(*x.shape)
             and explicit_sharding(x) is None
         ):
-            _TABLES.note(x, True)
+            _KNOWN.note(x, _TABLE)
 
 
 def note_view(
     eqn: JaxprEqn, name: str, arguments: Sequence[Value], outputs: Sequence[Value]
 ) -> None:
-    """Note the views of what an equation makes, if it makes rows of rows."""
-    rule = RULES.get(name)
-    if rule is None:
+    """Note the views of what an equation of `RULES` makes, if it makes rows of rows."""
+    known = [_KNOWN.of(x) for x in arguments]
+    if not any(known) or 0 in aval_of(eqn.outvars[0]).shape:
         return
-    views = [array_view(x) if _TABLES.of(x) else _VIEWS.of(x) for x in arguments]
-    if any(views) and 0 not in aval_of(eqn.outvars[0]).shape:
-        for output, view in zip(outputs, rule(eqn, arguments, views), strict=False):
-            _VIEWS.note(output, view)
+    pairs = zip(known, arguments, strict=True)
+    views = [array_view(x) if isinstance(view, str) else view for view, x in pairs]
+    for output, view in zip(outputs, RULES[name](eqn, arguments, views), strict=False):
+        _KNOWN.note(output, view)
+
+
+def _view_of(x: Value) -> View | None:
+    """Return the view of an array that is made of tables and no table itself."""
+    known = _KNOWN.of(x)
+    return known if isinstance(known, View) else None
 
 
 def makes_view(eqn: JaxprEqn) -> bool:
@@ -73,27 +83,23 @@ def makes_views(jaxpr: Jaxpr) -> bool:
 
 def is_made_of_tables(x: Value) -> bool:
     """Decide whether an array can be read from the tables that it is made of."""
-    return _VIEWS.of(x) is not None
+    return _view_of(x) is not None
 
 
 def is_of_tables(x: Value) -> bool:
     """Decide whether an array is a table or made of tables."""
-    return _TABLES.of(x) is not None or is_made_of_tables(x)
+    return _KNOWN.of(x) is not None
 
 
 def looks_up_views(eqn: JaxprEqn, arguments: Sequence[Value]) -> bool:
     """Decide whether the body of an equation looks rows up in what is made of tables."""
-    if not holds_jaxprs(eqn):
-        return False
-    kinds = [
-        _MADE if _VIEWS.of(x) is not None else _TABLE if _TABLES.of(x) is not None else 0
-        for x in arguments
-    ]
+    known = [_KNOWN.of(x) for x in arguments]
+    kinds = [0 if x is None else 1 if isinstance(x, str) else _MADE for x in known]
     return any(kinds) and _looks_up(eqn, kinds)[0]
 
 
-# What a variable is: made of tables, a table, or neither.
-_MADE, _TABLE = 2, 1
+# What a variable is: made of tables; 1 for a table, 0 for neither.
+_MADE = 2
 
 
 def _looks_up(eqn: JaxprEqn, kinds: list[int]) -> tuple[bool, list[int]]:
@@ -118,17 +124,15 @@ def _looks_up(eqn: JaxprEqn, kinds: list[int]) -> tuple[bool, list[int]]:
 
 
 def read_through_view(eqn: JaxprEqn, name: str, arguments: Sequence[Value]) -> jax.Array | None:
-    """Return the rows that an equation reads, from the tables that its operand is made of.
+    """Return rows that an equation of `READERS` reads, from what its operand is made of.
 
     None if its operand is made of none, or not much larger than what is read.
     """
-    view = _VIEWS.of(arguments[0]) if arguments else None
+    view = _view_of(arguments[0])
     if view is None:
         return None
     if name in LOOKUPS:
         return _gathered(gather_of(eqn), view, arguments[1], aval_of(eqn.outvars[0]))
-    if name not in ("slice", "dynamic_slice"):
-        return None
     (part,) = RULES[name](eqn, arguments, [view])
     if not part.shape or 2 * math.prod(part.shape) > math.prod(view.shape):
         return None
@@ -198,7 +202,7 @@ def sums_through_views(eqn: JaxprEqn, arguments: Sequence[Value]) -> list[Value]
 
 
 def _of_rows(x: BagSum) -> BagSum:
-    view, count = _VIEWS.of(x.table), x.positions.size
+    view, count = _view_of(x.table), x.positions.size
     if view is None or count * view.tables >= view.shape[0]:
         return x
     positions = x.positions.reshape(-1)

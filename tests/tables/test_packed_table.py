@@ -195,7 +195,7 @@ def test_gradient(name, form):
     assert isinstance(gradient, jmask.RowSparse)
     assert gradient.nse <= max(IDS.size, 1) or name == NOT_USED
     expected = jax.jit(jax.value_and_grad(loss))(x)
-    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5, atol=1e-6)
     for found in dense:
         np.testing.assert_allclose(found, expected[1], rtol=1e-5, atol=1e-6)
 
