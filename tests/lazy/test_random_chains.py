@@ -168,7 +168,12 @@ def compare(new, dense, old, gradient):
 
 @few_or_many(10, 120)
 def test_random_chains(count):
-    settings(max_examples=count)(given(chains())(lambda parts: check(parts) and None))()
+    @settings(max_examples=count)
+    @given(chains())
+    def run(parts):
+        check(parts)
+
+    run()
 
 
 @pytest.mark.slow
