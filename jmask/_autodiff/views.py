@@ -45,6 +45,7 @@ def note_tables(arrays: Sequence[Value]) -> None:
     for x in arrays:
         if (
             isinstance(x, jax.core.Tracer)
+            and x.ndim  # a scalar has no rows
             and jnp.issubdtype(x.dtype, jnp.inexact)
             and is_known(*x.shape)
             and explicit_sharding(x) is None
@@ -62,7 +63,8 @@ def note_view(
     pairs = zip(known, arguments, strict=True)
     views = [array_view(x) if isinstance(view, str) else view for view, x in pairs]
     for output, view in zip(outputs, RULES[name](eqn, arguments, views), strict=False):
-        _KNOWN.note(output, view)
+        if view.shape:
+            _KNOWN.note(output, view)
 
 
 def _view_of(x: Value) -> View | None:

@@ -84,6 +84,22 @@ def test_numbers_of_jax(first, second, look, shape):
         )
 
 
+SCALED = functions("t, s", globals())("""
+    (s * t)[IDS]; (t / s - s)[IDS]; jnp.where(s > 0, t, s * t)[IDS]; (t[0, 0] * t)[IDS];
+    jnp.pad(t, ((1, 0), (0, 0)), constant_values=s)[IDS]; (t.ravel()[5] + t)[IDS]
+""")
+IDS = jnp.array([1, 2, 1])
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scalars_that_are_parameters(name):
+    loss = lambda t, s: jnp.sum(jnp.sin(SCALED[name](t, s)))
+    table, scalar = jnp.asarray(np.random.default_rng(0).normal(size=(40, 4))), jnp.array(2.0)
+    found = jax.jit(jmask.grad(loss, (0, 1)))(table, scalar)
+    for gradient, expected in zip(found, jax.grad(loss, (0, 1))(table, scalar), strict=True):
+        np.testing.assert_allclose(jmask.todense(gradient), expected, rtol=1e-5, atol=1e-5)
+
+
 SILENT = [x for x in PROGRAMS if x[-1] in IN_PLACE]
 
 
