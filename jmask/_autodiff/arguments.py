@@ -366,7 +366,7 @@ def reads_late(program: Jaxpr, results: Sequence[Value]) -> bool:
     rows = [isinstance(x, RowSum) and x.is_rows for x in results[-len(program.invars) :]]
     tables = {v for v, is_rows in zip(program.invars, rows, strict=True) if is_rows}
     for eqn in program.eqns:  # what is made of tables is read from them
-        if makes_view(eqn) and any(v in tables for v in eqn.invars if isinstance(v, Var)):
+        if any(v in tables for v in eqn.invars if isinstance(v, Var)) and makes_view(eqn):
             tables.update(eqn.outvars)
     needed = {program.outvars[0]}
     for eqn in reversed(program.eqns):

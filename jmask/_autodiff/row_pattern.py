@@ -30,7 +30,7 @@ from jax.extend.core import JaxprEqn
 from jmask._autodiff.values import RowSum
 from jmask._base.array_types import trailing
 from jmask._base.forms import aval_of, parameter
-from jmask._base.row_ids import canonical, id_dtype, widen
+from jmask._base.row_ids import canonical, id_dtype, numbered, positions_of, widen
 from jmask._base.types import Shape
 from jmask._kernels.rows import gather_rows, split_rows
 
@@ -327,15 +327,8 @@ def _moved(
     dtype = id_dtype(max(x.count, result.count))
     parts = []
     for ids, rows in x.parts:
-        number, positions = ids.astype(dtype), list[jax.Array]()
-        for size in reversed(sizes):
-            divisor = np.asarray(max(size, 1), dtype)
-            positions.insert(0, lax.rem(number, divisor))
-            number = lax.div(number, divisor)
-        positions, inside = move(positions)
-        number = jnp.zeros_like(ids, dtype)
-        for size, position in zip(new_sizes, positions, strict=True):
-            number = number * np.asarray(size, dtype) + position.astype(dtype)
+        positions, inside = move(positions_of(ids.astype(dtype), sizes))
+        number = numbered(positions, new_sizes, dtype)
         valid = (ids < x.count) & inside
         number = jnp.where(valid, number, np.asarray(result.count, dtype))
         parts.append((number.astype(id_dtype(result.count)), along_rows(rows)))

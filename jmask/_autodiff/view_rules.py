@@ -22,7 +22,7 @@ from jax.extend.core import JaxprEqn
 
 from jmask._base.array_types import trailing
 from jmask._base.forms import aval_of, parameter
-from jmask._base.row_ids import id_dtype, widen
+from jmask._base.row_ids import id_dtype, numbered, positions_of, widen
 from jmask._base.types import Shape, Value
 from jmask._kernels.gather import Gather
 
@@ -291,9 +291,7 @@ def _reshaped(view: View, shape: Shape) -> _Read:
         row = shape[count:]
         size = math.prod(row)
         dtype = id_dtype(max(math.prod(view.shape[:-1]), math.prod(shape[:count])))
-        number = jnp.zeros((), dtype)
-        for p, length in zip(positions, shape, strict=False):
-            number = number * np.asarray(length, dtype) + p.astype(dtype)
+        number = numbered(positions, shape[:count], dtype)
         # The longest rows of the view of which a row of the result holds one or several; what
         # is less than a row of a table has no row-sparse gradient.
         fits = [j for j in range(1, len(sizes)) if size % sizes[j] == 0]
@@ -304,20 +302,10 @@ def _reshaped(view: View, shape: Shape) -> _Read:
         several = (*entries, each)
         number = jnp.broadcast_to(number[..., None] * np.asarray(each, dtype), several)
         number = number + lax.broadcasted_iota(dtype, several, len(entries))
-        rows = view.read(_unraveled(number, view.shape[:j]))
+        rows = view.read(positions_of(number, view.shape[:j]))
         return None if rows is None else rows.reshape(*entries, *row)
 
     return read
-
-
-def _unraveled(number: jax.Array, shape: Shape) -> list[jax.Array]:
-    """Return the positions along each dimension of what has these numbers, row-major."""
-    positions: list[jax.Array] = []
-    for size in reversed(shape):
-        divisor = np.asarray(size, number.dtype)
-        positions.insert(0, lax.rem(number, divisor))
-        number = lax.div(number, divisor)
-    return positions
 
 
 Rule = Callable[[JaxprEqn, _Values, _Views], list[View]]

@@ -200,10 +200,10 @@ def _gathered(
 def sums_through_views(eqn: JaxprEqn, arguments: Sequence[Value]) -> list[Value]:
     """Return the operands of bag sums, with rows for arrays that are made of tables."""
     sums = BAG_SUM.calls(eqn.params, arguments)
-    return [leaf for x in sums for leaf in jax.tree.leaves(_of_rows(x))]
+    return [leaf for x in sums for leaf in jax.tree.leaves(_with_rows(x))]
 
 
-def _of_rows(x: BagSum) -> BagSum:
+def _with_rows(x: BagSum) -> BagSum:
     view, count = _view_of(x.table), x.positions.size
     if view is None or count * view.tables >= view.shape[0]:
         return x

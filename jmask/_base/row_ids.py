@@ -17,7 +17,7 @@ The payload is id + 1, so that `zeros_like`, the one operation that can make suc
 from nothing, yields padding and not row 0.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Literal, NoReturn
 
 import jax
@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.random import define_prng_impl
+from jax.typing import DTypeLike
 
 from jmask._base.types import DType
 
@@ -122,6 +123,26 @@ def canonical(ids: jax.Array, rows: int) -> jax.Array:
     padding = np.asarray(rows, unsigned)
     bounded = lax.min(lax.bitcast_convert_type(ids, unsigned), padding)
     return lax.bitcast_convert_type(bounded, ids.dtype)
+
+
+def numbered(
+    positions: Sequence[jax.Array], sizes: Sequence[int], dtype: DTypeLike
+) -> jax.Array:
+    """Return the row-major numbers of positions along dimensions of these sizes."""
+    number = jnp.zeros((), dtype)
+    for size, position in zip(sizes, positions, strict=True):
+        number = number * np.asarray(size, dtype) + position.astype(dtype)
+    return number
+
+
+def positions_of(number: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
+    """Return the position along each dimension for row-major numbers: undo `numbered`."""
+    positions: list[jax.Array] = []
+    for size in reversed(sizes):
+        divisor = np.asarray(max(size, 1), number.dtype)
+        positions.insert(0, lax.rem(number, divisor))
+        number = lax.div(number, divisor)
+    return positions
 
 
 def widen(ids: jax.Array, rows: int) -> jax.Array:
