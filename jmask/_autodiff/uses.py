@@ -7,7 +7,8 @@
 The uses are read from the jaxpr of the function itself. A copy, a cast, a transpose or a
 multiple of an array is that array still, so a use of it is a use of the input. So is a lookup
 in what was computed from all of an array, row by row: in `(table / norms)[ids]` the division
-needs all of it, and the lookup shows that rows were meant.
+needs all of it, and the lookup shows that rows were meant. A product with a one-hot matrix,
+which compares ids with the numbers of all rows, is a lookup that reads all of a table.
 """
 
 import math
@@ -19,12 +20,14 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jmask._autodiff.interpreter import LOOK_UP_FIRST, place_of
 from jmask._autodiff.views import LOOKUPS
 from jmask._base.fallback import LARGE, Fallback, Place, in_bytes
-from jmask._base.forms import aval_of, bodies_of, name_of, shard_map_of
+from jmask._base.forms import aval_of, bodies_of, name_of, parameter, shard_map_of
 from jmask._base.jaxprs import ARITHMETIC, interpret
 from jmask._base.types import Atom, Shaped
 
 # `get` reads from a reference, `jax.new_ref(table)[ids]`.
 _LOOKUPS = (*LOOKUPS, "dynamic_slice", "get")
+_ONE_HOT = "one-hot product"
+MULTIPLIED = "multiplied by a one-hot matrix, which reads all of it"
 _STILL_THE_SAME = (
     "concatenate convert_element_type copy copy_p expand_dims name neg new_ref pcast pvary "
     "reshape reshard rev sharding_constraint slice split squeeze stack transpose unstack"
@@ -32,7 +35,7 @@ _STILL_THE_SAME = (
 
 
 class Use(NamedTuple):
-    """One use of an input: the primitive, and the line of the user's code.
+    """One use of an input: the primitive, or `_ONE_HOT`, and the line of the user's code.
 
     `is_computed` says that it is a use of what was computed from all of the input, `is_local`
     that it is one of the part of it that a device has in a `shard_map`.
@@ -52,6 +55,11 @@ def uses_of_inputs(jaxpr: Jaxpr) -> list[list[Use]]:
     """Find how each input of a program is used, in order."""
     count = len(jaxpr.invars)
     return _uses(jaxpr, [_Origin(i, False) for i in range(count)], count)[0]
+
+
+def is_multiplied_alone(uses: Sequence[Use]) -> bool:
+    """Decide whether an input is multiplied by one-hot matrices, and used in no other way."""
+    return bool(uses) and all(use.primitive == _ONE_HOT for use in uses)
 
 
 class InputGradient(NamedTuple):
@@ -119,10 +127,13 @@ def _report(
     """Report a table that is looked up and needed as a whole, or not looked up by rows."""
     lookups = [use.place for use in uses if use.is_lookup]
     others = [use for use in uses if not use.is_lookup]
-    if not lookups:
+    if not lookups and not is_multiplied_alone(uses):
         return None
     became, place = "became dense", (others or uses)[0].place
-    if others:
+    if is_multiplied_alone(others):
+        why = MULTIPLIED
+        remedy = "`table[ids]` is the product `jax.nn.one_hot(ids, len(table)) @ table`."
+    elif others:
         looked_up = f"looked up ({lookups[0]})" if lookups[0] else "looked up"
         why = f"{looked_up}, but `{others[0].primitive}` needs all of it"
         remedy = (
@@ -166,6 +177,8 @@ def _size(table: Shaped) -> int:
 class _Origin(NamedTuple):
     """A variable: an input, or a result computed from all of it, row by row.
 
+    `number` is the input's, or what the variable is otherwise: `_NUMBERS` or `_ONE_HOT_MATRIX`.
+
     `is_repeated` says that it is several copies: lookups in them are meant as lookups in the
     input, but not those in what is computed with them, as of positions and a batch of hidden
     states. `is_stopped` says that no gradient comes from it: what uses it is no use.
@@ -176,6 +189,14 @@ class _Origin(NamedTuple):
     is_repeated: bool = False
     is_stopped: bool = False
 
+    @property
+    def is_input(self) -> bool:
+        return self.number >= 0
+
+
+# An iota, and its comparison with ids.
+_NUMBERS, _ONE_HOT_MATRIX = _Origin(-1, False), _Origin(-2, False)
+
 
 def _uses(
     jaxpr: Jaxpr, inputs: Sequence[_Origin | None], count: int
@@ -185,13 +206,15 @@ def _uses(
 
     def rule(eqn: JaxprEqn, sources: list[_Origin | None]) -> list[_Origin | None]:
         outputs: list[_Origin | None] = [None] * len(eqn.outvars)
+        if eqn.primitive.name == "iota":
+            return [_NUMBERS]
+        bodies = [body for body, _ in bodies_of(eqn)]
+        if not any(sources) and not bodies:
+            return outputs
         if eqn.primitive.name == "stop_gradient":
             return [source and source._replace(is_stopped=True) for source in sources]
-        live = [None if source and source.is_stopped else source for source in sources]
+        live = [None if x is None or x.is_stopped or not x.is_input else x for x in sources]
         origins = dict.fromkeys(origin for origin in live if origin is not None)
-        if not any(sources):
-            return outputs
-        bodies = [body for body, _ in bodies_of(eqn)]
         for body in bodies:
             inner_uses, results = _uses(body, sources[len(sources) - len(body.invars) :], count)
             parts = _parts(eqn, sources)
@@ -203,9 +226,13 @@ def _uses(
             outputs = [new or old for new, old in zip(results, outputs, strict=False)]
         if bodies:
             return outputs
+        if not origins and not any(source and source.is_input for source in sources):
+            return [_of_ids(eqn, sources)] * len(outputs)
         if _is_the_same(eqn) or _selects_one(eqn, sources):
             return [next(iter(origins), next(filter(None, sources)))] * len(outputs)
         place, name = place_of(eqn), eqn.primitive.name
+        if _is_one_hot_product(eqn, sources):
+            name = _ONE_HOT
         for origin in origins:
             # Of what was computed only lookups count: they are meant as lookups in the input.
             use = Use(name, place, origin.is_computed)
@@ -244,6 +271,25 @@ def _repeats(v: Atom, result: Atom) -> bool:
     """Decide whether a result is copies of a matrix, as `jnp.broadcast_to(v, (2, V, D))`."""
     table = tuple(aval_of(v).shape)
     return len(table) > 1 and tuple(aval_of(result).shape)[-len(table) :] == table
+
+
+def _of_ids(eqn: JaxprEqn, sources: Sequence[_Origin | None]) -> _Origin | None:
+    """Return what is made of numbers of rows and ids: a one-hot matrix, or the same still."""
+    if eqn.primitive.name == "eq":
+        return _ONE_HOT_MATRIX if _NUMBERS in sources else None
+    is_moved = eqn.primitive.name in (*_STILL_THE_SAME, "broadcast_in_dim", "stop_gradient")
+    return sources[0] if is_moved else None
+
+
+def _is_one_hot_product(eqn: JaxprEqn, sources: Sequence[_Origin | None]) -> bool:
+    """Decide whether an equation reads fewer rows of a table, by a product, than there are."""
+    if eqn.primitive.name != "dot_general" or _ONE_HOT_MATRIX not in sources:
+        return False
+    # Where ids are as many as rows, as of the experts of a layer, all of them may be read.
+    matrix = aval_of(eqn.invars[sources.index(_ONE_HOT_MATRIX)])
+    (contracted, _), _ = parameter(eqn, "dimension_numbers")
+    rows = math.prod(matrix.shape[d] for d in contracted)
+    return math.prod(matrix.shape) < rows * rows
 
 
 def _is_the_same(eqn: JaxprEqn) -> bool:

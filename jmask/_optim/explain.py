@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from jmask._autodiff.uses import Use, uses_of_inputs
+from jmask._autodiff.uses import MULTIPLIED, Use, is_multiplied_alone, uses_of_inputs
 from jmask._autodiff.value_and_grad import function_of_parameters, value_and_gradients
 from jmask._autodiff.values import RowSum
 from jmask._base.fallback import Fallback, Place, collected, in_bytes
@@ -331,6 +331,8 @@ def _note(
             "all of it; leave it out of what is differentiated"
         )
     lookups = [use for use in uses if use.is_lookup]
+    if is_multiplied_alone(uses):
+        return _with_place(MULTIPLIED, uses[0].place)
     if not lookups or not shape:
         return ""
     looked_up = _with_place("looked up", lookups[0].place)

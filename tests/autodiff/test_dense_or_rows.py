@@ -41,6 +41,10 @@ REWRITES = {
     r"sharded by the `shard_map`.*`jmask\.sharded\(table, mesh\)\[ids\]`": (
         "in_parts(lambda t: t[IDS], t)"
     ),
+    r"one-hot matrix.*`table\[ids\]`": """
+        jax.nn.one_hot(IDS, V) @ t -> t[IDS];
+        jax.vmap(lambda i: jnp.float32(i == jnp.arange(V)) @ t)(IDS) -> t[IDS]
+    """,
     KEEP_ROWS: "t.reshape(D, V)[:, IDS]",
     KEEP_ROWS + r".*columns after that, `table\[ids\]\[:, j\]`": """
         t.reshape(V, 2, -1)[IDS, 1] -> t.reshape(V, 2, -1)[IDS][:, 1]
@@ -84,6 +88,16 @@ def test_the_remedy_is_named_and_row_sparse(shape, words, line):
         jmask.grad(dense)(table)
     for loss in rewritten:  # a warning is an error
         assert isinstance(jmask.grad(loss)(table), jmask.RowSparse)
+
+
+def test_one_hot_matrices_that_read_no_rows_are_not_reported():
+    """Of experts, of which all are read, of labels, and beside logits of all rows."""
+    for f in (
+        lambda t: jax.nn.one_hot(jnp.arange(9) % 8, 8) @ t.reshape(8, -1),
+        lambda t: jax.nn.log_softmax(jnp.ones((4, D)) @ t.T) * jax.nn.one_hot(IDS, V),
+        lambda t: jax.nn.one_hot(IDS, V) @ t @ t.T,
+    ):
+        jmask.grad(of_squares(f))(jnp.ones((V, D)))
 
 
 def test_vectors_that_are_no_tables_are_not_reported():
