@@ -4,8 +4,7 @@
 PYTHON ?= $(shell scripts/interpreter 3.13 3.12 3.11)
 PYTHON_between ?= $(shell scripts/interpreter 3.12)
 PYTHON_oldest ?= $(shell scripts/interpreter 3.11)
-PYTHON_torch ?= $(PYTHON_oldest)# for which torch has a small build, without CUDA
-PYTHON_peers ?= $(PYTHON_torch)
+$(foreach x,torch peers mxnet addons,$(eval PYTHON_$x ?= $(PYTHON_oldest)))# newer: large, or none
 
 # What .venv-NAME has, and what is installed there alone; .venv has extras of pyproject.toml.
 PACKAGES_between := -e '.[test,examples]' 'jax==0.11.*' 'jaxlib==0.11.*'
@@ -14,6 +13,8 @@ PACKAGES_torch := -e '.[test]' torch==2.13.0
 PACKAGES_peers := -e '.[test]' absl-py scikit-learn expecttest torch==2.13.0
 PACKAGES_accelerators := -e '.[test]' 'jax[tpu,cuda12-local]' 'rich>=13'# compilers, no libraries
 PACKAGES_tensorflow := tensorflow-cpu==2.21.0
+PACKAGES_mxnet := mxnet==1.9.1 numpy==1.23.5
+PACKAGES_addons := tensorflow-addons==0.23.0 tensorflow-cpu==2.15.1
 PACKAGES_docs := -e '.[docs]'
 ALONE_torch := fbgemm-gpu-cpu==1.8.0
 ALONE_accelerators := jax-tpu-embedding==0.1.0 nvidia-cuda-nvcc-cu12
@@ -28,7 +29,6 @@ NEEDS = "needs(what='$1')$(if $2, and $2)" $(ARGS) tests
 AHEAD := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
 	TF_CPP_MIN_LOG_LEVEL=2 PYTHONPATH=. .venv-accelerators/bin/python
 PEERS := .venv-peers/bin/python -m pytest -q -o addopts= -o filterwarnings=
-BESIDE := --torch-python .venv-torch/bin/python --fbgemm-python .venv-torch/bin/python
 
 .PHONY: $(shell sed -n 's/^\([a-z -]*\):.*/\1/p' Makefile)
 
@@ -57,7 +57,8 @@ test-lowered: .venv/test.stamp .venv/examples.stamp
 		tests/optim/test_named_optimizers.py tests/lazy/test_lazy_one_pass.py \
 		tests/optim/test_conditional_steps.py tests/optim/test_inside_programs.py)
 # Other projects' own tests, which come with their packages, with jmask in place of what they test.
-test-peers: .venv-peers/ready.stamp
+test-peers: .venv-peers/ready.stamp .venv-mxnet/ready.stamp .venv-addons/ready.stamp
+	$(PEERS) $(ARGS) tests/peers/test_mxnet.py tests/against_torch/test_porting.py
 	$(PEERS) -m $(call NEEDS,expecttest)/peers
 	$(PEERS) -p tests.peers.numpy_ma --pyargs $(addprefix numpy.ma.tests.test_,core old_ma extras)
 	$(PEERS) -p tests.peers.optax_lifted --pyargs optax._src.alias_test optax._src.transform_test \
@@ -79,11 +80,10 @@ docs: .venv-docs/ready.stamp
 wheel: .venv/build.stamp ; rm -rf dist && $(PY) -m build --outdir dist .
 clean: ; rm -rf build dist .venv .venv-*
 
-# Without those that do not install here. `make bench ARGS="--mxnet-python PATH"` has MXNet too.
-bench: .venv/examples.stamp
-	-$(MAKE) -k .venv-torch/ready.stamp .venv-tensorflow/ready.stamp
-	$(PY) benchmarks/bench.py $(BESIDE) --tensorflow-python .venv-tensorflow/bin/python $(ARGS)
-bench-cores: .venv/examples.stamp .venv-torch/ready.stamp ; $(PY) benchmarks/cores.py $(BESIDE) $(ARGS)
+bench: .venv/examples.stamp # without those that do not install here
+	-$(MAKE) -k $(patsubst %,.venv-%/ready.stamp,torch tensorflow mxnet)
+	$(PY) benchmarks/bench.py $(ARGS)
+bench-cores: .venv/examples.stamp .venv-torch/ready.stamp ; $(PY) benchmarks/cores.py $(ARGS)
 scaling: .venv-accelerators/ready.stamp ; $(AHEAD) benchmarks/scaling.py $(ARGS)
 tpu-cost: .venv-accelerators/ready.stamp ; $(AHEAD) benchmarks/tpu_cost.py $(ARGS)
 

@@ -2,7 +2,6 @@
 
     make bench                                         about twenty minutes on two cores
     make bench ARGS=--quick                           about four minutes
-    make bench ARGS="--mxnet-python PATH"             with an interpreter that has MXNet 1.9
 
 `works.py` is the table of what is measured. A line of the report reads: this work takes jmask
 "ours / theirs" of the time it takes the other, the median of the rounds, with the quartiles of
@@ -36,7 +35,7 @@ from pathlib import Path
 import numpy as np
 from batches import bag_batches, batches
 from c_loop import copy_bandwidth
-from contenders import WORKERS, Contender, RemoteContender, build
+from contenders import WORKERS, Contender, RemoteContender, build, worker_of
 from other_interpreter import Interpreter
 from plots import Seconds, curves, save_plots
 from rich.progress import track
@@ -54,8 +53,8 @@ _STEPS = 4
 class Bench:
     """Measures comparisons and reports them; says what is left out, and what does not fit."""
 
-    def __init__(self, interpreters: dict[str, Interpreter]):
-        self._interpreters = interpreters
+    def __init__(self, workers: dict[str, Interpreter]):
+        self._workers = workers
         self._load = os.getloadavg()[0]
         self.report = Report("work", f"{_SIZES}, float32, unless said otherwise")
         self.measured: list[Seconds] = []
@@ -66,14 +65,14 @@ class Bench:
         ours, count = comparison.ours, comparison.rounds + _WARM_UP
         if comparison.is_large:
             # They keep what they have freed to themselves.
-            for interpreter in self._interpreters.values():
-                interpreter.close()
+            for worker in self._workers.values():
+                worker.close()
         with contextlib.ExitStack() as stack:
             found = {}
             for task in (ours, *comparison.theirs):
                 if task.who not in self.missing:
                     try:
-                        found[task] = build(task, self._interpreters)
+                        found[task] = build(task, self._workers)
                     except ImportError as error:
                         self.missing[task.who] = str(error)
                     else:
@@ -111,7 +110,7 @@ class Bench:
         versions: dict[str, str | None] = {"Python": platform.python_version()}
         for package in ("jax", "jaxlib", "optax", "numpy"):
             versions[package] = importlib.metadata.version(package)
-        versions |= {name: worker.version for name, worker in self._interpreters.items()}
+        versions |= {name: worker.version for name, worker in self._workers.items()}
         return {
             "machine": {
                 "cores": os.cpu_count(),
@@ -147,17 +146,12 @@ def main() -> None:
     parser.add_argument("--only", default="", help="works whose names hold this, as 'DLRM'")
     parser.add_argument("--rounds", type=int, help="default: 20, or 4 with --quick")
     parser.add_argument("--out", type=Path, help="folder of the results")
-    for who in WORKERS:
-        parser.add_argument(f"--{who.lower()}-python", help=f"an interpreter that has {who}")
     args = parser.parse_args()
     part = "only" if args.only else "quick" if args.quick else ""
     folder = args.out or RESULTS / part
 
-    named = {who: getattr(args, f"{who.lower()}_python") for who in WORKERS}
-    interpreters = {
-        who: Interpreter(python, WORKERS[who]) for who, python in named.items() if python
-    }
-    bench = Bench(interpreters)
+    workers = {who: worker_of(who) for who in WORKERS}
+    bench = Bench(workers)
     every = comparisons(args.quick, args.rounds or (4 if args.quick else 20))
     wanted = [x for x in every if args.only in title(x.ours)]
     for comparison in track(wanted, "measuring"):
@@ -178,8 +172,8 @@ def main() -> None:
         print("NOT THE SAME WORK:", line)
     print(f"machine: {contents['machine']}")
     print(f"copy bandwidth: {contents['copy_gigabytes_per_second']} GB/s; results in {folder}")
-    for interpreter in interpreters.values():
-        interpreter.close()
+    for worker in workers.values():
+        worker.close()
 
 
 if __name__ == "__main__":

@@ -47,13 +47,20 @@ _BUILDERS: dict[tuple[str, str], Callable[[Task, float], Step]] = {
     ("jmask", "tracing"): overhead.jmask_tracing,
     ("JAX", "tracing"): overhead.jax_tracing,
 }
-# Those that live in an interpreter of their own, and the script it runs.
+# Those that live in an interpreter of their own: the script it runs, and the environment that
+# `make bench` makes for it.
 WORKERS = {
-    "torch": "torch_worker.py",
-    "FBGEMM": "fbgemm_worker.py",
-    "TensorFlow": "tensorflow_worker.py",
-    "MXNet": "mxnet_worker.py",
+    "torch": ("torch_worker.py", ".venv-torch"),
+    "FBGEMM": ("fbgemm_worker.py", ".venv-torch"),
+    "TensorFlow": ("tensorflow_worker.py", ".venv-tensorflow"),
+    "MXNet": ("mxnet_worker.py", ".venv-mxnet"),
 }
+
+
+def worker_of(who: str, cores: int | None = None) -> Interpreter:
+    """The worker of a library, on so many cores."""
+    script, environment = WORKERS[who]
+    return Interpreter(environment, script, cores)
 
 
 class Contender:
@@ -103,18 +110,16 @@ class RemoteContender:
         self._interpreter.drop()
 
 
-def build(task: Task, interpreters: dict[str, Interpreter]) -> Contender | RemoteContender:
+def build(task: Task, workers: dict[str, Interpreter]) -> Contender | RemoteContender:
     """The contender for a task.
 
     Args:
         task: of the table in `works`.
-        interpreters: for `WORKERS`, by name.
+        workers: of `WORKERS`, by name.
 
     Raises:
         ImportError: if what the contender needs is not there.
     """
     if task.who not in WORKERS:
         return Contender(_BUILDERS[task.who, task.work](task, RATE))
-    if task.who not in interpreters:
-        raise ImportError(f"no interpreter is named: --{task.who.lower()}-python PATH")
-    return RemoteContender(interpreters[task.who], task)
+    return RemoteContender(workers[task.who], task)

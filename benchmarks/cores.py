@@ -13,7 +13,6 @@ docs/performance.md. The table goes to `benchmarks/results/cores.md`.
 import argparse
 import contextlib
 import os
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from batches import bag_batches, batches
 from c_loop import seconds_of_random_reads
-from contenders import WORKERS, RemoteContender
+from contenders import RemoteContender, worker_of
 from other_interpreter import Interpreter
 from rich import box
 from rich.console import Console
@@ -39,24 +38,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6, help="default: 6")
     parser.add_argument("--only", default="", help="works whose names hold this, as 'DLRM'")
-    for who in ("torch", "FBGEMM"):
-        parser.add_argument(f"--{who.lower()}-python", help=f"an interpreter that has {who}")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
-    pythons = {
-        "jmask": sys.executable,
-        "torch": args.torch_python,
-        "FBGEMM": args.fbgemm_python,
-    }
     works = [Task(), Task(lookups=65_536), BAGS, DLRM]
     works = [replace(x, optimizer=optimizer) for x in works for optimizer in _OPTIMIZERS]
     works = [x for x in works if args.only in title(x)]
 
     table = Table("work", "who", "ms on one core", f"on {os.cpu_count()}", "gain")
     for work in track(works, "measuring"):
-        for who, python in pythons.items():
-            if python and (who == "jmask" or work.optimizer in OFFERS[who]):
-                one, every = _seconds(replace(work, who=who), python, args.rounds)
+        for who in ("jmask", "torch", "FBGEMM"):
+            if who == "jmask" or work.optimizer in OFFERS[who]:
+                one, every = _seconds(replace(work, who=who), args.rounds)
                 cells = (1e3 * np.median(one), 1e3 * np.median(every), np.median(one / every))
                 table.add_row(title(work), who, *(f"{x:.3g}" for x in cells))
     with contextlib.suppress(ImportError):  # without a C compiler
@@ -69,10 +61,14 @@ def main() -> None:
         Console(file=file, width=160).print(table)
 
 
-def _seconds(task: Task, python: str, rounds: int) -> list[np.ndarray]:
+def _seconds(task: Task, rounds: int) -> list[np.ndarray]:
     """Of each round: on one core, and on all."""
-    script = WORKERS.get(task.who, "jmask_worker.py")
-    interpreters = [Interpreter(python, script, cores) for cores in (1, os.cpu_count())]
+    interpreters = [
+        Interpreter(None, "jmask_worker.py", cores)
+        if task.who == "jmask"
+        else worker_of(task.who, cores)
+        for cores in (1, os.cpu_count())
+    ]
     runs = [RemoteContender(interpreter, task) for interpreter in interpreters]
     count = (rounds + _WARM_UP) * _STEPS
     draw = partial(batches, task.ids, task.rows)

@@ -1,10 +1,10 @@
 """What a mask costs: masked arithmetic beside unmasked jax.numpy and torch.masked.
 
-    python benchmarks/masked_elementwise.py [--size 10000000] [--torch-python PATH]
+    python benchmarks/masked_elementwise.py [--size 10000000]
 
 Each operation is timed in alternating rounds on float32 arrays with half of the entries
-masked; the table shows medians and ratios with their quartiles. torch is optional, and may be
-in an interpreter of its own.
+masked; the table shows medians and ratios with their quartiles. torch is left out where
+`make .venv-torch/ready.stamp` has not made an environment for it.
 """
 
 import argparse
@@ -53,11 +53,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", type=int, default=10_000_000, help="entries (10000000)")
     parser.add_argument("--rounds", type=int, default=15, help="rounds (15)")
-    parser.add_argument("--torch-python", help="an interpreter that has torch")
     parser.add_argument("--json", type=Path, help="also write the figures there")
     args = parser.parse_args()
-    python = args.torch_python
-    torch = Interpreter(python, "torch_masked_worker.py") if python else None
+    has_torch = (Path(__file__).parents[1] / ".venv-torch").exists()
+    torch = Interpreter(".venv-torch", "torch_masked_worker.py") if has_torch else None
 
     report = Report("operation")
     for name in OPERATIONS:

@@ -1,7 +1,6 @@
 """MXNet's row_sparse gradients with its lazy updates; written against MXNet 1.9's API.
 
-MXNet 1.9 needs Python 3.8 or older and NumPy below 1.24, so an interpreter that has it is
-named: `make bench ARGS="--mxnet-python PATH"`. Run by `other_interpreter.py`.
+MXNet ended with Python 3.11 and NumPy 1.23. Run by `other_interpreter.py`.
 """
 
 import mxnet as mx

@@ -1,6 +1,6 @@
-"""Contenders that cannot be imported here: a worker started with a named Python.
+"""Contenders that cannot be imported here: a worker in an environment of its own.
 
-    interpreter = Interpreter("~/old/bin/python", "mxnet_worker.py")
+    interpreter = Interpreter(".venv-mxnet", "mxnet_worker.py")
     interpreter.build(work="step", optimizer="Adam", rows=1_000_000, width=64, rate=0.001)
     seconds, loss = interpreter.run(ids)
 
@@ -10,6 +10,7 @@ waiting for work for a while after its turn, as those of torch do: `PAUSE` is fo
 
 import json
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ class Interpreter:
     """A worker, which has one contender at a time; it starts when it is first needed.
 
     Args:
-        python: the interpreter.
+        environment: a folder beside this one that holds a virtual environment, or None for
+            the one that this runs in.
         script: a file of this folder that calls `worker.serve`.
         cores: how many it may use, by Linux's `taskset`; all if None.
 
@@ -32,12 +34,15 @@ class Interpreter:
         version: of its library and of Python, once it has started.
     """
 
-    def __init__(self, python: str, script: str, cores: int | None = None):
+    def __init__(self, environment: str | None, script: str, cores: int | None = None):
+        python = Path(sys.executable)
+        if environment is not None:
+            python = Path(__file__).parents[1] / environment / "bin" / "python"
         self._python = python
         pinned = [] if cores is None else ["taskset", "--cpu-list", f"0-{cores - 1}"]
         self._command = [
             *pinned,
-            str(Path(python).expanduser()),
+            str(python),
             str(Path(__file__).parent / script),
         ]
         self._process: subprocess.Popen | None = None

@@ -3,7 +3,6 @@
 And a run that starts in torch goes on in jmask, and back.
 """
 
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -16,7 +15,8 @@ import pytest
 
 import jmask
 
-PAGE = (Path(__file__).parents[2] / "docs" / "porting.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "porting.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.S | re.M))
 blocks = lambda section, language: re.findall(
     rf"^```{language}\n(.*?)^```$", SECTIONS[section], re.S | re.M
@@ -75,22 +75,19 @@ def test_torch(section):
     compare(section, namespace["table"])
 
 
-OTHERS = {
-    "TensorFlow:": "JMASK_TENSORFLOW_PYTHON",
-    "TensorFlow Addons:": "JMASK_TENSORFLOW_ADDONS_PYTHON",
-    "MXNet:": "JMASK_MXNET_PYTHON",
-}
+# Large, with a Python and a NumPy of their time: environments of their own.
+OTHERS = {"TensorFlow": ".venv-addons", "MXNet": ".venv-mxnet"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("section", "name"), [(s, name) for s in SECTIONS for name in OTHERS if name in s]
 )
 def test_others(section, name):
-    """Large, and two of them need a Python of their time: run where one is named."""
-    variable = OTHERS[name]
-    if variable not in os.environ:
-        pytest.skip(f"{variable} names no interpreter that has {name[:-1]}")
-    compare(section, theirs(section, os.environ[variable]))
+    python = ROOT / OTHERS[name] / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"needs {name}, for which `make test-peers` makes {OTHERS[name]}")
+    compare(section, theirs(section, python))
 
 
 # --- a run that goes on in jmask, and back -----------------------------------------------
