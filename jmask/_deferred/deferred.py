@@ -50,6 +50,10 @@ def deferred(table: Table, tx: optax.GradientTransformation) -> DeferredTable:
         ValueError: if what `tx` does to rows without a gradient has no closed form, with the
             reason: L2 decay in an adaptive optimizer, noise, what is not row-local.
 
+    References:
+        Lipton and Elkan, "Efficient Elastic Net Regularization for Sparse Linear Models", 2015,
+        for the decay of weights; moments are derived in `jmask/_deferred/closed_form.py`.
+
     Example:
         >>> import jax, jax.numpy as jnp, jmask
         >>> tx = jmask.adam(0.1)

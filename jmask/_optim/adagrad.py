@@ -124,7 +124,9 @@ def rowwise_adagrad(
         TypeError: for one that is no number, or a flag that is neither True nor False.
 
     References:
-        FBGEMM, `EXACT_ROWWISE_ADAGRAD`; MXNet 1.9, `GroupAdaGrad`.
+        Mudigere et al., "Software-Hardware Co-design for Fast and Scalable Training of Deep
+        Learning Recommendation Models", 2022; FBGEMM, `EXACT_ROWWISE_ADAGRAD`; MXNet 1.9,
+        `GroupAdaGrad`.
 
     Example:
         >>> import jax.numpy as jnp, jmask

@@ -75,6 +75,7 @@ def sgd(
         TypeError: for one that is no number, or a flag that is neither True nor False.
 
     References:
+        Polyak, "Some methods of speeding up the convergence of iteration methods", 1964;
         MXNet 1.9, `mx.optimizer.SGD`. The momentum buffer contains the learning rate,
         which differs from torch and optax when the rate changes during the run.
 
