@@ -8,6 +8,6 @@ rules, control_flow         the table
 values                      cotangents that are still rows
 row_pattern                 equations that write rows, and equations that move them
 gathered_rows, provenance   rows of another array, scaled: what is known, who asks
-views, view_rules           rows of what is made of tables, read from the tables themselves
+views                       rows of what is made of tables, read from the tables themselves
 uses                        how a program uses its inputs: by lookups, or as a whole
 """

@@ -32,10 +32,10 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jmask._autodiff.gathered_rows import FACTS, Gathered, sum_of_lookups
 from jmask._autodiff.provenance import FOLLOWED, note_facts, note_uses
 from jmask._autodiff.values import RowSum, dense, is_symbolic
-from jmask._autodiff.view_rules import RULES
 from jmask._autodiff.views import (
     LOOKUPS,
     READERS,
+    RULES,
     gather_of,
     is_made_of_tables,
     is_of_tables,

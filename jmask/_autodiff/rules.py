@@ -240,9 +240,8 @@ def _stack(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
 
 
 def _joined(eqn: JaxprEqn, inputs: Values, axis: int) -> Outputs:
-    # The transpose of a split: each part is the cotangent of one piece of the table. Pieces
-    # with fixed bounds alone are better concatenated as arrays.
-    if not all(map(_is_movable, inputs)) or any(x.parts and not x.looked_up for x in inputs):
+    # The transpose of a split: each part is the cotangent of one piece of the table.
+    if not all(map(_is_movable, inputs)):
         return None
     total, begin = _zero_rows(eqn), 0
     for x in inputs:
@@ -250,7 +249,8 @@ def _joined(eqn: JaxprEqn, inputs: Values, axis: int) -> Outputs:
         config = [(0, 0, 0)] * len(x.shape)
         config[axis] = (begin, total.shape[axis] - end, 0)
         total, begin = total.plus(padded(x, config, total.shape)), end
-    return total
+    # Pieces with fixed bounds alone are better concatenated as arrays, unless they are few.
+    return total if total.is_zero or total.is_rows else None
 
 
 def _is_movable(x: Value) -> bool:

@@ -2,8 +2,7 @@
 
 rows                    gathers and scatters of whole rows
 gather                  a lookup as XLA's CPU compiler vectorizes it
-coalesce                rows of equal ids sorted and summed
-unique_rows             rows of equal ids summed into the first of them, in no order
+coalesce                rows of equal ids summed: in order, or where the first of them is
 gathered_rows           rows of another array, scaled, that are not materialised
 bag_sum                 sums of rows that are not materialised
 row_blocks              loops over blocks of rows, and sums of equal ids in them

@@ -5,11 +5,11 @@
 An optimizer is one function of unique ids and their rows. How these are made from a gradient
 is decided where the program is lowered for a device:
 
-| one CPU                 | equal ids found by hashing: `unique_rows`; `fused` form |
+| one CPU                 | equal ids found by hashing; the update in `fused` form  |
 |   and gathered rows     | blocks of rows in the order of their ids: `row_blocks`  |
 | CPUs, several TPUs      | equal ids summed by sorting; the update in `fused` form |
 | one TPU                 | the same; the update as a `kernel`                      |
-|   and many rows         | equal ids found by sorting: `unique_rows`; the `kernel` |
+|   and many rows         | equal ids found by sorting; the update as a `kernel`    |
 | one GPU, jax from 0.12  | equal ids summed by sorting; the update in `fused` form |
 | GPUs, vmap, derivatives | the same; the update as it is defined                   |
 
@@ -32,7 +32,13 @@ from jmask._base.lowering import GroupedPrimitive, Results, in_one_device, switc
 from jmask._base.row_ids import Order
 from jmask._base.types import PyTreeDef, Table
 from jmask._kernels import tpu_rows
-from jmask._kernels.coalesce import are_large, coalesce_rows
+from jmask._kernels.coalesce import (
+    RowsOfTable,
+    are_large,
+    coalesce_rows,
+    summed_by_hashing,
+    summed_by_sorting,
+)
 from jmask._kernels.gather import zero_of
 from jmask._kernels.gathered_rows import GatheredRows, Rows, as_array
 from jmask._kernels.row_blocks import (
@@ -44,7 +50,6 @@ from jmask._kernels.row_blocks import (
     together,
 )
 from jmask._kernels.rows import add_rows
-from jmask._kernels.unique_rows import RowsOfTable, summed_by_hashing, summed_by_sorting
 
 Tables = Sequence[jax.Array]
 

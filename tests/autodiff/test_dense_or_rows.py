@@ -129,6 +129,7 @@ SLICES = {
     "two of them": (lambda t: t[:2] * t[4:6], [0, 1, 4, 5]),
     "as many as may be": (lambda t: t[:1000], range(1000)),
     "too many": (lambda t: t[:1001], None),
+    "a few of a part": (lambda t: jnp.split(t, 2)[1][3:5], [4003, 4004]),
     "all of it in parts": (lambda t: jnp.concatenate(jnp.split(t, 16)), None),
     "columns": (lambda t: t[:, :3], None),
 }

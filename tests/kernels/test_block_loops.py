@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import jmask
-from jmask._kernels import coalesce, tuning, unique_rows
+from jmask._kernels import coalesce, tuning
+from jmask._kernels.coalesce import RowsOfTable, summed_by_hashing, summed_by_sorting
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows, as_array
 from jmask._kernels.row_blocks import block_size
-from jmask._kernels.unique_rows import RowsOfTable, summed_by_hashing, summed_by_sorting
 from tests.compiled_step import compiled_step, temporary_bytes
 from tests.optimizers import OPTIMIZERS
 from tests.oracle import assert_close, is_row_sparse
@@ -289,7 +289,7 @@ def test_sums_are_in_order(form):
 def test_whatever_the_hash_does(monkeypatch, buckets):
     # Each round finds one id of a bucket.
     monkeypatch.setattr(
-        unique_rows, "_hash", lambda ids, number: ids.astype("int32") & (buckets - 1)
+        coalesce, "_hash", lambda ids, number: ids.astype("int32") & (buckets - 1)
     )
     tables = list(tables_of(0))
     check(tables, summed_by_hashing([RowsOfTable(*x) for x in tables]))
@@ -297,7 +297,7 @@ def test_whatever_the_hash_does(monkeypatch, buckets):
 
 def test_few_rounds():
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 2**31 - 1, 100_000), jnp.int32)
-    hashes = [np.asarray(unique_rows._hash(ids, jnp.int32(number))) for number in range(3)]
+    hashes = [np.asarray(coalesce._hash(ids, jnp.int32(number))) for number in range(3)]
     buckets = [np.unique(x & (2**19 - 1)).size for x in hashes]
     # As many as of random numbers: 2**19 * (1 - exp(-100_000 / 2**19)).
     np.testing.assert_allclose(buckets, 91_000, rtol=0.02)
