@@ -27,6 +27,7 @@ from jax import lax
 from jax.extend.random import define_prng_impl
 from jax.typing import DTypeLike
 
+from jmask._base.array_types import ArrayFacts
 from jmask._base.types import DType
 
 INT32_MAX = np.iinfo(np.int32).max
@@ -60,6 +61,11 @@ def _opaque_dtype(words: int) -> Hashable:
 
 _IMPLEMENTATIONS = {4: _opaque_dtype(1), 8: _opaque_dtype(2)}
 
+# While a program is traced: the ids that an opaque leaf was made of, and of how many rows ids
+# are canonical. So ids that rows are read at twice are the same to XLA, which reads once.
+_HIDDEN: ArrayFacts[jax.Array] = ArrayFacts()
+_CANONICAL: ArrayFacts[int] = ArrayFacts()
+
 
 def hide(ids: jax.Array) -> jax.Array:
     """Turn integer ids (...,) into the opaque leaf of the same shape."""
@@ -67,7 +73,9 @@ def hide(ids: jax.Array) -> jax.Array:
     words = lax.bitcast_convert_type(lax.add(ids, np.ones((), ids.dtype)), np.uint32)
     if ids.dtype.itemsize == 4:
         words = lax.expand_dims(words, (ids.ndim,))
-    return wrap(words)
+    leaf = wrap(words)
+    _HIDDEN.note(leaf, ids)
+    return leaf
 
 
 def wrap(words: jax.Array) -> jax.Array:
@@ -79,6 +87,9 @@ def reveal(leaf: jax.Array) -> jax.Array:
     """Return the integer ids of an opaque leaf (...,), or of its shape their shape."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.eval_shape(reveal, leaf)
+    hidden = _HIDDEN.of(leaf)
+    if hidden is not None:
+        return hidden
     words = jax.random.key_data(leaf)
     if words.shape[-1] == 1:
         ids = lax.bitcast_convert_type(lax.squeeze(words, (words.ndim - 1,)), np.int32)
@@ -116,13 +127,17 @@ def id_dtype(rows: int) -> DType:
 
 def canonical(ids: jax.Array, rows: int) -> jax.Array:
     """Cast integer ids to `id_dtype(rows)`; those out of range become `rows`."""
+    if _CANONICAL.of(ids) == rows:
+        return ids
     ids = widen(ids, rows)
     # Negative ones are the greatest without a sign. XLA knows that a minimum twice is one, so
     # that rows read at ids and at the ids of their gradient are read once.
     unsigned = np.dtype(f"uint{8 * ids.dtype.itemsize}")
     padding = np.asarray(rows, unsigned)
     bounded = lax.min(lax.bitcast_convert_type(ids, unsigned), padding)
-    return lax.bitcast_convert_type(bounded, ids.dtype)
+    result = lax.bitcast_convert_type(bounded, ids.dtype)
+    _CANONICAL.note(result, rows)
+    return result
 
 
 def numbered(

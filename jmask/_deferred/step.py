@@ -52,7 +52,7 @@ from jmask._deferred.zero_gradient import (
     is_known_zero,
 )
 from jmask._tables.deferral import is_deferred
-from jmask._tables.stored_table import NewTable, fitted, is_stored_table, shape_of
+from jmask._tables.stored_table import NewTable, RowsAt, fitted, is_stored_table, shape_of
 from jmask._tensors.row_sparse import RowSparse
 from jmask._updates.checks import with_wide_rows
 from jmask._updates.state_rows import tables_of_state
@@ -133,7 +133,7 @@ def deferred_step(
 
     # Rows in the place of tables, and their forms.
     places = {i: [k for k, owner in enumerate(owners) if owner == i] for i in tables}
-    taken: dict[int, RowSparse] = {}
+    taken: dict[int, RowsAt] = {}
     forms: dict[int, RowForm] = {}  # of arrays, by identity
     state_leaves = list(old_state)
     for i, table in tables.items():

@@ -26,10 +26,11 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_complex, trailing, wide
-from jmask._base.row_ids import id_dtype
+from jmask._base.row_ids import canonical, id_dtype
 from jmask._base.types import DType, Gradient, Index, Scalar, Table
 from jmask._deferred.closed_form import Form, StepWithout, advanced, skipped
-from jmask._kernels.rows import gather_rows, ids_after_reading
+from jmask._kernels.coalesce import RowsOfTable, summed_into_first
+from jmask._kernels.rows import LOOKED_UP, gather_rows, ids_after_reading
 from jmask._tables.deferral import Deferred, sealed, unsealed
 from jmask._tables.stored_table import (
     RowsAt,
@@ -164,6 +165,7 @@ class DeferredTable(Deferred):
     # --- rows ----------------------------------------------------------------------------
 
     def read(self, ids: jax.Array) -> jax.Array:
+        ids = canonical(ids, self.shape[0])
         return self._now(*self._gathered(lambda x: read_rows(x, ids)))[0]
 
     def fitted(self, gradient: RowSparse) -> RowSparse:
@@ -177,27 +179,38 @@ class DeferredTable(Deferred):
 
     def all_rows(self, gradient: Gradient) -> list[jax.Array]:
         """Return the rows (n, ...) of a gradient as they are now, of parameter and state."""
-        return self._now(*self._gathered(lambda x: RowsAt.of(x, gradient).read(x)))
+        return self._now(*self._gathered(RowsAt.of(self.main, gradient).read))
 
-    def taken(self, gradient: RowSparse) -> tuple[RowSparse, list[jax.Array]]:
-        """Return a fitted gradient with rows of equal ids summed, and `all_rows` of it."""
-        if gradient.order == "any":
-            gradient = gradient.coalesce()
-        exists = trailing(gradient.row_ids() < gradient.shape[0], gradient.ndim)
+    def taken(self, gradient: RowSparse) -> tuple[RowsAt, list[jax.Array]]:
+        """Return the rows of a fitted gradient, equal ids summed, and `all_rows` of it.
+
+        Where equal ids are summed into the first of them, rows are read where the loss looked
+        them up, which XLA then does once for both.
+        """
+        count, ids = self.shape[0], gradient.row_ids()
+        if is_stored_table(self.main) or gradient.order != "any" or len(ids) >= count:
+            if gradient.order == "any":
+                gradient = gradient.coalesce()
+            at, ids = RowsAt.of(self.main, gradient), gradient.row_ids()
+            rows = self.all_rows(gradient)
+        else:
+            leaf = LOOKED_UP.of(gradient.index_leaf)
+            early = gradient if leaf is None else gradient.with_leaves(leaf, gradient.values)
+            where = early.row_ids()
+            rows = self._now(*self._gathered(lambda x: read_rows(x, where)))
+            ids, values = summed_into_first(RowsOfTable(ids, gradient.values, count))
+            at = RowsAt.in_arrays(ids, values, "unique")
+        exists = trailing(ids < count, gradient.ndim)
         zero = jnp.zeros((), gradient.dtype)  # of padding
-        gradient = gradient.with_values(jnp.where(exists, gradient.values, zero))
-        return gradient, self.all_rows(gradient)
+        return at._replace(values=jnp.where(exists, at.values, zero)), rows
 
     def set_rows(self, gradient: Gradient, rows: jax.Array) -> "DeferredTable":
         _, *state = self.all_rows(gradient)
-        return self.with_all_rows(gradient, [rows, *state])
+        return self.with_all_rows(RowsAt.of(self.main, gradient), [rows, *state])
 
-    def with_all_rows(self, gradient: Gradient, rows: Sequence[jax.Array]) -> "DeferredTable":
-        """Return the table with caught-up `rows` where a gradient has them."""
-
-        def write(x: jax.Array, new: jax.Array) -> Table:
-            return RowsAt.of(x, gradient).write(x, new)
-
+    def with_all_rows(self, at: RowsAt, rows: Sequence[jax.Array]) -> "DeferredTable":
+        """Return the table with caught-up `rows` at those of a gradient."""
+        write = at.write
         count = rows[0].shape[0]
         slots = list(zip(rows, (False, *self.apart), strict=True))
         columns = [
@@ -216,19 +229,19 @@ class DeferredTable(Deferred):
         )
 
     def stepped(
-        self, gradient: Gradient, rows: Sequence[jax.Array], step: StepWithout
+        self, at: RowsAt, rows: Sequence[jax.Array], step: StepWithout
     ) -> "DeferredTable":
         """Return the table after a step.
 
         Args:
-            gradient: with equal ids summed.
-            rows: parameter and state after the step where the gradient has rows.
+            at: the rows of the gradient, equal ids summed.
+            rows: parameter and state after the step there.
             step: what the step is for all other rows.
         """
         assert self.form is not None
         lines, carry = advanced(self.form, self.lines, self.carry, self.clock, step)
         table = self._with(sealed_clock=sealed(self.clock + 1), lines=lines, carry=carry)
-        table = table.with_all_rows(gradient, rows)
+        table = table.with_all_rows(at, rows)
         # The coefficients of start step s are overwritten at step s + W: no row may ever be W
         # steps behind. In W - 1 rounds of as many rows each, every row is caught up once in any
         # W - 1 steps.
@@ -247,7 +260,7 @@ class DeferredTable(Deferred):
         ids = jnp.asarray(first, kind) + jnp.arange(count, dtype=kind)
         nothing = jnp.zeros((count, *self.shape[1:]), self.dtype)
         which = self.fitted(RowSparse.from_rows(ids, nothing, self.shape, coalesced=True))
-        return self.with_all_rows(which, self.all_rows(which))
+        return self.with_all_rows(RowsAt.of(self.main, which), self.all_rows(which))
 
     def up_to_date(self) -> "DeferredTable":
         """Return the table with all rows caught up: O(V), in place where it is donated."""

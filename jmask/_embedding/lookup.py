@@ -139,8 +139,11 @@ def _refusing(ids: Ids, absent: jax.Array | None, shape: tuple[int, ...]) -> jax
 
 def positions_of(ids: Ids, absent: jax.Array | None, rows: int) -> jax.Array:
     """Return the rows that ids read, `rows` where they read none or are absent."""
-    positions = canonical(narrowed(ids, rows), rows)
-    return positions if absent is None else jnp.where(absent, rows, positions)
+    ids = narrowed(ids, rows)
+    if absent is not None:
+        ids = jnp.where(absent, rows, ids)
+    # Flat, as ids of a gradient are: XLA then sees that these are the same.
+    return canonical(ids.reshape(-1), rows).reshape(ids.shape)
 
 
 def narrowed(ids: Ids, rows: int) -> jax.Array:

@@ -15,7 +15,7 @@ sort breaks ties; float16 and bfloat16 are summed in float32 and rounded once.
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -200,7 +200,7 @@ def _unused(slots: int, rows: int, ids: jax.Array) -> jax.Array:
     return jnp.full((slots,), rows, ids.dtype)
 
 
-# --- into the first of them, by sorting on TPUs -------------------------------------------
+# --- into the first of them ---------------------------------------------------------------
 
 
 class RowsOfTable(NamedTuple):
@@ -221,8 +221,45 @@ Unique = tuple[jax.Array, jax.Array]
 """Ids (n,), V but for the first entry of each id, and values (n, *row), of no meaning there."""
 
 
+def summed_into_first(given: RowsOfTable) -> Unique:
+    """Sum rows of equal ids into the first of them, which keeps its place."""
+
+    ids, values = with_whole_rows(given.ids), with_whole_rows(given.values)
+
+    def by(sums: Callable[[RowsOfTable], Unique]) -> Callable[[jax.Array, jax.Array], Unique]:
+        return lambda ids, values: sums(RowsOfTable(ids, values, given.rows))
+
+    unique, summed = lax.platform_dependent(
+        ids,
+        values,
+        cpu=by(lambda x: summed_by_hashing([x])[0]),
+        tpu=by(summed_by_sorting if are_large(values) else _summed_at_once),
+        default=by(_summed_at_once),
+    )
+    return unique, summed
+
+
+def _summed_at_once(given: RowsOfTable) -> Unique:
+    """Sum rows of equal ids into the first, found by sorting."""
+    ids, entries = given.ids, entries_of(given.ids)
+    ordered, came_from = in_stable_order(ids)
+    start = lax.cummax(jnp.where(starts_of(ordered), entries, 0))
+    _, first = sorted_with(came_from, gather_rows(came_from, start))
+    return _summed_at(given, jnp.where(ids < given.rows, first, entries))
+
+
+def _summed_at(given: RowsOfTable, first: jax.Array) -> Unique:
+    """Sum rows of equal ids into the first of them (n,); padding is its own."""
+    ids, values, rows = given
+    again = first != entries_of(ids)
+    # Without the barrier XLA computes rows twice that it can fuse: to add to, and to add.
+    terms = lax.optimization_barrier(values.astype(sum_dtype(values.dtype)))
+    sums = add_rows(terms, jnp.where(again, first, ids.shape[0]), terms)
+    return jnp.where(again, rows, ids), sums.astype(values.dtype)
+
+
 def summed_by_sorting(given: RowsOfTable) -> Unique:
-    """Sum rows of equal ids into the first, in blocks of those that come again.
+    """Sum rows of equal ids into the first, in blocks of those that come again, on TPUs.
 
     XLA's scatter for TPUs takes as long for rows that it drops as for others (libtpu 0.0.50):
     it is given no more than there are.
@@ -270,15 +307,10 @@ _OPEN = -1
 
 def summed_by_hashing(tables: Sequence[RowsOfTable]) -> list[Unique]:
     """Sum rows of equal ids of each table into the first of them."""
-    results = []
-    for (ids, values, rows), first in zip(tables, _first_entries(tables), strict=True):
-        again = first != entries_of(ids)
-        # Without the barrier XLA computes rows twice that it can fuse: to add to, and to add.
-        terms = lax.optimization_barrier(values.astype(sum_dtype(values.dtype)))
-        into = jnp.where(again, first, ids.shape[0])
-        sums = add_rows(terms, into, terms)
-        results.append((jnp.where(again, rows, ids), sums.astype(values.dtype)))
-    return results
+    return [
+        _summed_at(table, first)
+        for table, first in zip(tables, _first_entries(tables), strict=True)
+    ]
 
 
 def _first_entries(tables: Sequence[RowsOfTable]) -> list[jax.Array]:

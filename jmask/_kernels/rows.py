@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from jmask._base.array_types import (
+    ArrayFacts,
     automatically,
     explicit_sharding,
     is_ambiguous,
@@ -62,6 +63,13 @@ def ids_after_reading(ids: jax.Array, rows: jax.Array) -> jax.Array:
     """
     read = None if explicit_sharding(ids, rows) is not None else zero_after_reading(rows)
     return ids if read is None else plus_zero(ids, read)
+
+
+LOOKED_UP: ArrayFacts[jax.Array] = ArrayFacts()
+"""For the index leaf of a gradient that depends on the loss, the leaf as it was before.
+
+What is read at these ids the loss has read as well, and XLA reads it once.
+"""
 
 
 def zero_after_reading(rows: jax.Array) -> jax.Array | None:

@@ -5,6 +5,7 @@ move in every step.
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -348,7 +349,7 @@ OF_EACH_KIND = chosen(["optax.adamw", "rowwise adagrad"], ["adam", "momentum"])
 
 @pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_in_place(name):
-    """No temporary of the size of the table, and every array is updated where it is."""
+    """No temporary of the size of the table; the loss and the update read rows once."""
     tx = OPTIMIZERS[name]
     temporary = []
     for rows in (10**5, 10**7):
@@ -359,6 +360,8 @@ def test_in_place(name):
         compiled = compiled_step(loss_in_place, tx, params, ids)
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(table))
         temporary.append(temporary_bytes(compiled, size, rows))
+        read = rf" = [fs]32\[512,(1,)?{table.main.shape[1]}\]\S* gather\("
+        assert len(re.findall(read, compiled.as_text())) == 1
     # With the root of V grow the lines, and the rows that are brought up to date besides.
     assert temporary[1] <= 24 * 2**20
     assert temporary[1] - temporary[0] < 10**7
