@@ -353,14 +353,14 @@ def test_in_place(name):
     tx = OPTIMIZERS[name]
     temporary = []
     for rows in (10**5, 10**7):
-        like = jax.ShapeDtypeStruct((rows, 16), jnp.float32)
+        like = jax.ShapeDtypeStruct((rows, 8), jnp.float32)
         table = jax.eval_shape(lambda x: jmask.deferred(x, tx), like)
-        params = {"t": table, "w": jax.ShapeDtypeStruct((16,), jnp.float32)}
+        params = {"t": table, "w": jax.ShapeDtypeStruct((8,), jnp.float32)}
         ids = jax.ShapeDtypeStruct((512,), jnp.int32)
         compiled = compiled_step(loss_in_place, tx, params, ids)
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(table))
         temporary.append(temporary_bytes(compiled, size, rows))
-        read = rf" = [fs]32\[512,(1,)?{table.main.shape[1]}\]\S* gather\("
+        read = rf" = f32\[512,(1,)?{table.main.shape[1]}\]\S* gather\("
         assert len(re.findall(read, compiled.as_text())) == 1
     # With the root of V grow the lines, and the rows that are brought up to date besides.
     assert temporary[1] <= 24 * 2**20
