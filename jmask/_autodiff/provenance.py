@@ -279,8 +279,10 @@ _RULES: dict[str, Function] = {
     "squeeze": _reshape,
     "transpose": _transpose,
 }
-# Those that know something of operands of which nothing is known.
-_BEGIN = ("broadcast_in_dim", "dot_general", "gather", "mul", "pad")
+# Those that know something of operands of which nothing is known: anywhere, lookups and weights
+# that are broadcast to rows, and on the way to a scatter factors of a cotangent as well.
+_BEGIN = ("broadcast_in_dim", "gather")
+_BEGIN_FACTORS = (*_BEGIN, "dot_general", "mul", "pad")
 FOLLOWED = frozenset(_RULES)
 
 
@@ -303,8 +305,8 @@ def note_facts(
     known = [FACTS.of(x) for x in inputs]
     if is_scattered:
         known = [None if isinstance(x, Gathered) and not x.pays else x for x in known]
-    is_array = all(isinstance(x, jax.Array) for x in inputs)
-    if name not in _BEGIN and not any(known) and is_array:
+    begins = name in (_BEGIN_FACTORS if is_scattered else _BEGIN)
+    if not begins and not any(known) and all(isinstance(x, jax.Array) for x in inputs):
         return
     operands = [
         _operand(x, v, fact) for x, v, fact in zip(inputs, eqn.invars, known, strict=True)
