@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import is_complex, trailing, wide
+from jmask._base.array_types import is_complex, is_known, trailing, wide
 from jmask._base.row_ids import canonical, id_dtype
 from jmask._base.types import DType, Gradient, Index, Scalar, Table
 from jmask._deferred.closed_form import Form, StepWithout, advanced, skipped
@@ -188,18 +188,18 @@ class DeferredTable(Deferred):
         them up, which XLA then does once for both.
         """
         count, ids = self.shape[0], gradient.row_ids()
-        if is_stored_table(self.main) or gradient.order != "any" or len(ids) >= count:
-            if gradient.order == "any":
-                gradient = gradient.coalesce()
-            at, ids = RowsAt.of(self.main, gradient), gradient.row_ids()
-            rows = self.all_rows(gradient)
-        else:
+        is_array = not is_stored_table(self.main) and is_known(*ids.shape)
+        if is_array and gradient.order == "any" and ids.shape[0] < count:
             leaf = LOOKED_UP.of(gradient.index_leaf)
             early = gradient if leaf is None else gradient.with_leaves(leaf, gradient.values)
             where = early.row_ids()
             rows = self._now(*self._gathered(lambda x: read_rows(x, where)))
             ids, values = summed_into_first(RowsOfTable(ids, gradient.values, count))
             at = RowsAt.in_arrays(ids, values, "unique")
+        else:
+            gradient = gradient.coalesce() if gradient.order == "any" else gradient
+            at, ids = RowsAt.of(self.main, gradient), gradient.row_ids()
+            rows = self.all_rows(gradient)
         exists = trailing(ids < count, gradient.ndim)
         zero = jnp.zeros((), gradient.dtype)  # of padding
         return at._replace(values=jnp.where(exists, at.values, zero)), rows
