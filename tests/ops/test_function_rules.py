@@ -152,7 +152,10 @@ def test_quantile_methods_and_infinities():
     np.testing.assert_array_equal(found, [-np.inf, -np.inf, 1.0, np.inf])
     assert jnp.isnan(jax.jit(jnm.quantile)(x, 1.5).to_tensor(0))
     assert jnm.quantile(x, jnp.zeros((2, 0))).shape == (2, 0)
-    # Of more entries than float32 can count, the one in the middle.
+
+
+@pytest.mark.slow
+def test_the_median_of_more_entries_than_float32_counts():
     many = jnp.arange(2**24 + 3, dtype=jnp.int32)
     assert jnm.median(many, averaged=False) == 2**23 + 1
 
