@@ -5,8 +5,8 @@
     z    = broadcast_in_dim 0.0          Product: 0
     x    = select_n m z rows             Gathered: table[where(mask, ids, V)]
 
-Each equation is looked at once, when it is run, and asks nothing backwards: the time is linear
-in the program. What no rule knows is an array.
+A rule runs once for each equation, when the equation is run, and the program is never searched
+backwards: the time is linear in it. What no rule knows is an array.
 """
 
 import dataclasses

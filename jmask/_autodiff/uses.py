@@ -92,12 +92,19 @@ def refined_reports(
     shapes = {report.shape for report in reports}
     if not reports and all(_size(table) < LARGE for table in inputs):
         return []
+    gradients = gradients_of()
+    is_large = [
+        x.rows is None and _size(table) >= LARGE
+        for x, table in zip(gradients, inputs, strict=True)
+    ]
+    if not reports and not any(is_large):
+        return []
     input_reports: list[tuple[InputGradient, Fallback]] = []
-    for gradient, table, uses in zip(
-        gradients_of(), inputs, uses_of_inputs(jaxpr), strict=True
+    for gradient, table, may_be_table, uses in zip(
+        gradients, inputs, is_large, uses_of_inputs(jaxpr), strict=True
     ):
         is_reported = tuple(table.shape) in shapes
-        if is_reported or (gradient.rows is None and _size(table) >= LARGE):
+        if is_reported or may_be_table:
             report = _report(gradient, table, uses, is_reported)
             if report is not None:
                 input_reports.append((gradient, report))
@@ -127,10 +134,11 @@ def _report(
     """Report a table that is looked up and needed as a whole, or not looked up by rows."""
     lookups = [use.place for use in uses if use.is_lookup]
     others = [use for use in uses if not use.is_lookup]
-    if not lookups and not is_multiplied_alone(uses):
+    is_multiplied = is_multiplied_alone(others)
+    if not lookups and not is_multiplied:
         return None
     became, place = "became dense", (others or uses)[0].place
-    if is_multiplied_alone(others):
+    if is_multiplied:
         why = MULTIPLIED
         remedy = "`table[ids]` is the product `jax.nn.one_hot(ids, len(table)) @ table`."
     elif others:
@@ -227,7 +235,7 @@ def _uses(
         if bodies:
             return outputs
         if not origins and not any(source and source.is_input for source in sources):
-            return [_of_ids(eqn, sources)] * len(outputs)
+            return [_origin_without_input(eqn, sources)] * len(outputs)
         if _is_the_same(eqn) or _selects_one(eqn, sources):
             return [next(iter(origins), next(filter(None, sources)))] * len(outputs)
         place, name = place_of(eqn), eqn.primitive.name
@@ -273,7 +281,7 @@ def _repeats(v: Atom, result: Atom) -> bool:
     return len(table) > 1 and tuple(aval_of(result).shape)[-len(table) :] == table
 
 
-def _of_ids(eqn: JaxprEqn, sources: Sequence[_Origin | None]) -> _Origin | None:
+def _origin_without_input(eqn: JaxprEqn, sources: Sequence[_Origin | None]) -> _Origin | None:
     """Return what is made of numbers of rows and ids: a one-hot matrix, or the same still."""
     if eqn.primitive.name == "eq":
         return _ONE_HOT_MATRIX if _NUMBERS in sources else None

@@ -61,10 +61,9 @@ def _opaque_dtype(words: int) -> Hashable:
 
 _IMPLEMENTATIONS = {4: _opaque_dtype(1), 8: _opaque_dtype(2)}
 
-# While a program is traced: the ids that an opaque leaf was made of, and of how many rows ids
-# are canonical. So ids that rows are read at twice are the same to XLA, which reads once.
+# While a program is traced: the ids that an opaque leaf was made of. Rows that a loss and an
+# update read are then read at the same ids to XLA, which reads once.
 _HIDDEN: ArrayFacts[jax.Array] = ArrayFacts()
-_CANONICAL: ArrayFacts[int] = ArrayFacts()
 
 
 def hide(ids: jax.Array) -> jax.Array:
@@ -127,17 +126,13 @@ def id_dtype(rows: int) -> DType:
 
 def canonical(ids: jax.Array, rows: int) -> jax.Array:
     """Cast integer ids to `id_dtype(rows)`; those out of range become `rows`."""
-    if _CANONICAL.of(ids) == rows:
-        return ids
     ids = widen(ids, rows)
     # Negative ones are the greatest without a sign. XLA knows that a minimum twice is one, so
     # that rows read at ids and at the ids of their gradient are read once.
     unsigned = np.dtype(f"uint{8 * ids.dtype.itemsize}")
     padding = np.asarray(rows, unsigned)
     bounded = lax.min(lax.bitcast_convert_type(ids, unsigned), padding)
-    result = lax.bitcast_convert_type(bounded, ids.dtype)
-    _CANONICAL.note(result, rows)
-    return result
+    return lax.bitcast_convert_type(bounded, ids.dtype)
 
 
 def numbered(

@@ -26,7 +26,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_complex, is_known, trailing, wide
-from jmask._base.row_ids import canonical, id_dtype
+from jmask._base.row_ids import id_dtype
 from jmask._base.types import DType, Gradient, Index, Scalar, Table
 from jmask._deferred.closed_form import Form, StepWithout, advanced, skipped
 from jmask._kernels.coalesce import RowsOfTable, summed_into_first
@@ -165,7 +165,6 @@ class DeferredTable(Deferred):
     # --- rows ----------------------------------------------------------------------------
 
     def read(self, ids: jax.Array) -> jax.Array:
-        ids = canonical(ids, self.shape[0])
         return self._now(*self._gathered(lambda x: read_rows(x, ids)))[0]
 
     def fitted(self, gradient: RowSparse) -> RowSparse:
@@ -209,8 +208,7 @@ class DeferredTable(Deferred):
         return self.with_all_rows(RowsAt.of(self.main, gradient), [rows, *state])
 
     def with_all_rows(self, at: RowsAt, rows: Sequence[jax.Array]) -> "DeferredTable":
-        """Return the table with caught-up `rows` at those of a gradient."""
-        write = at.write
+        """Return the table with `rows`, caught up, written where a gradient has rows."""
         count = rows[0].shape[0]
         slots = list(zip(rows, (False, *self.apart), strict=True))
         columns = [
@@ -223,9 +221,9 @@ class DeferredTable(Deferred):
         # What is written here depends on what was read, or XLA reads from a copy.
         clock = ids_after_reading(jnp.full((count,), self.clock), main)
         return self._with(
-            main=write(self.main, main),
-            others=tuple(map(write, self.others, others)),
-            last=write(self.last, trailing(clock, self.last.ndim)),
+            main=at.write(self.main, main),
+            others=tuple(map(at.write, self.others, others)),
+            last=at.write(self.last, trailing(clock, self.last.ndim)),
         )
 
     def stepped(

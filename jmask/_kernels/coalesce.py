@@ -241,11 +241,17 @@ def summed_into_first(given: RowsOfTable) -> Unique:
 
 def _summed_at_once(given: RowsOfTable) -> Unique:
     """Sum rows of equal ids into the first, found by sorting."""
-    ids, entries = given.ids, entries_of(given.ids)
-    ordered, came_from = in_stable_order(ids)
-    start = lax.cummax(jnp.where(starts_of(ordered), entries, 0))
+    _, came_from, _, start = _runs(given.ids)
     _, first = sorted_with(came_from, gather_rows(came_from, start))
-    return _summed_at(given, jnp.where(ids < given.rows, first, entries))
+    is_id = given.ids < given.rows
+    return _summed_at(given, jnp.where(is_id, first, entries_of(given.ids)))
+
+
+def _runs(ids: jax.Array) -> tuple[jax.Array, ...]:
+    """Sort ids (n,); return them, their entries, where each comes first, and that place."""
+    ordered, came_from = in_stable_order(ids)
+    starts = starts_of(ordered)
+    return ordered, came_from, starts, lax.cummax(jnp.where(starts, entries_of(ids), 0))
 
 
 def _summed_at(given: RowsOfTable, first: jax.Array) -> Unique:
@@ -266,10 +272,8 @@ def summed_by_sorting(given: RowsOfTable) -> Unique:
     """
     ids, values, rows = given
     count, entries = ids.shape[0], entries_of(ids)
-    ordered, came_from = in_stable_order(ids)
-    starts = starts_of(ordered)
+    ordered, came_from, starts, start = _runs(ids)
     again = ~starts & (ordered < rows)
-    start = lax.cummax(jnp.where(starts, entries, 0))
     # The places of those that come again, one after the other, then padding.
     later = lax.sort(jnp.where(again, entries, count), is_stable=False)
     size = max(tuning.LATER_ROWS, count // tuning.LATER_ROUNDS)

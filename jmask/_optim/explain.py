@@ -155,8 +155,8 @@ def explain(
             their shapes, `PackedTable` and `ShardedTable`.
         *batch: its other arguments: arrays, shapes, or anything else.
         has_aux: whether `loss_fn` returns auxiliary data with the scalar.
-        platform: "cpu", "gpu" or "tpu", where the step is to run; by default that of
-            `jax.default_backend()`. For a TPU it is noted which tables a step copies.
+        platform: "cpu", "gpu" or "tpu", on which the step will run; `jax.default_backend()` by
+            default. For a TPU the result says which tables a step copies.
         **kwargs: its keyword arguments.
 
     Returns:

@@ -367,6 +367,17 @@ def test_in_place(name):
     assert temporary[1] - temporary[0] < 10**7
 
 
+@pytest.mark.parametrize("read", [lambda t, ids: t[ids], jmask.embedding_bag])
+def test_rows_of_ids_of_any_shape_are_read_once(read):
+    table = jax.eval_shape(
+        lambda x: jmask.deferred(x, ADAM), jax.ShapeDtypeStruct((10**5, 8), jnp.float32)
+    )
+    loss = lambda t, ids: jnp.sum(jnp.sin(read(t, ids)))
+    compiled = compiled_step(loss, ADAM, table, jax.ShapeDtypeStruct((128, 4), jnp.int32))
+    gathers = re.findall(r" = f32\[512,(1,)?24\]\S* gather\(", compiled.as_text())
+    assert len(gathers) == 1
+
+
 def test_catch_up_in_place():
     like = jax.ShapeDtypeStruct((10**7, 16), jnp.float32)
     table = jax.eval_shape(lambda x: jmask.deferred(x, ADAM), like)
