@@ -23,7 +23,15 @@ from jax.experimental import checkify
 from jax.experimental.sparse import JAXSparse
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import fewer, flat, placed_like, real_dtype, trailing, wide
+from jmask._base.array_types import (
+    fewer,
+    flat,
+    placed_like,
+    real_dtype,
+    spec_of,
+    trailing,
+    wide,
+)
 from jmask._base.row_ids import canonical, id_dtype, widen
 from jmask._base.types import HostArray, Ids, Mask, Numbers, Scalar, Table, TensorLike
 from jmask._base.validation import (
@@ -123,9 +131,9 @@ def _refusing(ids: Ids, absent: jax.Array | None, shape: tuple[int, ...]) -> jax
         wrong = positions == shape[0]
         wrong = wrong if absent is None else wrong & ~absent
         if ids.size:
-            first = jnp.argmax(wrong.reshape(-1))
+            first = jnp.argmax(flat(wrong))
             where = jnp.unravel_index(first, ids.shape)
-            checkify.check(~wrong.any(), message, *where, id=ids.reshape(-1)[first])
+            checkify.check(~wrong.any(), message, *where, id=flat(ids)[first])
         return positions
 
     is_wide = isinstance(ids, np.ndarray) and ids.dtype.itemsize == 8
@@ -142,6 +150,8 @@ def positions_of(ids: Ids, absent: jax.Array | None, rows: int) -> jax.Array:
     ids = narrowed(ids, rows)
     if absent is not None:
         ids = jnp.where(absent, rows, ids)
+    if any(spec_of(ids)[1:]):  # to flatten these would be to move them
+        return canonical(ids, rows)
     # Flat, as ids of a gradient are: XLA then sees that these are the same.
     return canonical(ids.reshape(-1), rows).reshape(ids.shape)
 
@@ -286,7 +296,7 @@ def renormalize(
     if bound is None:
         raise ValueError("`max_norm` must be a positive number, got None.")
     count = table.shape[0]
-    positions = positions_of(ids, is_padding(ids, padding_id), count).reshape(-1)
+    positions = flat(positions_of(ids, is_padding(ids, padding_id), count))
     slots = fewer(positions.shape[0], count)
     if slots == 0:
         return table

@@ -96,6 +96,7 @@ def unique_slots(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.
 
     Entries whose id is padding get slot = `slots`, which writes drop.
     """
+    ids = with_whole_rows(ids)  # JAX sorts along no dimension that is sharded
     # Both are exact; the choice is by sizes alone, so that a step compiles once.
     find = _by_marking if are_marked(ids, rows) else _by_sorting
     slot_ids, slot_of_entry = find(ids, slots, rows)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import sparse
+from jax.experimental import checkify, sparse
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -127,6 +127,26 @@ def test_gradient(table, ids, read, in_context):
     np.testing.assert_allclose(gradient.todense(), dense, rtol=1e-4, atol=1e-6)
     if isinstance(ids.sharding, NamedSharding):
         assert tuple(rows.sharding.spec)[: ids.ndim] == tuple(jax.typeof(ids).sharding.spec)
+
+
+@pytest.mark.parametrize("ids", IDS)
+@pytest.mark.parametrize("table", [name for name in TABLES if name.startswith("an array")])
+def test_reads_of_ids(table, ids):
+    """What sorts ids and what checks them: neither moves an id to another place."""
+    table, ids = TABLES[table](), ids_of(ids)
+    refusing = lambda t, i: jmask.embedding_lookup(t, i, mode="raise")
+    last = np.asarray(ids)[(-1,) * ids.ndim]
+    with context(True):
+        shorter = jax.jit(lambda t, i: jmask.renormalize(t, i, 1.0))(table, ids)
+        error, rows = jax.jit(checkify.checkify(refusing))(table, ids)
+        wrong, _ = jax.jit(checkify.checkify(refusing))(table, jnp.where(ids == last, V, ids))
+    expected = jmask.renormalize(jnp.asarray(TABLE), np.asarray(ids), 1.0)
+    np.testing.assert_allclose(shorter, expected, rtol=1e-6)
+    error.throw()
+    np.testing.assert_array_equal(rows, TABLE[np.asarray(ids)])
+    at = ", ".join(map(str, np.argwhere(np.asarray(ids) == last)[0]))
+    with pytest.raises(checkify.JaxRuntimeError, match=rf"ids\[{at}\]` is {V}"):
+        wrong.throw()
 
 
 context = lambda is_entered: (
