@@ -54,6 +54,7 @@ STEPS = {
     "rowwise": (jmask.rowwise_adagrad(0.1), jmask.apply_gradients, 1),
     "lazy(optax.adam)": (jmask.lazy(optax.adam(1e-3)), in_two_steps, 3),
     "packed adam": (jmask.adam(), jmask.apply_gradients, 3),
+    "packed rowwise": (jmask.rowwise_adagrad(0.1), jmask.apply_gradients, 1),
     "bfloat16 adagrad": (jmask.adagrad(0.1), jmask.apply_gradients, 2),
 }
 
@@ -95,7 +96,7 @@ def limit(name: str, rows: int, lookups: int, generation: str) -> float:
     unique = rows * (1 - (1 - 1 / rows) ** lookups)
     line = WIDTH * jnp.dtype(dtype_of(name)).itemsize
     bytes_moved = lookups * (4 + line) + unique * line * 2 * STEPS[name][2]
-    if name == "rowwise":
+    if name.endswith("rowwise"):
         bytes_moved += unique * 2 * 4
     return bytes_moved / (tpu_schedule.GENERATIONS[generation][1] * 1e9) * 1e3
 

@@ -35,7 +35,7 @@ from jmask._base.row_ids import Order, widen
 from jmask._base.types import Shaped
 from jmask._kernels import tpu_rows, tuning
 from jmask._kernels.gather import BITS, Gather, zero_of
-from jmask._kernels.lines import LANES, joined_in_lines
+from jmask._kernels.lines import LANES, inserted, joined_in_lines, picked
 
 _CLIP = lax.GatherScatterMode.CLIP
 _DROP = lax.GatherScatterMode.FILL_OR_DROP
@@ -325,20 +325,15 @@ def _is_in_lines(table: jax.Array, ids: jax.Array) -> bool:
 def _written_in_lines(
     table: jax.Array, ids: jax.Array, rows: jax.Array, kind: Kind
 ) -> jax.Array:
-    n, whole = ids.shape[0], table.shape[0] // LANES
+    n, start = ids.shape[0], table.shape[0] // LANES * LANES
     lines, old = _lines_and_entries(table, ids)
     new = rows.reshape(n) + old if kind == "add" else rows.reshape(n)
-    # Entries of one line are neighbours: the last of them writes the line, with all of them.
-    line, in_lines = ids // LANES, ids < whole * LANES
-    is_last = jnp.concatenate([line[1:] != line[:-1], jnp.ones((1,), bool)])
-    writer = lax.cummin(jnp.where(is_last, lax.iota(jnp.int32, n), n), reverse=True)
-    place = jnp.where(in_lines, writer * LANES + ids % LANES, lines.size)
-    lines = lines.reshape(-1).at[place].set(new, mode="drop", unique_indices=True)
+    line, lines = inserted(lines, ids, new, start)
     (flat,) = tpu_rows.update(
         lambda old, new: [new],
         [table.reshape(1, -1)],
-        jnp.where(is_last & in_lines, line, whole),
-        [lines.reshape(n, LANES)],
+        line,
+        [lines],
         padding_last=False,
         read=[],
     )
@@ -351,8 +346,7 @@ def _written_in_lines(
     rest_ids, new = (lax.dynamic_slice_in_dim(x, first, few) for x in (rest_ids, new))
     new = new.reshape(few, *table.shape[1:])
     rest = _scattered(rest, rest_ids, new, "set", "any")
-    start = (whole * LANES,) + (0,) * (table.ndim - 1)
-    return lax.dynamic_update_slice(flat.reshape(table.shape), rest, start)
+    return lax.dynamic_update_slice_in_dim(flat.reshape(table.shape), rest, start, axis=0)
 
 
 def _last_line(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -366,10 +360,7 @@ def _lines_and_entries(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax
     """Read the lines (n, 128) of ids in a table (V, 1, ..., 1), and their entries (n,)."""
     line = jnp.minimum(ids // LANES, table.shape[0] // LANES - 1)
     lines = tpu_rows.read_lines(table.reshape(1, -1), line)
-    is_own = lax.broadcasted_iota(jnp.int32, lines.shape, 1) == (ids % LANES)[:, None]
-    # A sum of bits, all but one of which are zero, is exact for nan and -0.0 too.
-    bits = jnp.where(is_own, lax.bitcast_convert_type(lines, jnp.int32), 0)
-    entries = lax.bitcast_convert_type(jnp.sum(bits, axis=1), table.dtype)
+    entries = picked(lines, ids % LANES, 1).reshape(-1)
     rest, rest_ids = _last_line(table, ids)
     if not rest.shape[0]:
         return lines, entries

@@ -25,8 +25,8 @@ from jax.typing import ArrayLike, DTypeLike
 from jmask._base.array_types import explicit_sharding
 from jmask._base.types import DType, Numbers, PyTree, Scalar, Shaped, Table
 from jmask._base.validation import as_table, checked_choice
-from jmask._kernels.lines import LANES, per_line, picked, placed
-from jmask._kernels.rows import gather_rows
+from jmask._kernels.lines import LANES, inserted, per_line, picked, placed
+from jmask._kernels.rows import gather_rows, set_rows
 from jmask._kernels.scatter_update import Combiner, update_elementwise
 from jmask._kernels.update_rows import updated
 from jmask._tables.stored_table import Placeholder, StoredTable, differentiable
@@ -126,9 +126,22 @@ class PackedTable(StoredTable):
     def set_rows(self, gradient: RowSparse, rows: jax.Array) -> "PackedTable":
         return self.write(gradient.row_ids(), rows)
 
+    def add_rows(self, gradient: RowSparse, rows: jax.Array) -> "PackedTable":
+        return self.add(gradient.row_ids(), rows)
+
+    def add(self, ids: jax.Array, rows: jax.Array) -> "PackedTable":
+        """Return the table plus rows (n, *row) at ids (n,), sorted and unique."""
+        return self.updated(lambda row, step: [row + step], [], ids, rows, [])[0]
+
     def write(self, ids: jax.Array, rows: jax.Array) -> "PackedTable":
         """Return the table with other rows (n, *row) at ids (n,), sorted and unique."""
-        return self.updated(lambda _, row: [row], [], ids, rows.astype(self.dtype), [])[0]
+        rows = rows.astype(self.dtype)
+        if math.prod(self.shape[1:]) != 1:
+            return self.updated(lambda _, row: [row], [], ids, rows, [])[0]
+        (part,) = self.parts
+        lines = gather_rows(part, ids // LANES)
+        line, lines = inserted(lines, ids, rows.reshape(ids.shape), self.shape[0])
+        return PackedTable([set_rows(part, line, lines, "unique")], self.shape)
 
     def updated(
         self,

@@ -44,7 +44,7 @@ from jmask._base.types import (
     Table,
 )
 from jmask._base.validation import as_table, checked_choice
-from jmask._kernels.rows import gather_unique_rows, set_rows
+from jmask._kernels.rows import add_rows, gather_unique_rows, set_rows
 from jmask._tables.packed import PackedTable, checked_floating, part_shapes
 from jmask._tables.shard_layout import (
     PLACEMENTS,
@@ -333,13 +333,26 @@ class ShardedTable(StoredTable):
         return layout.run(rows_of, self.check_layout(), gradient.row_ids(), over=over)
 
     def set_rows(self, gradient: RoutedRows, rows: jax.Array) -> "ShardedTable":
+        return self._written(gradient, rows, set_rows, PackedTable.write)
+
+    def add_rows(self, gradient: RoutedRows, rows: jax.Array) -> "ShardedTable":
+        return self._written(gradient, rows, add_rows, PackedTable.add)
+
+    def _written(
+        self,
+        gradient: RoutedRows,
+        rows: jax.Array,
+        in_array: Callable[[jax.Array, jax.Array, jax.Array, Order], jax.Array],
+        in_lines: Callable[[PackedTable, jax.Array, jax.Array], PackedTable],
+    ) -> "ShardedTable":
+        """Return the table with the rows of each shard written by one of two functions."""
         layout = self._layout_of(gradient)
 
         def written(stored: Blocks, ids: jax.Array, rows: jax.Array) -> Blocks:
             places, block = layout.local(ids, layout.shard()), self._local(stored)
             if not isinstance(block, PackedTable):
-                return layout.stored(set_rows(block, places, rows, "sorted"), 1)
-            parts = block.write(places, rows).parts
+                return layout.stored(in_array(block, places, rows, "sorted"), 1)
+            parts = in_lines(block, places, rows).parts
             return layout.stored(PackedTable(parts, stored.shape), 1)
 
         over = (layout.rows,) * 4

@@ -144,6 +144,10 @@ class StoredTable(abc.ABC):
     def set_rows(self, gradient: Gradient, rows: jax.Array) -> Self:
         """Return the table with other rows where a `fitted` gradient has them."""
 
+    def add_rows(self, gradient: Gradient, rows: jax.Array) -> Self:
+        """Return the table plus rows of its dtype where a `fitted` gradient has them."""
+        return self.set_rows(gradient, self.rows(gradient) + rows)
+
     @abc.abstractmethod
     def full(self, row: Sequence[int], value: Scalar, dtype: DTypeLike) -> Table:
         """Return a table kept in the same way, with rows of another shape, all of one value."""
@@ -265,13 +269,13 @@ class RowsAt(NamedTuple):
         values: the rows (n, *row).
         read: table -> its rows there.
         write: (table, rows) -> the table with other rows there, in its dtype.
-        add: (table, rows) -> the table with rows added, if a scatter can add them.
+        add: (table, rows) -> the table with rows of its dtype added.
     """
 
     values: jax.Array
     read: Callable[[Table], jax.Array]
     write: Callable[[Table, jax.Array], Table]
-    add: Callable[[Table, jax.Array], Table] | None = None
+    add: Callable[[Table, jax.Array], Table]
 
     @classmethod
     def of(cls, table: Table, gradient: RowSparse) -> "RowsAt":
@@ -282,6 +286,7 @@ class RowsAt(NamedTuple):
             gradient.values,
             lambda table: table.rows(gradient),
             lambda table, rows: table.set_rows(gradient, rows),
+            lambda table, rows: table.add_rows(gradient, rows),
         )
 
     @classmethod
@@ -295,7 +300,7 @@ class RowsAt(NamedTuple):
 
     def with_step(self, table: Table, step: jax.Array) -> Table:
         """Return the table plus rows, which are rounded once to its dtype."""
-        if self.add is not None and table.dtype == joint_dtype(table, step):
+        if table.dtype == joint_dtype(table, step):
             return self.add(table, step)
         return self.write(table, added(self.read(table), step))
 

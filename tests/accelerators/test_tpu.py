@@ -253,7 +253,12 @@ def test_arithmetic_that_is_lowered(names):
 
 # --- packed tables: no padding and no copies ---------------------------------------------
 
-PACKED = {"adagrad": (jmask.adagrad(0.1), 2), "adam": (jmask.adam(), 3)}
+# An optimizer, and how many tables it trains; one number for each row is not counted.
+PACKED = {
+    "adagrad": (jmask.adagrad(0.1), 2),
+    "adam": (jmask.adam(), 3),
+    "rowwise": (jmask.rowwise_adagrad(0.1), 1),
+}
 
 
 @functools.cache
@@ -275,7 +280,7 @@ def check_arguments(memory, numbers):
 PACKED_CASES = """
     v5e:2x2 8 adagrad; v5e:2x2 64 adam; v5e:2x2 100 adagrad; v6e:2x2 16 adagrad;
     v6e:2x2 32 adam; v6e:2x2 100 adam; v5p:2x2x1 16 adagrad; v5p:2x2x1 16 adam;
-    v5p:2x2x1 32 adagrad; v5p:2x2x1 100 adam
+    v5p:2x2x1 32 adagrad; v5p:2x2x1 100 adam; v5p:2x2x1 16 rowwise; v5p:2x2x1 64 rowwise
 """.split(";")
 
 
@@ -284,10 +289,11 @@ def test_a_million_rows(case):
     topology, columns, optimizer = case.split()
     memory, numbers = memory_of(topology, optimizer, int(columns), 10**6)
     check_arguments(memory, numbers)
-    # A v5p keeps the lines of the batch in HBM, and the kernel takes them whole where a scatter
-    # is fused with what makes them: up to five arrays of them.
-    lines = 5 * 8192 * LANES * 4 if topology.startswith("v5p") else 0
-    assert memory.temp_size_in_bytes <= max(0.05 * numbers, lines)
+    # The SparseCores of a v5p write the lines of the batch to HBM, where up to three arrays of
+    # them are at once: two lookups of a row-wise optimizer.
+    lines = 8192 * LANES * 4 if topology.startswith("v5p") else 0
+    allowed = 12e6 if optimizer == "rowwise" else 3.25 * lines
+    assert memory.temp_size_in_bytes <= max(0.05 * numbers, allowed)
 
 
 @pytest.mark.parametrize(
@@ -305,14 +311,14 @@ def test_narrowest_rows(topology, optimizer):
 def test_narrowest_rows_on_v5p(optimizer):
     """Of 8192 lookups they are more: there they are in memory, not on the core.
 
-    But no more than two arrays of them, for any number of rows.
+    But no more than three arrays of them, for any number of rows.
     """
     small, numbers = memory_of("v5p:2x2x1", optimizer, 8, 10**6)
     check_arguments(small, numbers)
     large, numbers = memory_of("v5p:2x2x1", optimizer, 8, 10**7)
     check_arguments(large, numbers)
     lines = 8192 * LANES * 4
-    assert small.temp_size_in_bytes <= 2.5 * lines
+    assert small.temp_size_in_bytes <= 3.25 * lines
     assert large.temp_size_in_bytes <= small.temp_size_in_bytes + lines / 2
     assert large.temp_size_in_bytes <= 0.05 * numbers
 
