@@ -236,7 +236,7 @@ class Interpreter:
                     elif name == "gather" and is_slow_gather(eqn):
                         outputs = [gather_of(eqn)(*arguments)]
                     else:
-                        outputs = self.run_dense(eqn, arguments)
+                        outputs = _bound(eqn, arguments)
                     if len(outputs) == 1 and rows is None:
                         is_scattered = eqn.outvars[0] in demand.followed
                         note_facts(eqn, name, arguments, outputs[0], uses, is_scattered)
@@ -265,21 +265,13 @@ class Interpreter:
 
     def run_dense(self, eqn: JaxprEqn, arguments: Sequence[Value]) -> list[jax.Array]:
         """Run the equation itself, on arrays."""
-        arguments = self._as_arrays(eqn, arguments)
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in arguments) and not holds_jaxprs(
-            eqn
-        ):
-            # Under jit it would be a constant, which fails where nobody knows what it is.
-            raise TypeError("a ShapeDtypeStruct, which stands for a table, has no numbers")
-        outputs = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params))
-        return list(outputs) if eqn.primitive.multiple_results else [outputs]
+        return _bound(eqn, self._as_arrays(eqn, arguments))
 
     def _as_arrays(self, eqn: JaxprEqn, arguments: Sequence[Value]) -> list[Value]:
         """Return arguments as arrays, in a `shard_map` typed as `eqn` was traced for."""
-        arrays = [self.dense(x, eqn) for x in arguments]
         return [
-            x if x is value else varying_like(x, aval_of(v))
-            for x, value, v in zip(arrays, arguments, eqn.invars, strict=True)
+            varying_like(self.dense(x, eqn), aval_of(v)) if is_symbolic(x) else x
+            for x, v in zip(arguments, eqn.invars, strict=True)
         ]
 
     @staticmethod
@@ -289,6 +281,14 @@ class Interpreter:
             reason = f"`{eqn.primitive.name}` has no row-sparse form"
             report_dense(value, eqn, reason, LOOK_UP_FIRST)
         return dense(value)
+
+
+def _bound(eqn: JaxprEqn, arrays: Sequence[Value]) -> list[jax.Array]:
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays) and not holds_jaxprs(eqn):
+        # Under jit it would be a constant, which fails where nobody knows what it is.
+        raise TypeError("a ShapeDtypeStruct, which stands for a table, has no numbers")
+    outputs = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
+    return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
 def _fits(value: Value, v: Atom) -> bool:

@@ -32,7 +32,7 @@ from jmask._autodiff.gathered_rows import (
 )
 from jmask._base.array_types import is_known
 from jmask._base.forms import aval_of, parameter
-from jmask._base.row_ids import canonical
+from jmask._base.row_ids import INT32_MAX, canonical, widen
 from jmask._base.types import Atom, Function, Value
 from jmask._kernels.gather import Gather
 
@@ -225,8 +225,14 @@ def _gather(eqn: JaxprEqn, table: Operand, indices: Operand) -> Fact | None:
     if reads != (lookup.dimension_numbers, lookup.slice_sizes) or not (row_ndim and entries):
         return None
     count, fills = table.shape[0], mode == lax.GatherScatterMode.FILL_OR_DROP
-    index = lax.index_in_dim(indices.value, 0, -1, keepdims=False)
-    index = canonical(index, count) if fills else jnp.clip(index, 0, count - 1)
+    if count > INT32_MAX:
+        return None
+    index = lax.squeeze(indices.value, [len(indices.shape) - 1])
+    if fills:
+        index = canonical(index, count)
+    else:  # lax, not jnp: `jnp.clip` is a call, which takes several times as long to trace
+        index = widen(index, count)
+        index = lax.clamp(np.zeros((), index.dtype), index, np.asarray(count - 1, index.dtype))
     fill = parameter(eqn, "fill_value")
     fill = np.nan if fill is None else fill
     rows = Gathered(
@@ -306,7 +312,9 @@ def note_facts(
     if is_scattered:
         known = [None if isinstance(x, Gathered) and not x.pays else x for x in known]
     begins = name in (_BEGIN_FACTORS if is_scattered else _BEGIN)
-    if not begins and not any(known) and all(isinstance(x, jax.Array) for x in inputs):
+    # Most are tracers: a question about `jax.Array` alone takes ten times as long.
+    arrays = jax.core.Tracer | jax.Array
+    if not begins and not any(known) and all(isinstance(x, arrays) for x in inputs):
         return
     operands = [
         _operand(x, v, fact) for x, v, fact in zip(inputs, eqn.invars, known, strict=True)

@@ -42,23 +42,32 @@ def scatter_add_rows(eqn: JaxprEqn, indices: jax.Array, updates: jax.Array) -> R
     batching = numbers.operand_batching_dims
     along_entries = [*numbers.inserted_window_dims, *batching]
     batch_dims = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
-    # Entries, then what is left of a window, then dimensions of it that have size 1.
     windows = lax.transpose(updates, [*batch_dims, *numbers.update_window_dims])
-    windows = lax.expand_dims(windows, [len(batch_dims) + d for d in sorted(along_entries)])
+    entries, window = windows.shape[: len(batch_dims)], list(windows.shape[len(batch_dims) :])
+    for d in sorted(along_entries):
+        window.insert(d, 1)
     starts = {
-        d: lax.index_in_dim(indices, k, -1, keepdims=False)
-        for k, d in enumerate(numbers.scatter_dims_to_operand_dims)
+        d: _column(indices, k) for k, d in enumerate(numbers.scatter_dims_to_operand_dims)
     }
-    entries = windows.shape[: len(batch_dims)]
     for d, axis in zip(batching, numbers.scatter_indices_batching_dims, strict=True):
         starts[d] = lax.broadcasted_iota(id_dtype(shape[d]), entries, axis)
     clips = parameter(eqn, "mode") == lax.GatherScatterMode.CLIP
-    return window_rows(shape, windows, starts, along_entries, clips=clips)
+    return window_rows(
+        shape, windows, entries, tuple(window), starts, along_entries, clips=clips
+    )
+
+
+def _column(indices: jax.Array, k: int) -> jax.Array:
+    if indices.shape[-1] > 1:
+        indices = lax.slice_in_dim(indices, k, k + 1, axis=-1)
+    return lax.squeeze(indices, [indices.ndim - 1])
 
 
 def window_rows(
     shape: Shape,
     windows: jax.Array,
+    entries: Shape,
+    window: Shape,
     starts: Mapping[int, jax.Array],
     along_entries: Sequence[int] = (),
     *,
@@ -72,13 +81,13 @@ def window_rows(
 
     Args:
         shape (*leading, *row): of the array.
-        windows (*entries, *window): what is added.
+        windows: what is added, (*entries, *window) without some dimensions of size 1.
+        entries, window: the shapes of all windows together, and of each.
         starts: arrays (*entries,) by the dimension along which they say where windows begin.
         along_entries: dimensions of which a window has one entry, by its form.
         clips: whether windows that do not fit are moved; others are dropped whole.
     """
-    lead, leading = windows.ndim - len(shape), len(shape)
-    entries, window = windows.shape[:lead], windows.shape[lead:]
+    lead, leading = len(entries), len(shape)
     while leading > 1:
         d = leading - 1
         # A window that is as wide as the row can start at 0 alone, if it must fit.
@@ -102,6 +111,8 @@ def window_rows(
     grid = lead + leading
 
     def per_row(x: jax.Array) -> jax.Array:
+        if x.size == count:
+            return lax.reshape(x, (count,))
         return jnp.broadcast_to(trailing(x, grid), (*entries, *sizes)).reshape(count)
 
     if row != shape[leading:]:

@@ -183,7 +183,8 @@ def _dynamic_update_slice(
     if isinstance(update, RowSum):
         return None if update.carry else placed_at(update, starts, operand.shape)
     along = {d: jnp.asarray(start) for d, start in enumerate(starts)}
-    rows = window_rows(operand.shape, interpreter.dense(update, eqn), along, clips=True)
+    shape, update = operand.shape, interpreter.dense(update, eqn)
+    rows = window_rows(shape, update, (), update.shape, along, clips=True)
     return None if rows is None else operand.plus(rows)
 
 

@@ -153,7 +153,7 @@ def side_by_side(eqns: Sequence[JaxprEqn], name: str) -> Iterator[list[JaxprEqn]
     Equations that need what they make come after them; where some have effects all stay as
     they are.
     """
-    if any(eqn.effects for eqn in eqns) or sum(name_of(eqn) == name for eqn in eqns) < 2:
+    if any(eqn.effects for eqn in eqns) or sum(eqn.primitive.name == name for eqn in eqns) < 2:
         yield from ([eqn] for eqn in eqns)
         return
     while eqns:
@@ -162,7 +162,7 @@ def side_by_side(eqns: Sequence[JaxprEqn], name: str) -> Iterator[list[JaxprEqn]
         later: list[JaxprEqn] = []
         for eqn in eqns:
             needs = any(not isinstance(v, Literal) and v in waiting for v in eqn.invars)
-            if not needs and name_of(eqn) != name:
+            if not needs and eqn.primitive.name != name:
                 yield [eqn]
                 continue
             waiting.update(eqn.outvars)
