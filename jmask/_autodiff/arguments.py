@@ -408,7 +408,9 @@ def _ordered(gradient: Gradient, value: jax.Array, zero: jax.Array) -> Gradient:
     known = GATHERED.of(gradient.values)
     if known is None or known.index is None:
         waiting = mapped_words(leaf, lambda words: plus_zero(words, zero))
-        LOOKED_UP.note(waiting, leaf)
+        lookups = LOOKED_UP.of(leaf)
+        if lookups is not None:
+            LOOKED_UP.note(waiting, lookups)
         return gradient.with_leaves(waiting, gradient.values)
     # The ids are sorted meanwhile; of the rows that nothing reads nothing is left.
     rows = gradient.values * plus_zero(jnp.ones((), jnp.int32), zero).astype(gradient.dtype)

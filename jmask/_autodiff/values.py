@@ -31,7 +31,7 @@ from jmask._base.row_ids import id_dtype
 from jmask._base.types import ArrayFunction, DType, Shape, Value
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gathered_rows import gathered, joined, scaled
-from jmask._kernels.rows import split_rows
+from jmask._kernels.rows import LOOKED_UP, split_rows
 from jmask._kernels.update_rows import add_to_rows
 from jmask._tensors.row_sparse import RowSparse
 
@@ -217,9 +217,11 @@ class RowSum:
         else:
             ids = jnp.concatenate([ids for ids, _ in self.parts])
             values = joined([rows for _, rows in self.parts])
-        return RowSparse.from_rows(
+        result = RowSparse.from_rows(
             ids, values, self.shape, coalesced=False, leading=self.leading
         )
+        LOOKED_UP.note(result.index_leaf, [ids for ids, _ in self.parts])
+        return result
 
 
 @functools.partial(

@@ -189,10 +189,9 @@ class DeferredTable(Deferred):
         count, ids = self.shape[0], gradient.row_ids()
         is_array = not is_stored_table(self.main) and is_known(*ids.shape)
         if is_array and gradient.order == "any" and ids.shape[0] < count:
-            leaf = LOOKED_UP.of(gradient.index_leaf)
-            early = gradient if leaf is None else gradient.with_leaves(leaf, gradient.values)
-            where = early.row_ids()
-            rows = self._now(*self._gathered(lambda x: read_rows(x, where)))
+            lookups = LOOKED_UP.of(gradient.index_leaf) or [ids]
+            read = lambda x: jnp.concatenate([read_rows(x, where) for where in lookups])
+            rows = self._now(*self._gathered(read))
             ids, values = summed_into_first(RowsOfTable(ids, gradient.values, count))
             at = RowsAt.in_arrays(ids, values, "unique")
         else:

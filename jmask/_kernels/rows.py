@@ -11,6 +11,7 @@ arithmetic of an ordinary row, so it cannot raise a division by zero that no row
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -65,10 +66,11 @@ def ids_after_reading(ids: jax.Array, rows: jax.Array) -> jax.Array:
     return ids if read is None else plus_zero(ids, read)
 
 
-LOOKED_UP: ArrayFacts[jax.Array] = ArrayFacts()
-"""For the index leaf of a gradient that depends on the loss, the leaf as it was before.
+LOOKED_UP: ArrayFacts[Sequence[jax.Array]] = ArrayFacts()
+"""For the index leaf of a gradient, the ids (n,) of each lookup that it is of.
 
-What is read at these ids the loss has read as well, and XLA reads it once.
+What is read at these ids the loss has read as well, and XLA reads it once. Those of the leaf
+are of all lookups together, and depend on the loss: at them rows would be read again.
 """
 
 
