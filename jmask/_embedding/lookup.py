@@ -31,6 +31,7 @@ from jmask._base.array_types import (
     spec_of,
     trailing,
     wide,
+    with_whole_rows,
 )
 from jmask._base.row_ids import canonical, id_dtype, widen
 from jmask._base.types import HostArray, Ids, Mask, Numbers, Scalar, Table, TensorLike
@@ -131,9 +132,9 @@ def _refusing(ids: Ids, absent: jax.Array | None, shape: tuple[int, ...]) -> jax
         wrong = positions == shape[0]
         wrong = wrong if absent is None else wrong & ~absent
         if ids.size:
-            first = jnp.argmax(flat(wrong))
-            where = jnp.unravel_index(first, ids.shape)
-            checkify.check(~wrong.any(), message, *where, id=flat(ids)[first])
+            first = jnp.argmax(with_whole_rows(flat(wrong)))
+            where, whole = jnp.unravel_index(first, ids.shape), with_whole_rows(flat(ids))
+            checkify.check(~wrong.any(), message, *where, id=whole[first])
         return positions
 
     is_wide = isinstance(ids, np.ndarray) and ids.dtype.itemsize == 8

@@ -129,19 +129,34 @@ def test_gradient(table, ids, read, in_context):
         assert tuple(rows.sharding.spec)[: ids.ndim] == tuple(jax.typeof(ids).sharding.spec)
 
 
+ARRAYS = [name for name in TABLES if name.startswith("an array")]
+
+
 @pytest.mark.parametrize("ids", IDS)
-@pytest.mark.parametrize("table", [name for name in TABLES if name.startswith("an array")])
-def test_reads_of_ids(table, ids):
-    """What sorts ids and what checks them: neither moves an id to another place."""
+@pytest.mark.parametrize("table", ARRAYS)
+def test_renormalize(table, ids):
+    """Ids are sorted, for which they must be on every device."""
     table, ids = TABLES[table](), ids_of(ids)
-    refusing = lambda t, i: jmask.embedding_lookup(t, i, mode="raise")
-    last = np.asarray(ids)[(-1,) * ids.ndim]
     with context(True):
         shorter = jax.jit(lambda t, i: jmask.renormalize(t, i, 1.0))(table, ids)
-        error, rows = jax.jit(checkify.checkify(refusing))(table, ids)
-        wrong, _ = jax.jit(checkify.checkify(refusing))(table, jnp.where(ids == last, V, ids))
     expected = jmask.renormalize(jnp.asarray(TABLE), np.asarray(ids), 1.0)
     np.testing.assert_allclose(shorter, expected, rtol=1e-6)
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="there `checkify` loses that axes are explicit"
+)
+@pytest.mark.parametrize("ids", IDS)
+@pytest.mark.parametrize("table", ARRAYS)
+def test_ids_that_are_refused(table, ids):
+    table, ids = TABLES[table](), ids_of(ids)
+    refusing = jax.jit(
+        checkify.checkify(lambda t, i: jmask.embedding_lookup(t, i, mode="raise"))
+    )
+    last = np.asarray(ids)[(-1,) * ids.ndim]
+    with context(True):
+        error, rows = refusing(table, ids)
+        wrong, _ = refusing(table, jnp.where(ids == last, V, ids))
     error.throw()
     np.testing.assert_array_equal(rows, TABLE[np.asarray(ids)])
     at = ", ".join(map(str, np.argwhere(np.asarray(ids) == last)[0]))
