@@ -236,7 +236,7 @@ class Interpreter:
                     elif name == "gather" and is_slow_gather(eqn):
                         outputs = [gather_of(eqn)(*arguments)]
                     else:
-                        outputs = _bound(eqn, arguments)
+                        outputs = _run_on_arrays(eqn, arguments)
                     if len(outputs) == 1 and rows is None:
                         is_scattered = eqn.outvars[0] in demand.followed
                         note_facts(eqn, name, arguments, outputs[0], uses, is_scattered)
@@ -265,7 +265,7 @@ class Interpreter:
 
     def run_dense(self, eqn: JaxprEqn, arguments: Sequence[Value]) -> list[jax.Array]:
         """Run the equation itself, on arrays."""
-        return _bound(eqn, self._as_arrays(eqn, arguments))
+        return _run_on_arrays(eqn, self._as_arrays(eqn, arguments))
 
     def _as_arrays(self, eqn: JaxprEqn, arguments: Sequence[Value]) -> list[Value]:
         """Return arguments as arrays, in a `shard_map` typed as `eqn` was traced for."""
@@ -283,7 +283,8 @@ class Interpreter:
         return dense(value)
 
 
-def _bound(eqn: JaxprEqn, arrays: Sequence[Value]) -> list[jax.Array]:
+def _run_on_arrays(eqn: JaxprEqn, arrays: Sequence[Value]) -> list[jax.Array]:
+    """Run an equation on arrays that are typed as it was traced for."""
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays) and not holds_jaxprs(eqn):
         # Under jit it would be a constant, which fails where nobody knows what it is.
         raise TypeError("a ShapeDtypeStruct, which stands for a table, has no numbers")

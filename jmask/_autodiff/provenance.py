@@ -225,7 +225,7 @@ def _gather(eqn: JaxprEqn, table: Operand, indices: Operand) -> Fact | None:
     if reads != (lookup.dimension_numbers, lookup.slice_sizes) or not (row_ndim and entries):
         return None
     count, fills = table.shape[0], mode == lax.GatherScatterMode.FILL_OR_DROP
-    if count > INT32_MAX:
+    if count > INT32_MAX:  # the index is int32
         return None
     index = lax.squeeze(indices.value, [len(indices.shape) - 1])
     if fills:

@@ -43,21 +43,20 @@ def scatter_add_rows(eqn: JaxprEqn, indices: jax.Array, updates: jax.Array) -> R
     along_entries = [*numbers.inserted_window_dims, *batching]
     batch_dims = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
     windows = lax.transpose(updates, [*batch_dims, *numbers.update_window_dims])
-    entries, window = windows.shape[: len(batch_dims)], list(windows.shape[len(batch_dims) :])
+    lead, sizes = len(batch_dims), list(windows.shape)
     for d in sorted(along_entries):
-        window.insert(d, 1)
+        sizes.insert(lead + d, 1)
     starts = {
         d: _column(indices, k) for k, d in enumerate(numbers.scatter_dims_to_operand_dims)
     }
     for d, axis in zip(batching, numbers.scatter_indices_batching_dims, strict=True):
-        starts[d] = lax.broadcasted_iota(id_dtype(shape[d]), entries, axis)
+        starts[d] = lax.broadcasted_iota(id_dtype(shape[d]), sizes[:lead], axis)
     clips = parameter(eqn, "mode") == lax.GatherScatterMode.CLIP
-    return window_rows(
-        shape, windows, entries, tuple(window), starts, along_entries, clips=clips
-    )
+    return window_rows(shape, windows, tuple(sizes), starts, along_entries, clips=clips)
 
 
 def _column(indices: jax.Array, k: int) -> jax.Array:
+    """Return `indices[..., k]`, in one equation where there is no other column."""
     if indices.shape[-1] > 1:
         indices = lax.slice_in_dim(indices, k, k + 1, axis=-1)
     return lax.squeeze(indices, [indices.ndim - 1])
@@ -66,8 +65,7 @@ def _column(indices: jax.Array, k: int) -> jax.Array:
 def window_rows(
     shape: Shape,
     windows: jax.Array,
-    entries: Shape,
-    window: Shape,
+    windows_shape: Shape,
     starts: Mapping[int, jax.Array],
     along_entries: Sequence[int] = (),
     *,
@@ -81,13 +79,14 @@ def window_rows(
 
     Args:
         shape (*leading, *row): of the array.
-        windows: what is added, (*entries, *window) without some dimensions of size 1.
-        entries, window: the shapes of all windows together, and of each.
+        windows: what is added, of any shape with these entries in this order.
+        windows_shape: (*entries, *window).
         starts: arrays (*entries,) by the dimension along which they say where windows begin.
         along_entries: dimensions of which a window has one entry, by its form.
         clips: whether windows that do not fit are moved; others are dropped whole.
     """
-    lead, leading = len(entries), len(shape)
+    lead, leading = len(windows_shape) - len(shape), len(shape)
+    entries, window = windows_shape[:lead], windows_shape[lead:]
     while leading > 1:
         d = leading - 1
         # A window that is as wide as the row can start at 0 alone, if it must fit.

@@ -184,7 +184,7 @@ def _dynamic_update_slice(
         return None if update.carry else placed_at(update, starts, operand.shape)
     along = {d: jnp.asarray(start) for d, start in enumerate(starts)}
     shape, update = operand.shape, interpreter.dense(update, eqn)
-    rows = window_rows(shape, update, (), update.shape, along, clips=True)
+    rows = window_rows(shape, update, update.shape, along, clips=True)
     return None if rows is None else operand.plus(rows)
 
 

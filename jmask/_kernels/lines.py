@@ -10,7 +10,8 @@ doublings, since ids are sorted; the last of them is written, once:
     placed    a -    - b    c -
     joined    a -    a b    c -       the first is dropped
 
-Both are exact: bits are moved, nothing is added.
+Both are exact: bits are moved, nothing is added. A row of one entry is read by one masked sum
+of the bits of its line, and written with the line that was read and has new entries set in it.
 """
 
 import math
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmask._base.array_types import is_complex
+from jmask._kernels import tuning
 
 LANES = 128
 
@@ -54,10 +56,13 @@ def picked(line: jax.Array, place: jax.Array, width: int) -> jax.Array:
 
 
 def widened(rows: jax.Array, place: jax.Array) -> jax.Array:
-    """Return lines (n, 128) of zeros with the row of each at its `place` (n,), by doublings."""
+    """Return lines (n, 128) of zeros with the row of each (n, width) at its `place` (n,)."""
+    count, zero = per_line(rows.shape[1]), jnp.zeros((), rows.dtype)
+    if count > tuning.DOUBLED_ROWS:
+        place_of_column = lax.broadcasted_iota(place.dtype, (1, LANES), 1) // rows.shape[1]
+        return jnp.where(place[:, None] == place_of_column, jnp.tile(rows, (1, count)), zero)
     while rows.shape[1] < LANES:
         is_second = (place % 2 == 1)[:, None]
-        zero = jnp.zeros((), rows.dtype)
         halves = [jnp.where(is_second, zero, rows), jnp.where(is_second, rows, zero)]
         rows, place = jnp.concatenate(halves, axis=1), place // 2
     return rows
@@ -82,9 +87,10 @@ def placed(
     if rows_per_line == 1:
         return line, rows, jnp.ones((1, width), bool)
     if width == 1:
-        zeros, ones = (jnp.full((ids.shape[0], LANES), x, rows.dtype) for x in (0, 1))
-        line, touched = inserted(zeros, ids, ones[:, 0], count)
-        return line, inserted(zeros, ids, rows[:, 0], count)[1], touched != 0
+        empty = jnp.zeros((ids.shape[0], LANES), rows.dtype)
+        target, full = inserted(empty, ids, rows[:, 0], count)
+        _, touched = inserted(empty, ids, jnp.ones(ids.shape, rows.dtype), count)
+        return target, full, touched != 0
     place_of_column = lax.broadcasted_iota(ids.dtype, (1, LANES), 1) // width
     # Several rows of a line are joined to one write, by OR of their bits: a sum would turn
     # -0.0 into 0.0 and lose the payload of nan. With two rows a line, ids 4 and 5, rows a, b:
@@ -114,17 +120,26 @@ def inserted(
         count: of the entries that lines hold.
 
     Returns:
-        For each entry (n,) the line that it writes, unique, or a number past all lines if it
-        writes none, and the lines (n, 128): that of the last entry has all of its entries.
+        The line (n,) that each entry writes, as of `writers`, with that line (n, 128), in which
+        are all entries of it.
     """
     n = ids.shape[0]
     nowhere = -(-count // LANES)
-    line = jnp.where(ids < count, ids // LANES, nowhere)
-    is_last = jnp.concatenate([line[1:] != line[:-1], jnp.ones((1,), bool)])
-    writer = lax.cummin(jnp.where(is_last, lax.iota(jnp.int32, n), n), reverse=True)
-    place = jnp.where(ids < count, writer * LANES + ids % LANES, lines.size)
+    target = writers(jnp.where(ids < count, ids // LANES, nowhere), nowhere)
+    writer = lax.cummin(jnp.where(target < nowhere, lax.iota(jnp.int32, n), n), reverse=True)
+    place = writer * LANES + (ids % LANES).astype(jnp.int32)
+    place = jnp.where(ids < count, place, lines.size)
     flat = lines.reshape(-1).at[place].set(entries, mode="drop", unique_indices=True)
-    return jnp.where(is_last, line, nowhere), flat.reshape(n, LANES)
+    return target, flat.reshape(n, LANES)
+
+
+def writers(line: jax.Array, lines: int) -> jax.Array:
+    """Return the line that each entry (n,) writes, given the sorted lines in which they are.
+
+    The last entry of a line writes it; all others write `lines`, which is past the end.
+    """
+    following = jnp.concatenate([line[1:], jnp.full(line[:1].shape, lines, line.dtype)])
+    return jnp.where(following != line, line, lines)
 
 
 def joined_in_lines(
@@ -137,12 +152,9 @@ def joined_in_lines(
         words: arrays (n, m) of integers, zero in bits that an entry does not write.
 
     Returns:
-        The line (n,) that each entry writes, `lines` for all but the last entry of a line, and
-        the words of that line.
+        The line (n,) that each entry writes, as of `writers`, and the words of that line.
     """
-    following = jnp.concatenate([line[1:], jnp.full(line[:1].shape, lines, line.dtype)])
-    target = jnp.where(following != line, line, lines)
-    return target, *(_joined(x, line, rows_per_line) for x in words)
+    return writers(line, lines), *(_joined(x, line, rows_per_line) for x in words)
 
 
 def _joined(x: jax.Array, line: jax.Array, rows_per_line: int) -> jax.Array:

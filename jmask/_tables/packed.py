@@ -138,6 +138,7 @@ class PackedTable(StoredTable):
         rows = rows.astype(self.dtype)
         if math.prod(self.shape[1:]) != 1:
             return self.updated(lambda _, row: [row], [], ids, rows, [])[0]
+        # These lines have been read for `rows`: writing them needs no second read and no mask.
         (part,) = self.parts
         lines = gather_rows(part, ids // LANES)
         line, lines = inserted(lines, ids, rows.reshape(ids.shape), self.shape[0])
@@ -196,8 +197,7 @@ def packed(table: Numbers, platform: str | None = None) -> Table:
 
     Args:
         table (V, *row): an array.
-        platform: one of JAX's names, "tpu", "cpu", "gpu" ("cuda", "rocm"); by default that of
-            `jax.default_backend()`.
+        platform: "tpu", "cpu", "gpu", "cuda" or "rocm"; `jax.default_backend()` if None.
 
     Returns:
         A `PackedTable`, whose `todense()` is the array, or the array itself.

@@ -192,7 +192,7 @@ class ShardedTable(StoredTable):
         return jnp.shape(first)[1:] == self._shapes()[0]
 
     def check_layout(self) -> Blocks:
-        """Return the stored blocks; refuse those of another layout, as from a checkpoint."""
+        """Return the stored blocks; raise ValueError if they are of another layout."""
         self.check_single()
         layout = self.layout
         for x, shape in zip(jax.tree.leaves(self.stored), self._shapes(), strict=True):
