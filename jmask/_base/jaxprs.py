@@ -26,11 +26,13 @@ ARITHMETIC = frozenset(
     "nextafter not or pow reduce_precision rem round rsqrt select_n sign sin sqrt square "
     "stop_gradient sub tan tanh xor".split()
 )
+# A bitcast of arrays may add a dimension.
+ON_SCALARS = ARITHMETIC | {"bitcast_convert_type"}
 
 
 def only_arithmetic(jaxpr: Jaxpr) -> bool:
-    """Decide whether all equations are operations on entries, in what they call too."""
-    return not jaxpr.effects and names_in(jaxpr) <= ARITHMETIC.union(CALLS)
+    """Decide whether a program of scalars has nothing but operations on entries."""
+    return not jaxpr.effects and names_in(jaxpr) <= ON_SCALARS.union(CALLS)
 
 
 def lifted(program: ClosedJaxpr) -> Jaxpr:

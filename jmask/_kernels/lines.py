@@ -18,10 +18,11 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
-from jmask._base.array_types import is_complex
-from jmask._kernels import tuning
+from jmask._base.array_types import is_complex, real_dtype
 
 LANES = 128
 
@@ -44,7 +45,7 @@ def picked(line: jax.Array, place: jax.Array, width: int) -> jax.Array:
     """Return the row at `place` (n,) of each line (n, 128): halved until it is `width` wide."""
     if width == 1 and not is_complex(line):  # in one pass instead of seven
         is_own = lax.broadcasted_iota(place.dtype, line.shape, 1) == place[:, None]
-        bits = lax.bitcast_convert_type(line, jnp.dtype(f"int{8 * line.dtype.itemsize}"))
+        bits = lax.bitcast_convert_type(line, _integers(line.dtype))
         # A sum of bits, all but one of which are zero, is exact for nan and -0.0 too.
         bits = jnp.sum(jnp.where(is_own, bits, 0), axis=1, keepdims=True, dtype=bits.dtype)
         return lax.bitcast_convert_type(bits, line.dtype)
@@ -57,10 +58,7 @@ def picked(line: jax.Array, place: jax.Array, width: int) -> jax.Array:
 
 def widened(rows: jax.Array, place: jax.Array) -> jax.Array:
     """Return lines (n, 128) of zeros with the row of each (n, width) at its `place` (n,)."""
-    count, zero = per_line(rows.shape[1]), jnp.zeros((), rows.dtype)
-    if count > tuning.DOUBLED_ROWS:
-        place_of_column = lax.broadcasted_iota(place.dtype, (1, LANES), 1) // rows.shape[1]
-        return jnp.where(place[:, None] == place_of_column, jnp.tile(rows, (1, count)), zero)
+    zero = jnp.zeros((), rows.dtype)
     while rows.shape[1] < LANES:
         is_second = (place % 2 == 1)[:, None]
         halves = [jnp.where(is_second, zero, rows), jnp.where(is_second, rows, zero)]
@@ -70,43 +68,57 @@ def widened(rows: jax.Array, place: jax.Array) -> jax.Array:
 
 def placed(
     ids: jax.Array, rows: jax.Array, count: int, lines: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """Place rows (n, width) in their lines; ids are sorted, and unique apart from padding.
 
     Returns:
-        For each entry (n,) the line that it writes, unique, or `lines` if it writes none; the
-        lines (n, 128), and which of their columns belong to a row.
+        For each entry (n,) the line that it writes, unique, or `lines` if it writes none; and
+        the line (n, 128), of which `entries_and_mask` makes its entries.
     """
     if is_complex(rows):  # they have no bits of their own
-        target, real, touched = placed(ids, rows.real, count, lines)
-        return target, lax.complex(real, placed(ids, rows.imag, count, lines)[1]), touched
-    width = rows.shape[1]
-    rows_per_line = per_line(width)
-    line, place = ids // rows_per_line, ids % rows_per_line
-    line = jnp.where(ids < count, line, lines)
-    if rows_per_line == 1:
-        return line, rows, jnp.ones((1, width), bool)
+        target, real = placed(ids, rows.real, count, lines)
+        return target, lax.complex(real, placed(ids, rows.imag, count, lines)[1])
+    rows = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+    width, rows_per_line = rows.shape[1], per_line(rows.shape[1])
+    target, place = jnp.where(ids < count, ids // rows_per_line, lines), ids % rows_per_line
+    # Rows are told from the zeros around them by their bits, of which none are 0: bits that
+    # one nan has change places with 0. An entry that is this nan becomes another one.
+    bits, absent = lax.bitcast_convert_type(rows, _integers(rows.dtype)), _absent(rows.dtype)
+    words = jnp.where(bits == absent, absent + 1, bits) ^ absent
     if width == 1:
-        empty = jnp.zeros((ids.shape[0], LANES), rows.dtype)
-        target, full = inserted(empty, ids, rows[:, 0], count)
-        _, touched = inserted(empty, ids, jnp.ones(ids.shape, rows.dtype), count)
-        return target, full, touched != 0
-    place_of_column = lax.broadcasted_iota(ids.dtype, (1, LANES), 1) // width
-    # Several rows of a line are joined to one write, by OR of their bits: a sum would turn
-    # -0.0 into 0.0 and lose the payload of nan. With two rows a line, ids 4 and 5, rows a, b:
-    #
-    #     entry 0   a a | 0 0      joined   a a | 0 0
-    #     entry 1   0 0 | b b               a a | b b    the last of a line writes it
-    bits = jnp.dtype(f"int{8 * rows.dtype.itemsize}")
-    full = widened(lax.bitcast_convert_type(rows, bits), place)
-    # One bit for each place, in words of 32, takes less room than 128 columns.
-    words = lax.broadcasted_iota(ids.dtype, (1, -(-rows_per_line // 32)), 1)
-    bit = jnp.uint32(1) << (place % 32).astype(jnp.uint32)[:, None]
-    mask = jnp.where(words == (place // 32)[:, None], bit, jnp.uint32(0))
-    target, full, mask = joined_in_lines(line, lines, rows_per_line, full, mask)
-    mask = jnp.repeat(mask, LANES // words.shape[1], axis=1)
-    touched = (mask >> (place_of_column % 32).astype(jnp.uint32)) & 1 == 1
-    return target, lax.bitcast_convert_type(full, rows.dtype), touched
+        empty = jnp.zeros((ids.shape[0], LANES), words.dtype)
+        target, words = inserted(empty, ids, words[:, 0], count)
+    elif rows_per_line > 1:
+        # Rows of a line are joined to one write, by OR of their bits: a sum would turn -0.0
+        # into 0.0. With two rows a line, ids 4 and 5, rows a, b:
+        #
+        #     entry 0   a a | 0 0      joined   a a | 0 0
+        #     entry 1   0 0 | b b               a a | b b    the last of a line writes it
+        words = widened(words, place)
+        target, words = joined_in_lines(target, lines, rows_per_line, words)
+    return target, lax.bitcast_convert_type(words, rows.dtype)
+
+
+def entries_and_mask(words: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Return entries of `placed` lines in their dtype, and where a row has been placed."""
+    if is_complex(words):
+        (real, mask), (imag, _) = (
+            entries_and_mask(x, real_dtype(dtype)) for x in (words.real, words.imag)
+        )
+        return lax.complex(real, imag), mask
+    bits = lax.bitcast_convert_type(words, _integers(words.dtype))
+    entries = lax.bitcast_convert_type(bits ^ _absent(words.dtype), words.dtype)
+    return entries.astype(dtype), bits != 0
+
+
+def _integers(dtype: DTypeLike) -> np.dtype:
+    return np.dtype(f"int{8 * jnp.dtype(dtype).itemsize}")
+
+
+def _absent(dtype: DTypeLike) -> np.generic:
+    """Return the bits of a nan that no arithmetic makes."""
+    nan = np.array(np.nan, dtype).view(_integers(dtype))
+    return nan[()] | nan.dtype.type(1)
 
 
 def inserted(
@@ -144,7 +156,7 @@ def writers(line: jax.Array, lines: int) -> jax.Array:
 
 def joined_in_lines(
     line: jax.Array, lines: int, rows_per_line: int, *words: jax.Array
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, *tuple[jax.Array, ...]]:
     """Join what sorted entries write to the same line, at most `rows_per_line` of them.
 
     Args:

@@ -56,14 +56,6 @@ LATER_ROWS, LATER_ROUNDS = 256, 32
 # two are level at 35 (v5e) to 76 (v6e).
 SORTED_PAYS = 35
 
-# --- lines of packed tables on TPUs -----------------------------------------------------------
-
-# Rows in a line up to which a row is widened to a line by doublings, each an array of lines
-# itself. On a v5p (libtpu 0.0.50, 8,192 lookups, 10**7 rows) a step of Adam has 13.3 MB of
-# temporaries so and 5.5 by tiling where 16 rows share a line, 13.2 and 17.2 where 8 do, 4.9 and
-# 17.2 where 2 do.
-DOUBLED_ROWS = 8
-
 # --- tables updated densely ("whole small tables") --------------------------------------------
 
 # Rows of the table for each lookup up to which the whole table is updated: no sort, all cores.

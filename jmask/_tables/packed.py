@@ -25,7 +25,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jmask._base.array_types import explicit_sharding
 from jmask._base.types import DType, Numbers, PyTree, Scalar, Shaped, Table
 from jmask._base.validation import as_table, checked_choice
-from jmask._kernels.lines import LANES, inserted, per_line, picked, placed
+from jmask._kernels.lines import LANES, entries_and_mask, inserted, per_line, picked, placed
 from jmask._kernels.rows import gather_rows, set_rows
 from jmask._kernels.scatter_update import Combiner, update_elementwise
 from jmask._kernels.update_rows import updated
@@ -158,12 +158,14 @@ class PackedTable(StoredTable):
         """
         tables = (self, *slots)
         count = len(tables)  # JAX may remember the function, which must not keep the tables
+        dtype = rows.dtype
 
-        def masked(*entries: jax.Array) -> list[jax.Array]:
-            old, (grad, touched, *rest) = entries[:count], entries[count:]
+        def where_placed(*entries: jax.Array) -> list[jax.Array]:
+            old, (line, *rest) = entries[:count], entries[count:]
+            grad, is_placed = entries_and_mask(line, dtype)
             made = combiner(*old, grad, *rest)
             return [
-                jnp.where(touched != 0, x.astype(y.dtype), y)
+                jnp.where(is_placed, x.astype(y.dtype), y)
                 for x, y in zip(made, old, strict=True)
             ]
 
@@ -171,10 +173,9 @@ class PackedTable(StoredTable):
         new: list[list[jax.Array]] = []
         for i, group in enumerate(_groups(columns)):
             ids = _after(new, ids)
-            place, lines, touched = placed(ids, group, self.shape[0], self.parts[i].shape[0])
+            target, lines = placed(ids, group, self.shape[0], self.parts[i].shape[0])
             parts = [table.parts[i] for table in tables]
-            mask = touched.astype(group.dtype)
-            update = update_elementwise(masked, parts, place, lines, [mask, *scalars], "unique")
+            update = update_elementwise(where_placed, parts, target, lines, scalars, "unique")
             new += updated([update])
         return [PackedTable(parts, self.shape) for parts in zip(*new, strict=True)]
 

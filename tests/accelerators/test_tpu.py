@@ -253,22 +253,22 @@ def test_arithmetic_that_is_lowered(names):
 
 # --- packed tables: no padding and no copies ---------------------------------------------
 
-# An optimizer, and how many tables it trains; one number for each row is not counted.
+# An optimizer, how many tables it trains, and how many numbers for each row besides.
 PACKED = {
-    "adagrad": (jmask.adagrad(0.1), 2),
-    "adam": (jmask.adam(), 3),
-    "rowwise": (jmask.rowwise_adagrad(0.1), 1),
+    "adagrad": (jmask.adagrad(0.1), 2, 0),
+    "adam": (jmask.adam(), 3, 0),
+    "rowwise": (jmask.rowwise_adagrad(0.1), 1, 1),
 }
 
 
 @functools.cache
 def memory_of(topology, optimizer, columns, rows, packed=True, lookups=8192):
     """The memory analysis of a donated step, and the bytes of the numbers it trains."""
-    tx, tables = PACKED[optimizer]
+    tx, tables, others = PACKED[optimizer]
     table = jmask.PackedTable.pack if packed else lambda x: x
     step = Step(tx, (columns,), lookups=lookups, apply=jmask.apply_gradients, table=table)
     compiled = step.compile(rows, device(topology))
-    return compiled.memory_analysis(), tables * rows * columns * 4
+    return compiled.memory_analysis(), 4 * rows * (tables * columns + others)
 
 
 def check_arguments(memory, numbers):
@@ -280,7 +280,8 @@ def check_arguments(memory, numbers):
 PACKED_CASES = """
     v5e:2x2 8 adagrad; v5e:2x2 64 adam; v5e:2x2 100 adagrad; v6e:2x2 16 adagrad;
     v6e:2x2 32 adam; v6e:2x2 100 adam; v5p:2x2x1 16 adagrad; v5p:2x2x1 16 adam;
-    v5p:2x2x1 32 adagrad; v5p:2x2x1 100 adam; v5p:2x2x1 16 rowwise; v5p:2x2x1 64 rowwise
+    v5p:2x2x1 32 adam; v5p:2x2x1 64 adam; v5p:2x2x1 100 adam; v5p:2x2x1 8 rowwise;
+    v5p:2x2x1 16 rowwise; v5p:2x2x1 64 rowwise; v5p:2x2x1 100 rowwise
 """.split(";")
 
 
@@ -289,10 +290,11 @@ def test_a_million_rows(case):
     topology, columns, optimizer = case.split()
     memory, numbers = memory_of(topology, optimizer, int(columns), 10**6)
     check_arguments(memory, numbers)
-    # The SparseCores of a v5p write the lines of the batch to HBM, where up to three arrays of
-    # them are at once: two lookups of a row-wise optimizer.
-    lines = 8192 * LANES * 4 if topology.startswith("v5p") else 0
-    allowed = 12e6 if optimizer == "rowwise" else 3.25 * lines
+    # The SparseCores of a v5p write the lines of the batch to HBM, where two arrays of them are
+    # at once: two lookups of a row-wise optimizer, or of a row that is in two parts.
+    lines = 8192 * LANES * 4
+    are_two = optimizer == "rowwise" or columns == "100"
+    allowed = (2.75 if are_two else 1.5) * lines if topology.startswith("v5p") else 0
     assert memory.temp_size_in_bytes <= max(0.05 * numbers, allowed)
 
 

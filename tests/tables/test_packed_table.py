@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import jmask
-from jmask._tables.packed import LANES, part_shapes
+from jmask._kernels.lines import LANES, entries_and_mask
+from jmask._tables.packed import part_shapes
 from tests import stored_tables
 from tests.compiled_step import compiled_step, temporary_bytes, training_step
 from tests.expressions import functions
@@ -68,6 +69,19 @@ def test_bits(row, dtype):
         expected[touched] = new
         for actual, wanted in ((dense, x), (read, x[ids]), (after, expected)):
             np.testing.assert_array_equal(bits(actual), bits(wanted))
+
+
+@pytest.mark.parametrize("columns", [1, 8, 64])
+def test_an_entry_with_the_bits_that_stand_for_no_row(columns):
+    """It is a nan, and written as one."""
+    x = table_of((columns,))
+    reserved = int(entries_and_mask(jnp.zeros(()), x.dtype)[0].view(jnp.int32))
+    rows = jnp.full((1, columns), reserved, jnp.int32).view(x.dtype)
+    gradient = jmask.RowSparse([3], rows, x.shape)
+    table = jmask.PackedTable.pack(x)
+    after = table.set_rows(table.fitted(gradient), rows).todense()
+    assert jnp.isnan(after[3]).all()
+    np.testing.assert_array_equal(bits(jnp.delete(after, 3, 0)), bits(jnp.delete(x, 3, 0)))
 
 
 def test_size_is_that_of_the_array():
