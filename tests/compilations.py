@@ -14,6 +14,9 @@ from pathlib import Path
 
 import jax
 
+# What JAX says of a mesh with more devices than there are.
+TOO_FEW_DEVICES = "must be >= the product of mesh_shape"
+
 
 @contextlib.contextmanager
 def compilations():

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jmask._kernels import update_rows
-from tests.compilations import compiled_programs, remove_old
+from tests.compilations import TOO_FEW_DEVICES, compiled_programs, remove_old
 from tests.sampling import mark_the_rest_slow
 
 ON_GPU = os.environ.get("JAX_PLATFORMS", "").split(",")[0] in ("cuda", "gpu", "rocm")
@@ -105,7 +105,7 @@ def pytest_runtest_call(item):
     try:
         return (yield)
     except ValueError as error:
-        if ON_GPU and "must be >= the product of mesh_shape" in str(error):
+        if ON_GPU and TOO_FEW_DEVICES in str(error):
             pytest.skip(f"needs more devices than the {len(jax.devices())} GPUs")
         raise
 

@@ -23,6 +23,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_complex, real_dtype
+from jmask._base.types import DType
 
 LANES = 128
 
@@ -111,14 +112,13 @@ def entries_and_mask(words: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax
     return entries.astype(dtype), bits != 0
 
 
-def _integers(dtype: DTypeLike) -> np.dtype:
-    return np.dtype(f"int{8 * jnp.dtype(dtype).itemsize}")
+def _integers(dtype: DTypeLike) -> DType:
+    return jnp.dtype(f"int{8 * jnp.dtype(dtype).itemsize}")
 
 
-def _absent(dtype: DTypeLike) -> np.generic:
+def _absent(dtype: DTypeLike) -> int:
     """Return the bits of a nan that no arithmetic makes."""
-    nan = np.array(np.nan, dtype).view(_integers(dtype))
-    return nan[()] | nan.dtype.type(1)
+    return int(np.array(np.nan, dtype).view(_integers(dtype))) | 1
 
 
 def inserted(
@@ -156,7 +156,7 @@ def writers(line: jax.Array, lines: int) -> jax.Array:
 
 def joined_in_lines(
     line: jax.Array, lines: int, rows_per_line: int, *words: jax.Array
-) -> tuple[jax.Array, *tuple[jax.Array, ...]]:
+) -> tuple[jax.Array, ...]:
     """Join what sorted entries write to the same line, at most `rows_per_line` of them.
 
     Args:

@@ -66,6 +66,8 @@ def program(first, second, look):
 def test_numbers_of_jax(first, second, look, shape):
     """The same bits where nothing is computed, and the same gradients."""
     rng = np.random.default_rng(0)
+    if "bfloat16" in f"{first} {second}" and jax.default_backend() == "gpu":
+        pytest.skip("of JAX's program XLA for GPUs drops the cast to 16 bits and back")
     tables = tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
     ids = jnp.asarray(rng.integers(-3, 50, (3, 2)))
     loss = program(first, second, look)

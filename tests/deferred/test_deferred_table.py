@@ -374,6 +374,7 @@ READ_ONCE = {
 }
 
 
+@pytest.mark.of_cpus  # a GPU fuses a lookup into each of its consumers
 @pytest.mark.parametrize("read", READ_ONCE.values(), ids=READ_ONCE)
 def test_rows_of_every_lookup_are_read_once(read):
     table = jax.eval_shape(

@@ -399,7 +399,9 @@ def test_one_export_holds_the_kernel_and_scatters():
     table, ids = jnp.ones((V, 128)), jnp.array([3, 5, 3])
     tx = jmask.adam()
     arguments = table, tx.init(table), ids
-    exported = jax.export.export(jax.jit(step(tx)), platforms=["cpu", "tpu"])(*arguments)
+    exported = jax.export.export(jax.jit(step(tx)), platforms=["cpu", "tpu", "cuda"])(
+        *arguments
+    )
     text = exported.mlir_module()
     assert "jmask_update_rows" in text
     assert '"stablehlo.scatter"' in text

@@ -176,6 +176,7 @@ def check_derivatives(function, values, w, others, dots, ct, expected, tolerance
     return check
 
 
+@pytest.mark.of_cpus
 @pytest.mark.parametrize("stray", [False, True])
 def test_wide_products_by_a_kernel(stray):
     """It must not see a column that is none, and nan nowhere."""
