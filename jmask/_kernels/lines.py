@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import is_complex, real_dtype
+from jmask._base.array_types import is_complex, real_dtype, wide
 from jmask._base.types import DType
 
 LANES = 128
@@ -76,10 +76,16 @@ def placed(
         For each entry (n,) the line that it writes, unique, or `lines` if it writes none; and
         the line (n, 128), of which `entries_and_mask` makes its entries.
     """
+    if not jnp.issubdtype(rows.dtype, jnp.inexact):
+        # All bits of an integer mean something: it is placed in two halves, which are floating.
+        kind, shift = _halves(rows.dtype)
+        low, high = rows.astype(kind) & (2**shift - 1), rows.astype(kind) >> shift
+        parts = (x.astype(f"float{2 * shift}") for x in (low, high))
+        return placed(ids, lax.complex(*parts), count, lines)
     if is_complex(rows):  # they have no bits of their own
         target, real = placed(ids, rows.real, count, lines)
         return target, lax.complex(real, placed(ids, rows.imag, count, lines)[1])
-    rows = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+    rows = rows.astype(wide(rows.dtype))
     width, rows_per_line = rows.shape[1], per_line(rows.shape[1])
     target, place = jnp.where(ids < count, ids // rows_per_line, lines), ids % rows_per_line
     # Rows are told from the zeros around them by their bits, of which none are 0: bits that
@@ -102,6 +108,10 @@ def placed(
 
 def entries_and_mask(words: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Return entries of `placed` lines in their dtype, and where a row has been placed."""
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        parts, mask = entries_and_mask(words, words.dtype)
+        kind, shift = _halves(dtype)
+        return (parts.real.astype(kind) | parts.imag.astype(kind) << shift).astype(dtype), mask
     if is_complex(words):
         (real, mask), (imag, _) = (
             entries_and_mask(x, real_dtype(dtype)) for x in (words.real, words.imag)
@@ -114,6 +124,12 @@ def entries_and_mask(words: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax
 
 def _integers(dtype: DTypeLike) -> DType:
     return jnp.dtype(f"int{8 * jnp.dtype(dtype).itemsize}")
+
+
+def _halves(dtype: DTypeLike) -> tuple[DType, int]:
+    """Return a signed type for integers of `dtype`, and the bits of half of it."""
+    bits = max(8 * jnp.dtype(dtype).itemsize, 32)
+    return jnp.dtype(f"int{bits}"), bits // 2
 
 
 def _absent(dtype: DTypeLike) -> int:

@@ -71,6 +71,25 @@ def test_bits(row, dtype):
             np.testing.assert_array_equal(bits(actual), bits(wanted))
 
 
+@pytest.mark.parametrize("columns", [1, 8, 100, 128])
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "int8", "int64", "bool"])
+def test_integers(dtype, columns):
+    """A state may have them: all their bits are written, those of nan too."""
+    with jax.enable_x64(dtype == "int64"):
+        info = None if dtype == "bool" else np.iinfo(dtype)
+        some = [0, 1] if info is None else [info.min, info.max, 0, 1, 5]
+        some += [0x7FC00001, 0x7FF8000000000001][: info.bits // 32] if info else []
+        rng = np.random.default_rng(0)
+        x = rng.choice(np.array(some).astype(dtype), (V, columns))
+        new = rng.choice(np.array(some).astype(dtype), (3, columns))
+        gradient = jmask.RowSparse(np.array([3, 4, 11]), jnp.zeros((3, columns)), x.shape)
+        table = jmask.PackedTable.from_array(jnp.asarray(x))
+        after = jax.jit(lambda t, y: t.set_rows(t.fitted(gradient), y))(table, jnp.asarray(new))
+        assert after.dtype == x.dtype
+        x[[3, 4, 11]] = new
+        np.testing.assert_array_equal(after.todense(), x)
+
+
 @pytest.mark.parametrize("columns", [1, 8, 64])
 def test_an_entry_with_the_bits_that_stand_for_no_row(columns):
     """It is a nan, and written as one."""
