@@ -248,18 +248,19 @@ def summed_into_first(given: RowsOfTable) -> Unique:
 def _summed_at_once(given: RowsOfTable) -> Unique:
     """Sum rows of equal ids into one of them, on TPUs the first, found by sorting."""
     # A GPU adds in no order, and sorts by two keys several times slower than by one.
-    ordered = lax.platform_dependent(given.ids, tpu=in_stable_order, default=in_order)
-    _, came_from, _, start = _runs(*ordered)
+    ordered, came_from = lax.platform_dependent(
+        given.ids, tpu=in_stable_order, default=in_order
+    )
+    _, start = _runs(ordered)
     first = _moved_back(came_from, gather_rows(came_from, start))
     is_id = given.ids < given.rows
     return _summed_at(given, jnp.where(is_id, first, entries_of(given.ids)))
 
 
-def _runs(ordered: jax.Array, came_from: jax.Array) -> tuple[jax.Array, ...]:
-    """Return sorted ids (n,), their entries, where each id comes first, and that place."""
+def _runs(ordered: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Find which of the sorted ids (n,) come first, and for each the place of the first."""
     starts = starts_of(ordered)
-    place = lax.cummax(jnp.where(starts, entries_of(ordered), 0))
-    return ordered, came_from, starts, place
+    return starts, lax.cummax(jnp.where(starts, entries_of(ordered), 0))
 
 
 def _summed_at(given: RowsOfTable, first: jax.Array) -> Unique:
@@ -280,7 +281,8 @@ def summed_by_sorting(given: RowsOfTable) -> Unique:
     """
     ids, values, rows = given
     count, entries = ids.shape[0], entries_of(ids)
-    ordered, came_from, starts, start = _runs(*in_stable_order(ids))
+    ordered, came_from = in_stable_order(ids)
+    starts, start = _runs(ordered)
     again = ~starts & (ordered < rows)
     # The places of those that come again, one after the other, then padding.
     later = lax.sort(jnp.where(again, entries, count), is_stable=False)

@@ -10,7 +10,8 @@ doublings, since ids are sorted; the last of them is written, once:
     placed    a -    - b    c -
     joined    a -    a b    c -       the first is dropped
 
-Both are exact: bits are moved, nothing is added. A row of one entry is read by one masked sum
+Both are exact: bits are moved, nothing is added; one bit pattern of nan, which is kept for
+"no row here", is written as another. A row of one entry is read by one masked sum
 of the bits of its line, and written with the line that was read and has new entries set in it.
 """
 

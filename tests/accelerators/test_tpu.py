@@ -273,15 +273,15 @@ def memory_of(topology, optimizer, columns, rows, packed=True, lookups=8192):
 
 def check_arguments(memory, numbers):
     """Nothing is padded, and all tables come out in the buffers in which they came."""
-    assert memory.argument_size_in_bytes <= 1.1 * numbers
+    assert memory.argument_size_in_bytes <= 1.03 * numbers
     assert memory.alias_size_in_bytes >= numbers
 
 
 PACKED_CASES = """
     v5e:2x2 8 adagrad; v5e:2x2 64 adam; v5e:2x2 100 adagrad; v6e:2x2 16 adagrad;
     v6e:2x2 32 adam; v6e:2x2 100 adam; v5p:2x2x1 16 adagrad; v5p:2x2x1 16 adam;
-    v5p:2x2x1 32 adam; v5p:2x2x1 64 adam; v5p:2x2x1 100 adam; v5p:2x2x1 8 rowwise;
-    v5p:2x2x1 16 rowwise; v5p:2x2x1 64 rowwise; v5p:2x2x1 100 rowwise
+    v5p:2x2x1 32 adagrad; v5p:2x2x1 32 adam; v5p:2x2x1 64 adam; v5p:2x2x1 100 adam;
+    v5p:2x2x1 8 rowwise; v5p:2x2x1 16 rowwise; v5p:2x2x1 64 rowwise; v5p:2x2x1 100 rowwise
 """.split(";")
 
 
