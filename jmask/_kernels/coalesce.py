@@ -286,24 +286,45 @@ def summed_by_sorting(given: RowsOfTable) -> Unique:
     again = ~starts & (ordered < rows)
     # The places of those that come again, one after the other, then padding.
     later = lax.sort(jnp.where(again, entries, count), is_stable=False)
+
+    def pair(places: jax.Array) -> tuple[jax.Array, jax.Array]:
+        first = gather_rows(came_from, gather_rows(start, places))
+        return gather_rows(came_from, places), first
+
+    sums = _later_added(values, later, jnp.sum(again, dtype=jnp.int32), pair)
+    unique = jnp.where(again, rows, ordered)
+    _, unique = sorted_with(came_from, unique)
+    return unique, sums
+
+
+def _later_added(
+    values: jax.Array,
+    later: jax.Array,
+    left: jax.Array,
+    pair: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+) -> jax.Array:
+    """Add rows (n, *row) that come again to others of them, a block at a time, in place.
+
+    Args:
+        later (n,): numbers of those that come again, one after the other; n after them.
+        left: how many come again.
+        pair: numbers -> the entries that have these, and those that they are added to.
+    """
+    count = values.shape[0]
     size = max(tuning.LATER_ROWS, count // tuning.LATER_ROUNDS)
     later = jnp.pad(later, (0, size), constant_values=count)
-    left = jnp.sum(again, dtype=jnp.int32)
 
     def block(carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         begin, sums = carried
-        places = lax.dynamic_slice_in_dim(later, begin, size)
-        first = gather_rows(came_from, gather_rows(start, places))
-        into = jnp.where(places < count, first, count)
-        rows = gather_rows(sums, gather_rows(came_from, places))
-        return begin + size, add_rows(sums, into, rows)
+        numbers = lax.dynamic_slice_in_dim(later, begin, size)
+        entries, into = pair(numbers)
+        into = jnp.where(numbers < count, into, count)
+        return begin + size, add_rows(sums, into, gather_rows(sums, entries))
 
     sums = values.astype(sum_dtype(values.dtype))
-    begin = varying_alike(jnp.int32(0), ids)[0]
+    begin = varying_alike(jnp.int32(0), later)[0]
     _, sums = lax.while_loop(lambda carried: carried[0] < left, block, (begin, sums))
-    unique = jnp.where(again, rows, ordered)
-    _, unique = sorted_with(came_from, unique)
-    return unique, sums.astype(values.dtype)
+    return sums.astype(values.dtype)
 
 
 # --- into the first of them, by hashing on one CPU -----------------------------------------
@@ -321,10 +342,23 @@ _OPEN = -1
 
 def summed_by_hashing(tables: Sequence[RowsOfTable]) -> list[Unique]:
     """Sum rows of equal ids of each table into the first of them."""
+    pairs = zip(tables, _first_entries(tables), strict=True)
     return [
-        _summed_at(table, first)
-        for table, first in zip(tables, _first_entries(tables), strict=True)
+        (_summed_in_blocks if x.values.nbytes > tuning.COPIED_SUMS else _summed_at)(x, first)
+        for x, first in pairs
     ]
+
+
+def _summed_in_blocks(given: RowsOfTable, first: jax.Array) -> Unique:
+    """Sum as `_summed_at`, without the copy that it takes."""
+    ids, values, rows = given
+    entries = entries_of(ids)
+    again = first != entries
+    ended = jnp.cumsum(again, dtype=jnp.int32)
+    count = ids.shape[0]
+    later = set_rows(jnp.full_like(entries, count), jnp.where(again, ended - 1, count), entries)
+    sums = _later_added(values, later, ended[-1], lambda x: (x, gather_rows(first, x)))
+    return jnp.where(again, rows, ids), sums
 
 
 def _first_entries(tables: Sequence[RowsOfTable]) -> list[jax.Array]:
@@ -337,7 +371,6 @@ def _first_entries(tables: Sequence[RowsOfTable]) -> list[jax.Array]:
     ids = jnp.concatenate([x.ids.astype(bits) for x in tables])
     is_id = jnp.concatenate([x.ids < x.rows for x in tables])
     begins = list(itertools.accumulate((x.ids.shape[0] for x in tables), initial=0))
-    entries = entries_of(ids)
     # Tables are told apart by where their entries begin.
     table = jnp.concatenate(
         [
@@ -352,15 +385,17 @@ def _first_entries(tables: Sequence[RowsOfTable]) -> list[jax.Array]:
         bucket = _hash(ids, table + number) & (buckets - 1)
         lowest = jnp.full((buckets,), ids.shape[0], jnp.int32)
         place = jnp.where(first == _OPEN, bucket, buckets)
-        candidate = lowest.at[place].min(entries, mode="drop")[bucket]
+        own = entries_of(ids)  # which XLA would carry through the loop if it were made before
+        lowest = lowest.at[place].min(own, mode="drop", wrap_negative_indices=False)
+        candidate = gather_rows(lowest, bucket)
         # It is no later entry, so it is of the same table unless it lies before that.
-        is_same = (ids[candidate] == ids) & (candidate >= table)
+        is_same = (gather_rows(ids, candidate) == ids) & (candidate >= table)
         return number + 1, jnp.where((first == _OPEN) & is_same, candidate, first)
 
     def is_open(carried: tuple[jax.Array, jax.Array]) -> jax.Array:
         return jnp.min(carried[1]) == _OPEN
 
-    start = jnp.int32(0), jnp.where(is_id, _OPEN, entries)
+    start = jnp.int32(0), jnp.where(is_id, _OPEN, entries_of(ids))
     first = lax.while_loop(is_open, another_round, start)[1]
     return [first[begin:end] - begin for begin, end in itertools.pairwise(begins)]
 

@@ -41,6 +41,8 @@ BLOCK_ROWS = 256, 4096
 MARKED_ROWS_FOR_EACH_ID = 4
 # Buckets of a hash table for each id: of four, one id in eight takes a second round.
 HASH_BUCKETS = 4
+# Bytes of rows up to which a CPU adds those that come again in one scatter, which copies all.
+COPIED_SUMS = 2**22
 # Bytes of rows from which a TPU does not sum rows of equal ids by one scatter of all. By the
 # estimates for a v5e (libtpu 0.0.50) that takes 5 ns a row in a batch of 4 MB and 15 in one of
 # 32 MB, and XLA sorts ids for it a second time, which takes as long to compile as all the rest.

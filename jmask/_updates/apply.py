@@ -248,12 +248,11 @@ def noticing_dense_tables(step: Function) -> Function:
 
     @functools.wraps(step)
     def noticing(grads: Gradients, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, OptState]:
-        leaves: list[tuple[KeyPath, Gradient]] = jax.tree.leaves_with_path(
-            grads, is_leaf=is_gradient_leaf
-        )
-        is_dense = not any(is_gradient_leaf(x) for _, x in leaves)
+        leaves: list[tuple[KeyPath, Gradient]] = []
+        if not has_gradients(grads):
+            leaves = jax.tree.leaves_with_path(grads)
         for path, gradient in leaves:
-            if is_dense and is_table(gradient) and not is_expected_dense(gradient):
+            if is_table(gradient) and not is_expected_dense(gradient):
                 size = math.prod(gradient.shape) * gradient.dtype.itemsize
                 report_fallback(
                     f"a lazy optimizer got a dense gradient {leaf_name('updates', path)} for a "
@@ -395,7 +394,8 @@ class Fit:
     @classmethod
     def unchecked(cls, gradients: Gradients, params: Params) -> "Fit":
         """Return gradients or updates, and parameters or None, as they are."""
-        return cls(as_gradients(gradients), dense_parameters(params), model_of(params))
+        model = model_of(params)
+        return cls(as_gradients(gradients), _full_as_arrays(model.parameters), model)
 
     @classmethod
     def of(cls, gradients: Gradients, params: Params) -> "Fit":
@@ -424,5 +424,8 @@ def dense_parameters(params: Params) -> Params:
 
     A model that holds functions becomes its parameters, with None for all else.
     """
-    params = model_of(params).parameters
+    return _full_as_arrays(model_of(params).parameters)
+
+
+def _full_as_arrays(params: Params) -> Params:
     return jax.tree.map(lambda x: x.todense() if is_full(x) else x, params, is_leaf=is_full)

@@ -34,11 +34,12 @@ from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import coordinates, is_sparse, stored_values
 
 _ORDER = "tx.update(grads, opt_state, params)"
+_GRADIENTS = RowSparse, MaskedTensor, BCOO, BCSR
 
 
 def is_gradient_leaf(x: object) -> bool:
     """Decide whether `x` is a sparse or masked gradient: one leaf, not a subtree."""
-    return isinstance(x, RowSparse | MaskedTensor | BCOO | BCSR)
+    return isinstance(x, _GRADIENTS)
 
 
 def has_gradients(tree: PyTree) -> bool:
@@ -90,7 +91,7 @@ def check_transformation(name: str, tx: object, order: str) -> None:
 
 
 def check_gradient(updates: Gradients, params: Params) -> None:
-    """Refuse a gradient that does not fit the parameters: arrays and table containers.
+    """Refuse a gradient, as of `as_gradients`, that does not fit arrays and table containers.
 
     Structures must be the same where a gradient is sparse or masked, or a table stored; else
     that is left to optax.
@@ -100,7 +101,6 @@ def check_gradient(updates: Gradients, params: Params) -> None:
             "`updates` has the step of a deferred table already, and what is chained behind "
             "would change it: put all of the chain into one jmask.lazy(optax.chain(...))."
         )
-    check_gradients(updates)
     gradients = jax.tree.leaves_with_path(updates, is_leaf=_is_leaf)
     parameters = jax.tree.leaves(params, is_leaf=_is_leaf)
     if any(map(is_gradient_leaf, parameters)):
@@ -170,7 +170,8 @@ def check_fits(path: KeyPath, update: Gradient, param: Table) -> None:
     name = leaf_name("updates", path)
     if not is_stored_table(param) and abstract_leaf(param) is None:
         raise not_an_array(leaf_name("params", path), param, KEEP_ARRAYS)
-    like, dtype = shape_of(param), jnp.result_type(shape_of(param).dtype)
+    like = shape_of(param)
+    dtype = jnp.result_type(like.dtype)
     shape = tuple(jnp.shape(update))
     update_dtype = update.dtype if hasattr(update, "dtype") else jnp.result_type(update)
     if shape != like.shape:

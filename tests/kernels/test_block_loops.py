@@ -263,6 +263,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_several_tables(monkeypatch, form, seed, block):
     monkeypatch.setattr(tuning, "LATER_ROWS", block)
+    monkeypatch.setattr(tuning, "COPIED_SUMS", (0, 200, 2**22)[seed % 3])
     tables = list(tables_of(seed))
     rows = [rows for *_, rows in tables]
 
@@ -273,9 +274,11 @@ def test_several_tables(monkeypatch, form, seed, block):
     check(tables, summed([x[:2] for x in tables]))
 
 
+@pytest.mark.parametrize("copied", [0, 2**22])
 @pytest.mark.parametrize("form", FORMS)
-def test_sums_are_in_order(form):
+def test_sums_are_in_order(monkeypatch, form, copied):
     """The first value is added to, in the order in which others came."""
+    monkeypatch.setattr(tuning, "COPIED_SUMS", copied)
     values = jnp.asarray([1e8, 3, -1e8, 5e8, 1e-3])[:, None]
     ids = jnp.asarray([7, 7, 7, 2, 7], jnp.int32)
     ((_, sums),) = FORMS[form]([RowsOfTable(ids, values, V)])
