@@ -30,21 +30,34 @@ TRICKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "whole small tables": (_row_update, "is_saturated", lambda *_: False),
     "kernel for CSR": (_products, "suits_kernel", lambda *_: False),
 }
+# The tricks that some program has been made without.
+_asked: set[str] = set()
 # What is jitted inside jmask is traced once for each name, and not taken from a cache.
 _traced_without = jax.make_user_context("")
 
 
 @contextlib.contextmanager
 def left_out(name: str) -> Iterator[None]:
-    """Programs that are traced and compiled inside are made without this; "" is nothing."""
+    """Make the programs that are traced and compiled inside without this; "" is nothing.
+
+    Raises:
+        ValueError: if no program that was traced inside so far asked for the decision.
+    """
     if not name:
         yield
         return
     holder, decision, otherwise = TRICKS[name]
     usual = getattr(holder, decision)
-    setattr(holder, decision, otherwise)
+
+    def without(*args: Any) -> Any:
+        _asked.add(name)
+        return otherwise(*args)
+
+    setattr(holder, decision, without)
     try:
         with _traced_without(name):
             yield
     finally:
         setattr(holder, decision, usual)
+    if name not in _asked:
+        raise ValueError(f"{name!r} decides nothing in this program: is it {decision!r} still?")
