@@ -290,6 +290,8 @@ _RULES: dict[str, Function] = {
 _BEGIN = ("broadcast_in_dim", "gather")
 _BEGIN_FACTORS = (*_BEGIN, "dot_general", "mul", "pad")
 FOLLOWED = frozenset(_RULES)
+# Most are tracers: a question about `jax.Array` alone takes ten times as long.
+_ARRAYS = jax.core.Tracer, jax.Array
 
 
 def note_facts(
@@ -312,9 +314,7 @@ def note_facts(
     if is_scattered:
         known = [None if isinstance(x, Gathered) and not x.pays else x for x in known]
     begins = name in (_BEGIN_FACTORS if is_scattered else _BEGIN)
-    # Most are tracers: a question about `jax.Array` alone takes ten times as long.
-    arrays = jax.core.Tracer | jax.Array
-    if not begins and not any(known) and all(isinstance(x, arrays) for x in inputs):
+    if not begins and not any(known) and all(isinstance(x, _ARRAYS) for x in inputs):
         return
     operands = [
         _operand(x, v, fact) for x, v, fact in zip(inputs, eqn.invars, known, strict=True)
