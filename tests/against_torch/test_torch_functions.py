@@ -2,8 +2,7 @@
 
 Values and gradients of a table and of per-sample weights in float64. The functional
 `torch.masked` takes a tensor and a mask, as functions here take `where=`. Where the two differ
-on purpose, or by a fault of torch, a test says so; then the number wanted is that of NumPy on
-the valid entries. `make test-torch` runs these.
+on purpose a test says so. `make test-torch` runs these.
 """
 
 import contextlib
@@ -188,15 +187,6 @@ def test_bags_without_entries(torch, combiner):
     np.testing.assert_array_equal(ours[:2], 0)
 
 
-def test_weighted_mean_is_not_in_torch(torch):
-    with pytest.raises(NotImplementedError, match="per_sample_weights"):
-        torch_bag(
-            torch, {}, torch.tensor(TABLE), mode="mean", per_sample_weights=torch.ones(4, 3)
-        )
-    ours = jmask.embedding_bag(TABLE, LINES, weights=np.ones((4, 3)), combiner="mean")
-    np.testing.assert_allclose(ours, TABLE[LINES].mean(1), rtol=1e-12)
-
-
 def test_offsets_torch_refuses_too(torch):
     """torch says nothing of offsets that fall; jmask does."""
     for offsets in ([1, 2], [0, 13], [0, 5, 3]):
@@ -267,67 +257,6 @@ def test_gradients(torch, name):
     )
 
 
-# --- faults of torch ----------------------------------------------------------------------
-
-
-def _of_torch(torch, name, data, mask, **options):
-    x = torch.tensor(data, requires_grad=True)
-    result = getattr(torch.masked, name)(x, dim=1, mask=torch.tensor(mask), **options)
-    if result.requires_grad:
-        result[torch.isfinite(result)].sum().backward()
-    return result.detach().numpy(), None if x.grad is None else x.grad.numpy()
-
-
-@pytest.mark.parametrize("name", ["var", "std"])
-def test_nan_under_the_mask_reaches_valid_gradients_of_torch(torch, name):
-    """torch computes x - mean of all entries, and multiplies the nan by 0."""
-    data = np.where(MASK, DATA, np.nan)
-    _, gradient = _of_torch(torch, name, data, MASK, unbiased=False)
-    assert np.isnan(gradient[MASK]).any()
-    function = getattr(jnm, name)
-    loss = lambda d: jnp.sum(function(MaskedTensor(d, MASK), axis=1).to_tensor(0))
-    clean = jax.grad(loss)(jnp.asarray(DATA))
-    np.testing.assert_array_equal(jax.grad(loss)(jnp.asarray(data)), clean)
-    assert np.isfinite(clean).all()
-
-
-@pytest.mark.parametrize(
-    ("name", "order", "data", "mask", "of_torch", "expected"),
-    [
-        ("argmax", (), [9.0, -np.inf], [False, True], 0, 1),  # the first -inf is masked
-        ("norm", (-1.0,), [1.0, 2.0, 4.0], [True, True, False], 0, 2 / 3),
-    ],
-)
-def test_fills_of_torch_count(torch, name, order, data, mask, of_torch, expected):
-    """torch fills masked entries, with -inf or with 0, and takes the fills for entries."""
-    data, mask = np.float32([data]), np.array([mask])
-    theirs = getattr(torch.masked, name)
-    assert theirs(torch.tensor(data), *order, dim=1, mask=torch.tensor(mask))[0] == of_torch
-    ours = getattr(jnm, name)(jnp.asarray(data), *order, axis=1, where=jnp.asarray(mask))
-    np.testing.assert_allclose(ours, [expected], rtol=1e-6)
-
-
-def test_torch_shares_the_gradient_with_fills(torch):
-    """torch's amax of a valid -inf is equal to its fills, which take their part."""
-    data = np.array([[9.0, -np.inf]], np.float32)
-    mask = np.array([[False, True]])
-    x = torch.tensor(data, requires_grad=True)
-    torch.masked.amax(x, dim=1, mask=torch.tensor(mask)).sum().backward()
-    assert x.grad[0, 1] == 0.5
-    loss = lambda d: jnp.sum(jnm.amax(MaskedTensor(d, mask), axis=1).to_tensor(0))
-    np.testing.assert_array_equal(jax.grad(loss)(jnp.asarray(data)), [[0, 1]])
-
-
-def test_mean_of_a_masked_tensor(torch):
-    """torch.masked.mean of a MaskedTensor divides by the number of all entries."""
-    data, mask = np.array([1.0, 5.0, 3.0], np.float32), np.array([True, False, True])
-    with pytest.warns(UserWarning, match="prototype"):
-        x = torch.masked.masked_tensor(torch.tensor(data), torch.tensor(mask))
-    theirs = torch.masked.mean(x, dim=0)
-    assert not np.isclose(float(theirs), 2)
-    assert jnm.mean(MaskedTensor(data, mask), axis=0).storage == 2
-
-
 # --- elementwise functions at valid entries -------------------------------------------
 
 SOME = MASKS["random"]
@@ -361,14 +290,3 @@ def test_unary(torch, name):
 @pytest.mark.parametrize("name", [name for name in REFERENCE_BINARY if name != "equal"])
 def test_binary(torch, name):
     compare(torch, name, [numbers(name, 1), numbers(name, 2)])
-
-
-def test_gradients_that_torch_cannot_take(torch):
-    """A fault of torch: backward of maximum fails there, and here it is exact."""
-    x, y = numbers("maximum", 1), numbers("maximum", 2)
-    valid = torch.from_numpy(SOME)
-    a, b = (torch.masked.masked_tensor(torch.from_numpy(v), valid, True) for v in (x, y))
-    with pytest.raises((RuntimeError, TypeError)):
-        torch.maximum(a, b).sum().backward()
-    loss = lambda x: jmask.numpy.maximum(jmask.masked_tensor(x, SOME), y).to_tensor(0).sum()
-    np.testing.assert_array_equal(jax.grad(loss)(x), SOME & (x > y))

@@ -75,7 +75,7 @@ X = np.array([0.5, 1.0, -1.5])
 
 
 def verdicts(torch, forward, backward):
-    """Whether torch accepts a rule, slowly and fast, and whether jmask does."""
+    """Whether torch accepts a rule, slowly, and whether jmask does, slowly and fast."""
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -90,20 +90,12 @@ def verdicts(torch, forward, backward):
     mine = jax.custom_vjp(lambda x: forward(jax.numpy, x))
     mine.defvjp(lambda x: (forward(jax.numpy, x), x), lambda x, c: (backward(jax.numpy, x, c),))
     x = torch.tensor(X, requires_grad=True)
-    theirs = [accepts(torch, Function.apply, x, fast_mode=fast) for fast in (False, True)]
     how = {"modes": "rev", "raise_exception": False}
-    return theirs, [jmask.gradcheck(mine, X, fast=fast, **how) for fast in (False, True)]
+    ours = [jmask.gradcheck(mine, X, fast=fast, **how) for fast in (False, True)]
+    return [accepts(torch, Function.apply, x), *ours]
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_verdicts_on_rules(torch, name):
     forward, backward, right = RULES[name]
-    (slow, _), ours = verdicts(torch, forward, backward)
-    assert [slow, *ours] == [right] * 3
-
-
-def test_fast_mode_of_torch_accepts_what_is_refused_here(torch):
-    """A derivative of 0.01, given as 0, beside derivatives of 10,000."""
-    forward = lambda xp, x: (xp.asarray([1e4, 1e-2, 1e4], dtype=x.dtype) * x).sum()
-    backward = lambda xp, x, c: xp.asarray([1e4, 0, 1e4], dtype=x.dtype) * c
-    assert verdicts(torch, forward, backward) == ([False, True], [False, False])
+    assert verdicts(torch, forward, backward) == [right] * 3

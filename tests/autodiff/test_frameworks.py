@@ -1,9 +1,12 @@
-"""Models of flax, linen and nnx, and equinox, as people write them.
+"""Models of flax, linen and nnx, equinox and Keras, as people write them.
 
 What is no floating array of a model of equinox has no gradient, and stays.
 """
 
 import functools
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -205,3 +208,71 @@ def test_a_function_beside_parameters():
     np.testing.assert_allclose(
         grads["table"].todense()[1], 4 * (1 - np.tanh(1) ** 2), rtol=1e-5
     )
+
+
+# --- the two classes of docs/keras.md ---------------------------------------------------------
+
+# Keras promotes dtypes and ranks.
+keras = lambda test: pytest.mark.sampled(15)(pytest.mark.rank_promotion(test))
+
+
+WORDS = 200
+PAGE = Path(__file__).parents[2] / "docs" / "keras.md"
+RNG = np.random.default_rng(0)
+X = RNG.integers(0, WORDS // 2, (64, 5), dtype=np.int32)
+Y = np.asarray(X % 7, np.float32).mean(1)
+
+
+@pytest.fixture(scope="module")
+def page():
+    block = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(), re.S | re.M)
+    names = {}
+    exec(compile(block[1], str(PAGE), "exec"), names)
+    assert names["keras"].backend.backend() == "jax"
+    return SimpleNamespace(**names)
+
+
+def compiled(page, kind, optimizer):
+    layers = page.keras.layers
+    page.keras.utils.set_random_seed(1)
+    words = page.keras.Input((5,), dtype="int32")
+    rows = layers.GlobalAveragePooling1D()(layers.Embedding(WORDS, D)(words))
+    model = kind(words, layers.Dense(1)(layers.Dropout(0.1)(rows)))
+    model.compile(optimizer, "mse", metrics=["mae"])
+    return model
+
+
+@keras
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_as_keras_optimizers(page, name):
+    """Where lazy and dense are the same: losses, metrics, validation, rows."""
+    optimizers = page.keras.optimizers
+    ours, theirs = {
+        "sgd": (jmask.lazy(optax.sgd(0.1)), optimizers.SGD(0.1)),
+        "adagrad": (
+            jmask.adagrad(0.1, initial_accumulator_value=0.1, eps=1e-7),
+            optimizers.Adagrad(0.1),
+        ),
+    }[name]
+    dense = compiled(page, page.keras.Model, theirs)
+    sparse = compiled(page, page.SparseModel, page.Transformation(ours))
+    before = np.array(sparse.layers[1].embeddings.value)
+    more = {"batch_size": 16, "epochs": 3, "verbose": 0, "shuffle": False}
+    more["validation_split"] = 0.25
+    with jmask.strict():
+        found = sparse.fit(X, Y, **more).history
+    expected = dense.fit(X, Y, **more).history
+    assert found.keys() == expected.keys() == {"loss", "mae", "val_loss", "val_mae"}
+    for metric, numbers in expected.items():
+        np.testing.assert_allclose(found[metric], numbers, rtol=1e-4)
+    rows = np.asarray(sparse.layers[1].embeddings.value)
+    np.testing.assert_allclose(rows, dense.layers[1].embeddings.value, rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(rows[WORDS // 2 :], before[WORDS // 2 :])
+    assert int(sparse.optimizer.iterations.value) == 9
+
+
+@keras
+def test_optimizers_of_keras_do_not_take_rows(page):
+    model = compiled(page, page.SparseModel, page.keras.optimizers.Adam(0.1))
+    with pytest.raises(TypeError, match="RowSparse"):
+        model.fit(X, Y, verbose=0)

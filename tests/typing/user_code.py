@@ -3,15 +3,16 @@
     mypy --strict user_code.py        `assert_type` says what a checker must see
     python user_code.py               the loss goes down, untouched rows stay as they were
 
-`scripts/check_wheel.py` does both, away from the repository.
+`make lint` does the first, and `scripts/check_wheel.py` both, away from the repository.
 """
 
 import warnings
 from functools import partial
-from typing import Any, assert_type
+from typing import TYPE_CHECKING, Any, assert_type
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import jmask
@@ -55,7 +56,9 @@ def optimizers() -> list[optax.GradientTransformationExtraArgs]:
     assert_type(jmask.adam(0.1), optax.GradientTransformationExtraArgs)
     return [
         jmask.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))),
-        jmask.adam(optax.cosine_decay_schedule(0.1, 100), weight_decay=1e-4),
+        jmask.adam(
+            optax.cosine_decay_schedule(0.1, 100), b1=np.float32(0.9), state_dtype=jnp.bfloat16
+        ),
         jmask.rowwise_adagrad(0.1, eps=1e-8),
         jmask.sgd(0.05, momentum=0.5, nesterov=True),
     ]
@@ -84,9 +87,43 @@ def tensors() -> None:
     assert_type(jmask.gradcheck(lambda x: jnp.sum(x**2), jnp.ones(2)), bool)
 
 
+def numbers_of_numpy() -> None:
+    """NumPy's arrays and lists where arrays are asked for."""
+    x = jmask.masked_tensor(jnp.array([1.0, 2.0]), [True, False])
+    where = np.array([True, True, False])
+    assert jmask.retain(jmask.RowSparse([3], [2.0], (1000,)), [1, 3]).dtype.itemsize == 4
+    assert jnm.mean(x.astype(np.float16), axis=0, dtype="float32").to_tensor(0) == 1
+    assert jnm.sum(np.ones(3, np.float32), axis=(0,), where=where) == 2
+    different, counts = jnm.unique(x, return_counts=True)
+    assert jnm.unique(x).shape == different.shape == counts.shape
+    assert jnm.histogram(x, bins=3, range=(0, 1))[0].shape == jnm.pad(x, ((1, 0),)).shape
+    table = jmask.packed(jnp.ones((10, 4)), "tpu")
+    assert jmask.embedding_lookup(table, np.array([1])).shape == (1, 4)
+    bags = jmask.embedding_bag(table, np.array([1, 2]), offsets=[0, 1], weights=[1.0, 2.0])
+    assert bags.shape == jmask.embedding_bag(table, jmask.pad_bags([1, 2], [0, 1])).shape
+
+
+def gradients_with_more() -> None:
+    def loss(table: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows = table[jnp.array([1])]
+        return jnp.sum(rows), rows
+
+    table = jnp.ones((10, 4))
+    assert_type(jmask.grad(lambda table: loss(table)[0])(table), Any)
+    gradient, rows = assert_type(jmask.grad(loss, has_aux=True)(table), tuple[Any, Any])
+    (value, _), same = jmask.value_and_grad(loss, has_aux=True)(table)
+    assert assert_type(value, jax.Array) == jnp.sum(rows)
+    assert gradient.shape == same.shape == (10, 4)
+    if TYPE_CHECKING:  # a gradient has the arguments of its function
+        jmask.grad(loss, has_aux=True)("a name")  # type: ignore[arg-type]
+        jnm.nanvar(table, ddof="a name")  # type: ignore[arg-type]
+
+
 if __name__ == "__main__":
     warnings.simplefilter("error")
     tensors()
+    numbers_of_numpy()
+    gradients_with_more()
     batch = {"ids": jnp.array([3, 1, 3]), "y": jnp.zeros(3)}
     for tx in optimizers():
         first, last = train(tx, batch)
