@@ -5,6 +5,8 @@ a step of a large batch of bags nothing as large as all rows is made.
 """
 
 import functools
+import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -228,6 +230,24 @@ def test_a_step_of_bags_writes_no_row_out(name, rows):
     # Bags are 5 MB, and all rows would be 26. XLA of JAX 0.10 keeps the bags once more.
     most = 12.5e6 if jax.__version_info__ >= (0, 12) else 18e6
     assert temporary_bytes(compiled, rows * width * 4) < most
+
+
+@pytest.mark.of_cpus
+def test_gradients_of_weights_take_the_program_of_an_einsum():
+    tx, ids = OPTIMIZERS["adam"], jax.ShapeDtypeStruct((1024, 32), jnp.int32)
+    table = {"t": jax.ShapeDtypeStruct((10**5, 64), jnp.float32)}
+    params = table | {"w": jax.ShapeDtypeStruct((1024, 32), jnp.float32)}
+
+    def instructions(pool):
+        loss = lambda p, ids: jnp.sum(pool(p["t"], ids, p["w"]) ** 2)
+        step = lambda *a: jmask.apply_gradients(tx, jmask.grad(loss)(a[1], a[2]), a[0], a[1])
+        step = jax.jit(step).lower(jax.eval_shape(tx.init, params), params, ids)
+        reads_or_writes_rows = r" (gather|dot|scatter|while|sort|copy)\("
+        return Counter(re.findall(reads_or_writes_rows, step.compile().as_text()))
+
+    bags = instructions(lambda t, ids, w: jmask.embedding_bag(t, ids, weights=w))
+    assert bags == instructions(lambda t, ids, w: jnp.einsum("bl,bld->bd", w, t[ids]))
+    assert bags["dot"] == 2
 
 
 # Losses of parameters `p` and ids, by the names of the parameters.

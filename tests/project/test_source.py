@@ -104,15 +104,6 @@ def test_annotations_say_what_an_argument_is():
     assert len(places) <= len(annotations) / 20, places
 
 
-def test_every_name_of_a_type_is_used():
-    """Those of `_base.types`, by annotations of other files."""
-    tree = ast.parse((ROOT / "jmask" / "_base" / "types.py").read_text())
-    names = {x.id for node in tree.body if isinstance(node, ast.Assign) for x in node.targets}
-    others = [path.read_text() for path in SOURCES if path.name != "types.py"]
-    unused = {x for x in names if not any(re.search(rf"\b{x}\b", text) for text in others)}
-    assert not unused
-
-
 # --- rooms: imports point up, every file is on a list ---------------------------------
 
 FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "jmask").rglob("*.py"))

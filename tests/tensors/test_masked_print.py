@@ -105,12 +105,6 @@ def test_donated_tensors_print():
     assert repr(x) == "MaskedTensor(float32[3])"
 
 
-def test_numbers_of_scalars():
-    x = jmask.masked_tensor(jnp.array([1.5, 2.5]), jnp.array([True, False]))
-    assert float(x[0]) == 1.5
-    assert int(x[0]) == 1
-
-
 TABLE = jnp.ones((1000, 16))
 ROWS = jmask.RowSparse([1, 3], jnp.ones((2, 2)), (6, 2))
 HOLES = jmask.masked_tensor(jnp.array([1.0, jnp.nan, 3.0]), jnp.array([True, False, True]))
