@@ -286,45 +286,24 @@ def summed_by_sorting(given: RowsOfTable) -> Unique:
     again = ~starts & (ordered < rows)
     # The places of those that come again, one after the other, then padding.
     later = lax.sort(jnp.where(again, entries, count), is_stable=False)
-
-    def pair(places: jax.Array) -> tuple[jax.Array, jax.Array]:
-        first = gather_rows(came_from, gather_rows(start, places))
-        return gather_rows(came_from, places), first
-
-    sums = _later_added(values, later, jnp.sum(again, dtype=jnp.int32), pair)
-    unique = jnp.where(again, rows, ordered)
-    _, unique = sorted_with(came_from, unique)
-    return unique, sums
-
-
-def _later_added(
-    values: jax.Array,
-    later: jax.Array,
-    left: jax.Array,
-    pair: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
-) -> jax.Array:
-    """Add rows (n, *row) that come again to others of them, a block at a time, in place.
-
-    Args:
-        later (n,): numbers of those that come again, one after the other; n after them.
-        left: how many come again.
-        pair: numbers -> the entries that have these, and those that they are added to.
-    """
-    count = values.shape[0]
     size = max(tuning.LATER_ROWS, count // tuning.LATER_ROUNDS)
     later = jnp.pad(later, (0, size), constant_values=count)
+    left = jnp.sum(again, dtype=jnp.int32)
 
     def block(carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         begin, sums = carried
-        numbers = lax.dynamic_slice_in_dim(later, begin, size)
-        entries, into = pair(numbers)
-        into = jnp.where(numbers < count, into, count)
-        return begin + size, add_rows(sums, into, gather_rows(sums, entries))
+        places = lax.dynamic_slice_in_dim(later, begin, size)
+        first = gather_rows(came_from, gather_rows(start, places))
+        into = jnp.where(places < count, first, count)
+        rows = gather_rows(sums, gather_rows(came_from, places))
+        return begin + size, add_rows(sums, into, rows)
 
     sums = values.astype(sum_dtype(values.dtype))
-    begin = varying_alike(jnp.int32(0), later)[0]
+    begin = varying_alike(jnp.int32(0), ids)[0]
     _, sums = lax.while_loop(lambda carried: carried[0] < left, block, (begin, sums))
-    return sums.astype(values.dtype)
+    unique = jnp.where(again, rows, ordered)
+    _, unique = sorted_with(came_from, unique)
+    return unique, sums.astype(values.dtype)
 
 
 # --- into the first of them, by hashing on one CPU -----------------------------------------
@@ -350,15 +329,22 @@ def summed_by_hashing(tables: Sequence[RowsOfTable]) -> list[Unique]:
 
 
 def _summed_in_blocks(given: RowsOfTable, first: jax.Array) -> Unique:
-    """Sum as `_summed_at`, without the copy that it takes."""
+    """Sum as `_summed_at` does, which copies all rows, with a copy of one block at a time."""
     ids, values, rows = given
-    entries = entries_of(ids)
-    again = first != entries
-    ended = jnp.cumsum(again, dtype=jnp.int32)
-    count = ids.shape[0]
-    later = set_rows(jnp.full_like(entries, count), jnp.where(again, ended - 1, count), entries)
-    sums = _later_added(values, later, ended[-1], lambda x: (x, gather_rows(first, x)))
-    return jnp.where(again, rows, ids), sums
+    count, again = ids.shape[0], first != entries_of(ids)
+    into, size = jnp.where(again, first, count), min(tuning.BLOCK_ROWS[1], count)
+
+    def block(number: jax.Array, sums: jax.Array) -> jax.Array:
+        # The last block begins earlier, with rows that were added in the one before.
+        begin = jnp.minimum(number * size, count - size)
+        is_new = lax.iota(jnp.int32, size) >= number * size - begin
+        at = jnp.where(is_new, lax.dynamic_slice_in_dim(into, begin, size), count)
+        # Rows that come again are added, and never added to.
+        return add_rows(sums, at, lax.dynamic_slice_in_dim(sums, begin, size))
+
+    sums = values.astype(sum_dtype(values.dtype))
+    sums = lax.fori_loop(0, -(-count // size), block, sums)
+    return jnp.where(again, rows, ids), sums.astype(values.dtype)
 
 
 def _first_entries(tables: Sequence[RowsOfTable]) -> list[jax.Array]:

@@ -263,6 +263,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_several_tables(monkeypatch, form, seed, block):
     monkeypatch.setattr(tuning, "LATER_ROWS", block)
+    monkeypatch.setattr(tuning, "BLOCK_ROWS", (1, block))
     monkeypatch.setattr(tuning, "COPIED_SUMS", (0, 200, 2**22)[seed % 3])
     tables = list(tables_of(seed))
     rows = [rows for *_, rows in tables]
