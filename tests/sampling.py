@@ -1,6 +1,6 @@
 """Large tables of cases: some of them by default, the rest `slow`.
 
-    @pytest.mark.sampled                                        # two of its cases by default
+    @pytest.mark.sampled                                        # one of its cases by default
     @pytest.mark.parametrize("name", CASES)
 
     pytestmark = pytest.mark.sampled                            # the same for a whole file
@@ -17,7 +17,6 @@ from collections import defaultdict
 
 import pytest
 
-_CASES = 2
 # A run that has no time for everything: at most so many slow cases of each test.
 _MOST = int(os.environ.get("JMASK_CASES") or 10**9)
 
@@ -51,7 +50,7 @@ def mark_the_rest_slow(items):
         for (one_in,) in marks - {()}:
             of_file[item.path, one_in].append(item)
     for cases in of_test.values():
-        for item in _shuffled(cases)[_CASES:]:
+        for item in _shuffled(cases)[1:]:
             item.add_marker(pytest.mark.slow)
     for (_, one_in), tests in of_file.items():
         fast = [item for item in tests if not item.get_closest_marker("slow")]

@@ -197,7 +197,7 @@ def check(program, values):
 
 
 @pytest.mark.dtype_promotion
-@few_or_many(8, 80)
+@few_or_many(3, 80)
 def test_random_lookups(count):
     settings(max_examples=count)(given(programs(), thresholds)(check))()
 

@@ -285,7 +285,7 @@ def check(shape, *rules):
         )
 
 
-@few_or_many(25, 300)
+@few_or_many(8, 300)
 def test_random_rules(count):
     settings(max_examples=count)(given(rules())(lambda rule: check(*rule)))()
 

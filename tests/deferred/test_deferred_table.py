@@ -121,6 +121,7 @@ def test_update_and_apply_updates():
     assert_same_run(ours, deferred_run(ADAM))
 
 
+@pytest.mark.slow
 def test_skipped_steps_do_not_count():
     """A step that is not taken is none, for rows that are away as well."""
 
@@ -259,7 +260,7 @@ def both_steps(gradient, carried):
     return table, state, optax.apply_updates(dense, updates), dense_state
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(st.integers(0, 2**16), st.sampled_from([(1,), (2, 2), (40,)]), st.integers(0, 5))
 def test_random_ids(seed, shape, empty):
     """Tables of all sizes; ids that come twice or are none; a step in which all are none."""

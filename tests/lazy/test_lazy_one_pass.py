@@ -227,6 +227,7 @@ def run(program):
     )
 
 
+@pytest.mark.slow
 def test_scalars_that_depend_on_no_input():
     finished = run(WITHOUT_INPUTS)
     assert finished.stdout == "done\n", finished.stderr

@@ -452,7 +452,7 @@ def compare(new, dense, old, gradient):
         np.testing.assert_array_equal(np.asarray(x)[others], np.asarray(before)[others], name)
 
 
-@few_or_many(10, 120)
+@few_or_many(4, 120)
 def test_random_chains(count):
     @settings(max_examples=count)
     @given(chains())
