@@ -8,7 +8,8 @@
 
     @pytest.mark.parametrize("name", chosen(["adam"], CASES))   # these by default
 
-Cases that a test must have by default are chosen; a sample takes any.
+Cases that a test must have by default are chosen; a sample takes any. Of all of these every
+other test, by a checksum of its name, is in the default tier, for which a newcomer waits.
 """
 
 import os
@@ -19,6 +20,8 @@ import pytest
 
 # A run that has no time for everything: at most so many slow cases of each test.
 _MOST = int(os.environ.get("JMASK_CASES") or 10**9)
+# One in so many is in the default tier.
+_ONE_IN = int(os.environ.get("JMASK_ONE_IN") or 2)
 
 
 def chosen(default, every):
@@ -57,6 +60,8 @@ def mark_the_rest_slow(items):
         for item in set(fast) - set(fast[::one_in]):
             item.add_marker(pytest.mark.slow)
     for item in items:
+        if item.get_closest_marker("needs") is None and _checksum(item) % _ONE_IN:
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("slow"):
             slow[_test(item)].append(item)
     return [item for cases in slow.values() for item in _shuffled(cases)[_MOST:]]
@@ -68,4 +73,8 @@ def _test(item):
 
 def _shuffled(cases):
     """Order by checksums of names: at random, for each test otherwise, the same always."""
-    return sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
+    return sorted(cases, key=_checksum)
+
+
+def _checksum(item):
+    return zlib.crc32(item.nodeid.encode())

@@ -99,12 +99,6 @@ def test_only_the_edges_are_read(monkeypatch):
     assert max(sizes) <= 36
 
 
-def test_donated_tensors_print():
-    x = masked(jnp.ones(3))
-    x.data.delete()
-    assert repr(x) == "MaskedTensor(float32[3])"
-
-
 TABLE = jnp.ones((1000, 16))
 ROWS = jmask.RowSparse([1, 3], jnp.ones((2, 2)), (6, 2))
 HOLES = jmask.masked_tensor(jnp.array([1.0, jnp.nan, 3.0]), jnp.array([True, False, True]))
