@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmask._autodiff.gathered_rows import FACTS, Gathered, sum_of_lookups
+from jmask._autodiff.gathered_rows import FACTS, SUMS, Gathered, sum_of_lookups
 from jmask._autodiff.provenance import FOLLOWED, note_facts, note_uses
 from jmask._autodiff.values import RowSum, dense, is_symbolic
 from jmask._autodiff.views import (
@@ -74,6 +74,8 @@ _CALLS_ENTERED = 3
 LOOK_UP_FIRST = "Look rows up first, then compute: `f(table[ids])`, not `f(table)[ids]`."
 _CALLS = (*CALLS, *REMATS)
 _LOOPS = ("scan", "cond")  # that are run equation by equation, with a rule
+# The equations that ask what is known of their operands, here or in what they run.
+_ASKING = FOLLOWED | {*SUMS, *_CALLS, *_LOOPS, "scatter-add"}
 _ROW_MAKERS = ("scatter-add", "dynamic_update_slice", "pad", "bcoo_dot_general")
 
 Flags = Sequence[bool]
@@ -105,12 +107,14 @@ class Demand:
         wanted: the variables that reach a wanted output through linear rules only.
         followed: the variables that reach rows to be scattered, through equations that add to
             what is known of their operands, and how many more calls to enter on the way.
+        asked: the variables whose facts an equation may ask for.
         live: the equations whose result is used or that have an effect, in order.
         definitions: the equation that makes a variable.
     """
 
     wanted: set[Var]
     followed: dict[Var, int]
+    asked: set[Var]
     live: list[JaxprEqn]
     definitions: dict[Var, JaxprEqn]
 
@@ -149,7 +153,7 @@ class Interpreter:
         used = _marked(jaxpr.outvars, [True] * len(jaxpr.outvars))
         wanted = _marked(jaxpr.outvars, wanted_outputs)
         definitions = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        result = Demand(wanted, {}, [], definitions)
+        result = Demand(wanted, {}, set(used), [], definitions)
         result.follow(jaxpr.outvars, calls or [-1] * len(jaxpr.outvars))
         for eqn in reversed(jaxpr.eqns):
             if not (eqn.effects or any(v in used for v in eqn.outvars)):
@@ -158,6 +162,8 @@ class Interpreter:
             used.update(v for v in eqn.invars if not isinstance(v, Literal))
             outputs_wanted, calls = result.of(eqn.outvars), result.calls(eqn.outvars)
             is_wanted, most, name = any(outputs_wanted), max(calls, default=-1), name_of(eqn)
+            if name in _ASKING:
+                result.asked.update(v for v in eqn.invars if not isinstance(v, Literal))
             if name in _CALLS and (is_wanted or most > 0):
                 inner = called(eqn)[0]
                 inside = self.demand(inner, outputs_wanted, calls)
@@ -237,7 +243,7 @@ class Interpreter:
                         outputs = [gather_of(eqn)(*arguments)]
                     else:
                         outputs = _run_on_arrays(eqn, arguments)
-                    if len(outputs) == 1 and rows is None:
+                    if len(outputs) == 1 and rows is None and eqn.outvars[0] in demand.asked:
                         is_scattered = eqn.outvars[0] in demand.followed
                         note_facts(eqn, name, arguments, outputs[0], uses, is_scattered)
                     if name in RULES:
