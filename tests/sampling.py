@@ -60,10 +60,10 @@ def mark_the_rest_slow(items):
         for item in set(fast) - set(fast[::one_in]):
             item.add_marker(pytest.mark.slow)
     for item in items:
-        if item.get_closest_marker("needs") is None and _checksum(item) % _ONE_IN:
-            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("slow"):
             slow[_test(item)].append(item)
+        elif item.get_closest_marker("needs") is None and _checksum(item) % _ONE_IN:
+            item.add_marker(pytest.mark.slow)  # and run whatever JMASK_CASES says
     return [item for cases in slow.values() for item in _shuffled(cases)[_MOST:]]
 
 

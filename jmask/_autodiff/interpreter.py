@@ -159,11 +159,12 @@ class Interpreter:
             if not (eqn.effects or any(v in used for v in eqn.outvars)):
                 continue
             result.live.append(eqn)
-            used.update(v for v in eqn.invars if not isinstance(v, Literal))
+            operands = [v for v in eqn.invars if not isinstance(v, Literal)]
+            used.update(operands)
             outputs_wanted, calls = result.of(eqn.outvars), result.calls(eqn.outvars)
             is_wanted, most, name = any(outputs_wanted), max(calls, default=-1), name_of(eqn)
             if name in _ASKING:
-                result.asked.update(v for v in eqn.invars if not isinstance(v, Literal))
+                result.asked.update(operands)
             if name in _CALLS and (is_wanted or most > 0):
                 inner = called(eqn)[0]
                 inside = self.demand(inner, outputs_wanted, calls)

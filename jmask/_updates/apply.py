@@ -318,8 +318,8 @@ def advising_lazy(
 ) -> Iterator[None]:
     """Add the way out to errors of the transformation `name`, which is called in this context.
 
-    It is added to errors about arithmetic on row ids, and about gradients whose structure is
-    not that of the parameters.
+    It is added to errors about arithmetic on row ids, and about gradients whose structure
+    differs from the parameters'.
     """
     try:
         with naming_structures(gradients, params):

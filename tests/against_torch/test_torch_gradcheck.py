@@ -69,8 +69,6 @@ RULES = {
     "nearly right": (lambda xp, x: x**2, lambda xp, x, c: 2.001 * x * c, True),
     "not quite right": (lambda xp, x: x**2, lambda xp, x, c: 2.01 * x * c, False),
 }
-
-
 X = np.array([0.5, 1.0, -1.5])
 
 

@@ -28,7 +28,6 @@ from tests.stored_tables import STEPS
 
 pytestmark = pytest.mark.dtype_promotion
 
-
 # Equal ids are found by sorting or hashing in large tables, by marking in small ones.
 LARGE_TABLE, SMALL_TABLE, WIDTH = 40, 8, 4
 
@@ -39,7 +38,6 @@ WAYS = (
     "adam unless not finite", "adam without bad rows", "adam within norms",
     "clipped optax.adam", "injected optax.adam", "partition",
 )  # fmt: skip
-
 
 OF_WAYS = {**OPTIMIZERS, "partition": PARTITION}
 

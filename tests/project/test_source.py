@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from jmask._tensors import methods as _methods
+
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "jmask").rglob("*.py"))
 EVERYTHING = [
@@ -70,6 +72,12 @@ def test_parameters_of_equations_are_read_in_one_place():
             assert not re.search(
                 r"\b(eqn|twin|equation)\.params(\[|\.get)", path.read_text()
             ), path
+
+
+def test_every_method_is_installed():
+    for path in SOURCES:
+        for name in re.findall(r"\b(?:method|call)\(\"(\w+)\"", path.read_text()):
+            assert name in _methods._installed, f"{path.name}: nothing is installed as {name!r}"
 
 
 def test_nothing_is_imported_late():

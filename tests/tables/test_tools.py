@@ -237,8 +237,7 @@ def test_profiles_name_the_update():
 
 # --- large pages of memory -------------------------------------------------------------------
 
-MANY = 2**15
-LARGE = np.random.default_rng(0).normal(size=(MANY, 32)).astype(np.float32)  # 4 MiB
+LARGE = np.random.default_rng(0).normal(size=(2**15, 32)).astype(np.float32)  # 4 MiB
 
 
 @pytest.mark.of_cpus
