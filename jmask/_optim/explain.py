@@ -13,6 +13,7 @@ import dataclasses
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 
 import jax
@@ -130,8 +131,13 @@ class Explanation:
             cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             lines.append("  ".join(cells).rstrip())
             if note:
-                lines.append(f"    {note}")
+                lines += [f"    {line}" for line in _in_lines(note)]
         return "\n".join([*lines, *self.notes])
+
+
+def _in_lines(note: str) -> list[str]:
+    # Names and paths stay in one piece.
+    return textwrap.wrap(note, 80, break_long_words=False, break_on_hyphens=False)
 
 
 def explain(

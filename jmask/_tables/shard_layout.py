@@ -112,7 +112,7 @@ class Layout:
         owner, place = self._owner_and_place(ids.astype(dtype))
         return jnp.where(ids < self.count, owner * self.block + place, jnp.asarray(rows, dtype))
 
-    def room_for(self, entries: int) -> int:
+    def capacity_for(self, entries: int) -> int:
         """Return the capacity of a shard in an exchange of `entries` on each device."""
         assert self.capacity_factor is not None
         return min(math.ceil(self.capacity_factor * entries), entries * self.shards)
@@ -243,7 +243,7 @@ def _checked_factor(factor: TensorLike, rows: tuple[str, ...], batch: tuple[str,
     is_number = isinstance(factor, numbers.Real) and not isinstance(factor, bool)
     if not is_number or not 1 <= factor < math.inf:
         raise ValueError(
-            "`capacity_factor`, the room of a shard in its share of a batch, must be a number "
+            "`capacity_factor`, a capacity in shares of a batch, must be a number "
             f"of at least 1, such as 2.0, or None, got {factor!r}."
         )
     if not set(rows) <= set(batch):
@@ -299,14 +299,14 @@ class _Outbox:
         layout: of the table.
         keys (m,): sorted and distinct, see `Layout.key`.
         starts (S + 1,): where the entries of each shard begin, and the last of them ends.
-        room: how many entries a round takes from one shard to another.
+        capacity: how many entries a round takes from one shard to another.
         axes: over which entries differ, the axes of the rows among them.
     """
 
     layout: Layout
     keys: jax.Array
     starts: jax.Array
-    room: int
+    capacity: int
     axes: Sequence[str]
 
     @classmethod
@@ -316,8 +316,8 @@ class _Outbox:
         bounds = jnp.arange(layout.shards + 1, dtype=keys.dtype) * layout.block
         # Compared with all of them: searching is a loop where that is one kernel.
         starts = jnp.searchsorted(keys, bounds, method="compare_all").astype(jnp.int32)
-        room = -(-layout.room_for(entries) // layout.shards)
-        return cls(layout, keys, starts, room, tuple(axes))
+        capacity = -(-layout.capacity_for(entries) // layout.shards)
+        return cls(layout, keys, starts, capacity, tuple(axes))
 
     @property
     def counts(self) -> jax.Array:
@@ -327,11 +327,11 @@ class _Outbox:
     def rounds(self) -> jax.Array:
         """Count the rounds that the fullest pair of shards needs, the same on all devices."""
         fullest = lax.pmax(jnp.max(self.counts), self.axes)
-        return (fullest + self.room - 1) // self.room
+        return (fullest + self.capacity - 1) // self.capacity
 
     def entries(self, number: jax.Array) -> jax.Array:
-        """Return the entries of a round (S * room,), m where there is none."""
-        offsets = number * self.room + lax.iota(jnp.int32, self.room)
+        """Return the entries of a round (S * capacity,), m where there is none."""
+        offsets = number * self.capacity + lax.iota(jnp.int32, self.capacity)
         place = self.starts[:-1, None] + offsets[None]
         is_one = place < self.starts[1:, None]
         return jnp.where(is_one, place, self.keys.shape[0]).reshape(-1)
@@ -394,32 +394,32 @@ def rows_to_owners(
     # to one owner is in one piece.
     keys, values = coalesce_rows(layout.key(ids), values, layout.shards * layout.block)
     outbox = _Outbox.of(layout, keys, ids.shape[0], axes)
-    room = layout.room_for(ids.shape[0])
+    capacity = layout.capacity_for(ids.shape[0])
     coming = _swapped(outbox.counts, layout)
     begin = jnp.cumsum(coming) - coming
-    column = lax.iota(jnp.int32, outbox.room)
+    column = lax.iota(jnp.int32, outbox.capacity)
 
     def one_round(
         number: jax.Array, received: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         places, rows = received
         entries = outbox.entries(number)
-        nth = (number * outbox.room + column)[None]
-        # An entry beyond the capacity gets a slot of `room` or more, which writes drop: that it
+        nth = (number * outbox.capacity + column)[None]
+        # An entry beyond the capacity gets a slot after the last, which writes drop: that it
         # is lost shows in `fits` below, and every row becomes nan rather than one row wrong.
-        slots = jnp.where(nth < coming[:, None], begin[:, None] + nth, room).reshape(-1)
+        slots = jnp.where(nth < coming[:, None], begin[:, None] + nth, capacity).reshape(-1)
         sent = gather_rows(values, entries)
         return (
             places.at[slots].set(outbox.places_sent(entries), mode="drop"),
             set_rows(rows, slots, _swapped(sent, layout)),
         )
 
-    places = jnp.full((room,), layout.block, jnp.int32)
-    rows = jnp.zeros((room, *values.shape[1:]), values.dtype)
+    places = jnp.full((capacity,), layout.block, jnp.int32)
+    rows = jnp.zeros((capacity, *values.shape[1:]), values.dtype)
     places, rows, *_ = varying_alike(places, rows, keys, values, layout.shard())
     places, rows = lax.fori_loop(0, outbox.rounds(), one_round, (places, rows))
     others = tuple(axis for axis in axes if axis not in layout.rows)
-    fits = jnp.sum(coming) <= room
+    fits = jnp.sum(coming) <= capacity
     if others:
         places = lax.all_gather(places, others, tiled=True)
         rows = lax.all_gather(rows, others, tiled=True)
