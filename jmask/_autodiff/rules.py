@@ -22,15 +22,14 @@ broadcast; along dimension 0 they are not rows of the result, and it is dense.
 
 import dataclasses
 import math
-import operator
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
-from jax.typing import ArrayLike
 
+from jmask._autodiff import row_pattern
 from jmask._autodiff.gathered_rows import rows_added
 from jmask._autodiff.interpreter import (
     Flags,
@@ -39,18 +38,6 @@ from jmask._autodiff.interpreter import (
     Rule,
     Values,
     report_dense,
-)
-from jmask._autodiff.row_pattern import (
-    flipped,
-    padded,
-    padded_rows,
-    placed_at,
-    reshaped,
-    scatter_add_rows,
-    sliced,
-    sparse_product_rows,
-    transposed,
-    window_rows,
 )
 from jmask._autodiff.values import (
     Filled,
@@ -64,7 +51,7 @@ from jmask._autodiff.values import (
 from jmask._base.array_types import adds_when_cast
 from jmask._base.forms import aval_of, name_of, parameter
 from jmask._base.jaxprs import bound
-from jmask._base.types import ArrayFunction, Atom, Value
+from jmask._base.types import Atom, Value
 from jmask._kernels.gathered_rows import GATHERED
 
 
@@ -101,10 +88,6 @@ def _summing_rows(eqn: JaxprEqn, *_: object) -> list[bool]:
     return [0 not in axes or all(shape[d] == 1 for d in axes)]
 
 
-def _cuts(eqn: JaxprEqn) -> bool:
-    return any(low < 0 or high < 0 for low, high, _ in parameter(eqn, "padding_config"))
-
-
 def _cases(eqn: JaxprEqn, *_: object) -> list[bool]:
     by_scalar = aval_of(eqn.invars[0]).shape == ()
     return [False] + [by_scalar] * (len(eqn.invars) - 1)
@@ -137,6 +120,26 @@ def _scaled(
 # rule that returns None is never wrong: the equation then runs on dense arrays.
 
 
+def _on_rows(
+    function: Callable[[JaxprEqn, RowSum], Outputs], *, moves: bool = False
+) -> Callable[[JaxprEqn, Values, Flags, Interpreter], Outputs]:
+    """Return the rule of an equation on one operand, which declines all but rows.
+
+    An equation that `moves` rows cannot move the carry of a scan along.
+    """
+
+    def apply(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
+        x = inputs[0]
+        is_taken = _is_movable(x) if moves else isinstance(x, RowSum)
+        return function(eqn, x) if is_taken else None
+
+    return apply
+
+
+def _is_movable(x: Value) -> bool:
+    return isinstance(x, RowSum) and x.carry is None
+
+
 def _broadcast(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     x, aval = inputs[0], aval_of(eqn.outvars[0])
     if not aval.shape:
@@ -145,7 +148,7 @@ def _broadcast(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
         if x.is_zero:
             return _zero_rows(eqn)
         if math.prod(aval.shape) == math.prod(x.shape):
-            return reshaped(x, aval.shape) if _is_movable(x) else None
+            return row_pattern.reshaped(x, aval.shape) if _is_movable(x) else None
         return x.broadcast(aval.shape, parameter(eqn, "broadcast_dimensions"))
     if isinstance(x, Filled):
         return Filled(aval.shape, x.value)
@@ -164,7 +167,7 @@ def _scatter_add(
         return None
     # The transpose of `gather`: this is where the gradient of a lookup becomes rows.
     updates = interpreter.dense(updates, eqn)
-    rows = scatter_add_rows(eqn, interpreter.dense(indices, eqn), updates)
+    rows = row_pattern.scatter_add_rows(eqn, interpreter.dense(indices, eqn), updates)
     if rows is None:
         return None
     known = rows_added(eqn, updates)
@@ -181,10 +184,10 @@ def _dynamic_update_slice(
     if not (isinstance(operand, RowSum) and operand.is_zero):
         return None
     if isinstance(update, RowSum):
-        return None if update.carry else placed_at(update, starts, operand.shape)
+        return None if update.carry else row_pattern.placed_at(update, starts, operand.shape)
     along = {d: jnp.asarray(start) for d, start in enumerate(starts)}
     shape, update = operand.shape, interpreter.dense(update, eqn)
-    rows = window_rows(shape, update, update.shape, along, clips=True)
+    rows = row_pattern.window_rows(shape, update, update.shape, along, clips=True)
     return None if rows is None else operand.plus(rows)
 
 
@@ -192,28 +195,23 @@ def _pad(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter)
     operand, padding = inputs
     if not is_literal_zero(padding):
         return None
+    config = parameter(eqn, "padding_config")
     if isinstance(operand, RowSum):
-        config, shape = parameter(eqn, "padding_config"), aval_of(eqn.outvars[0]).shape
-        return None if operand.carry else padded(operand, config, shape)
-    return None if _cuts(eqn) else padded_rows(eqn, interpreter.dense(operand, eqn))
+        shape = aval_of(eqn.outvars[0]).shape
+        return None if operand.carry else row_pattern.padded(operand, config, shape)
+    if any(low < 0 or high < 0 for low, high, _ in config):
+        return None
+    return row_pattern.padded_rows(eqn, interpreter.dense(operand, eqn))
 
 
-def _moving(
-    move: Callable[[JaxprEqn, RowSum], Outputs],
-) -> Callable[[JaxprEqn, Values, Flags, Interpreter], Outputs]:
-    """Return the rule of an equation that moves the rows of its operand."""
-
-    def apply(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
-        x = inputs[0]
-        return move(eqn, x) if _is_movable(x) else None
-
-    return apply
+def _reshape(eqn: JaxprEqn, x: RowSum) -> RowSum | None:
+    return row_pattern.reshaped(x, aval_of(eqn.outvars[0]).shape)
 
 
 def _slice(eqn: JaxprEqn, x: RowSum) -> RowSum:
     starts = parameter(eqn, "start_indices")
     strides = parameter(eqn, "strides") or (1,) * len(starts)
-    return sliced(x, starts, aval_of(eqn.outvars[0]).shape, strides)
+    return row_pattern.sliced(x, starts, aval_of(eqn.outvars[0]).shape, strides)
 
 
 def _split(eqn: JaxprEqn, x: RowSum) -> Outputs:
@@ -222,8 +220,8 @@ def _split(eqn: JaxprEqn, x: RowSum) -> Outputs:
     for v in eqn.outvars:
         shape = aval_of(v).shape
         size = shape if len(shape) == len(x.shape) else (*shape[:axis], 1, *shape[axis:])
-        piece = sliced(x, tuple(start), size, (1,) * len(size))
-        pieces.append(reshaped(piece, shape))
+        piece = row_pattern.sliced(x, tuple(start), size, (1,) * len(size))
+        pieces.append(row_pattern.reshaped(piece, shape))
         start[axis] += size[axis]
     return None if None in pieces else pieces
 
@@ -233,11 +231,10 @@ def _concatenate(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
 
 
 def _stack(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
-    axis, shape = parameter(eqn, "axis"), list(aval_of(eqn.outvars[0]).shape)
-    shape[axis] = 1
-    return _joined(
-        eqn, [reshaped(x, tuple(shape)) if _is_movable(x) else None for x in inputs], axis
-    )
+    axis, shape = parameter(eqn, "axis"), aval_of(eqn.outvars[0]).shape
+    one = (*shape[:axis], 1, *shape[axis + 1 :])
+    with_axis = [row_pattern.reshaped(x, one) if _is_movable(x) else None for x in inputs]
+    return _joined(eqn, with_axis, axis)
 
 
 def _joined(eqn: JaxprEqn, inputs: Values, axis: int) -> Outputs:
@@ -249,19 +246,15 @@ def _joined(eqn: JaxprEqn, inputs: Values, axis: int) -> Outputs:
         end = begin + x.shape[axis]
         config = [(0, 0, 0)] * len(x.shape)
         config[axis] = (begin, total.shape[axis] - end, 0)
-        total, begin = total.plus(padded(x, config, total.shape)), end
+        total, begin = total.plus(row_pattern.padded(x, config, total.shape)), end
     # Pieces with fixed bounds alone are better concatenated as arrays, unless they are few.
     return total if total.is_zero or total.is_rows else None
-
-
-def _is_movable(x: Value) -> bool:
-    return isinstance(x, RowSum) and x.carry is None
 
 
 def _sparse_product(
     eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 ) -> Outputs:
-    return sparse_product_rows(eqn, *(interpreter.dense(x, eqn) for x in inputs))
+    return row_pattern.sparse_product_rows(eqn, *(interpreter.dense(x, eqn) for x in inputs))
 
 
 def _add(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
@@ -295,21 +288,17 @@ def _subtract(
     return _add(eqn, (x, y), wanted, interpreter)
 
 
-def _negate(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
-    (x,) = inputs
-    return x.scaled(jnp.negative) if isinstance(x, RowSum) else None
+def _negate(eqn: JaxprEqn, x: RowSum) -> RowSum:
+    return x.scaled(jnp.negative)
 
 
-def _on_sums(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
-    (x,) = inputs
-    return x.map_sums(lambda rows: bound(eqn, [rows])[0]) if isinstance(x, RowSum) else None
+def _on_sums(eqn: JaxprEqn, x: RowSum) -> RowSum:
+    return x.map_sums(lambda rows: bound(eqn, [rows])[0])
 
 
-def _convert(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
-    (x,) = inputs
+def _convert(eqn: JaxprEqn, x: RowSum) -> RowSum | None:
     dtype = parameter(eqn, "new_dtype")
-    # Booleans do not add.
-    if not isinstance(x, RowSum) or dtype == jnp.dtype(bool):
+    if dtype == jnp.dtype(bool):  # booleans do not add
         return None
     if x.dtype == dtype:
         return x
@@ -317,43 +306,31 @@ def _convert(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     return convert(lambda rows: rows.astype(dtype), dtype=dtype)
 
 
-def _multiply(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
-    x, y = reversed(inputs) if isinstance(inputs[1], RowSum) else inputs
-    return _times(eqn, x, as_scalar(y), operator.mul)
-
-
-def _divide(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
+def _times(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
+    """Multiply rows by a scalar, or divide them."""
     x, y = inputs
+    result, is_quotient = aval_of(eqn.outvars[0]), name_of(eqn) == "div"
     # Quotients of integers are rounded: a sum of quotients is not the quotient of the sum.
-    if is_literal_zero(y) or not jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.inexact):
+    if is_quotient and (is_literal_zero(y) or not jnp.issubdtype(result.dtype, jnp.inexact)):
         return None
-    return _times(eqn, x, as_scalar(y), operator.truediv)
-
-
-def _times(
-    eqn: JaxprEqn, x: Value, number: ArrayLike | None, operation: ArrayFunction
-) -> Outputs:
+    if isinstance(y, RowSum) and not is_quotient:
+        x, y = y, x
+    number = as_scalar(y)
     if not isinstance(x, RowSum) or number is None:
         return None
-    shape = aval_of(eqn.outvars[0]).shape
-    x = x.broadcast(shape, range(len(shape)))
+    x = x.broadcast(result.shape, range(len(result.shape)))
+    operation = jnp.true_divide if is_quotient else jnp.multiply
     if x is None:
         return None
     return x.scaled(lambda rows: operation(rows, jnp.asarray(number, rows.dtype)))
 
 
-def _reshape(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
-    x, shape = inputs[0], aval_of(eqn.outvars[0]).shape
-    return reshaped(x, shape) if _is_movable(x) else None
-
-
-def _sum(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
-    (x,) = inputs
+def _sum(eqn: JaxprEqn, x: RowSum) -> RowSum | None:
     axes, shape = parameter(eqn, "axes"), aval_of(eqn.outvars[0]).shape
-    if not isinstance(x, RowSum) or not shape:
+    if not shape:
         return None
     if all(x.shape[d] == 1 for d in axes):
-        return None if x.carry else reshaped(x, shape)
+        return None if x.carry else row_pattern.reshaped(x, shape)
     if min(axes) < x.leading:
         return None
     along_rows = [d - x.leading + 1 for d in axes]
@@ -395,21 +372,21 @@ EQUATION_RULES: dict[str, Rule] = {
     "add_any": Rule(_all, _add),
     "add": Rule(_all, _add),
     "sub": Rule(_all, _subtract),
-    "neg": Rule(_all, _negate),
-    "reduce_precision": Rule(_all, _on_sums),
-    "convert_element_type": Rule(_all, _convert),
-    "mul": Rule(_scaled, _multiply),
-    "div": Rule(_scaled, _divide),
-    "reshape": Rule(_first_wanted, _reshape),
-    "squeeze": Rule(_first_wanted, _reshape),
-    "reduce_sum": Rule(_summing_rows, _sum),
-    "slice": Rule(_first_wanted, _moving(_slice)),
-    "split": Rule(_first_wanted, _moving(_split)),
-    "unstack": Rule(_first_wanted, _moving(_split)),
+    "neg": Rule(_all, _on_rows(_negate)),
+    "reduce_precision": Rule(_all, _on_rows(_on_sums)),
+    "convert_element_type": Rule(_all, _on_rows(_convert)),
+    "mul": Rule(_scaled, _times),
+    "div": Rule(_scaled, _times),
+    "reshape": Rule(_first_wanted, _on_rows(_reshape, moves=True)),
+    "squeeze": Rule(_first_wanted, _on_rows(_reshape, moves=True)),
+    "reduce_sum": Rule(_summing_rows, _on_rows(_sum)),
+    "slice": Rule(_first_wanted, _on_rows(_slice, moves=True)),
+    "split": Rule(_first_wanted, _on_rows(_split, moves=True)),
+    "unstack": Rule(_first_wanted, _on_rows(_split, moves=True)),
     "concatenate": Rule(_all, _concatenate),
     "stack": Rule(_all, _stack),
-    "transpose": Rule(_first_wanted, _moving(transposed)),
-    "rev": Rule(_first_wanted, _moving(flipped)),
+    "transpose": Rule(_first_wanted, _on_rows(row_pattern.transposed, moves=True)),
+    "rev": Rule(_first_wanted, _on_rows(row_pattern.flipped, moves=True)),
     "select_n": Rule(_cases, _select),
     "optimization_barrier": Rule(same_wanted, _barrier),
 } | {
