@@ -62,19 +62,10 @@ def is_multiplied_alone(uses: Sequence[Use]) -> bool:
     return bool(uses) and all(use.primitive == _ONE_HOT for use in uses)
 
 
-class InputGradient(NamedTuple):
-    """The gradient of one input: its name, in backticks, and how many rows.
-
-    `rows` is None of a dense gradient.
-    """
-
-    name: str
-    rows: int | None
-
-
 def refined_reports(
     jaxpr: Jaxpr,
-    gradients_of: Callable[[], Sequence[InputGradient]],
+    names_of: Callable[[], Sequence[str]],
+    rows: Sequence[int | None],
     reports: Sequence[Fallback],
 ) -> list[Fallback]:
     """Report gradients of tables once each, at the source line that needs the whole table.
@@ -85,51 +76,40 @@ def refined_reports(
     rows: nothing was reported of it, and it is here if the table is large.
 
     Args:
-        gradients_of: returns the gradients of the inputs of the gradient program.
+        names_of: returns the names of the inputs of the gradient program, in backticks.
+        rows: how many rows the gradient of each has; None if it is dense.
         reports: of running it. Those about a table tell it by its shape alone.
     """
     inputs = [aval_of(v) for v in jaxpr.invars]
     shapes = {report.shape for report in reports}
-    if not reports and all(_size(table) < LARGE for table in inputs):
-        return []
-    gradients = gradients_of()
-    is_large = [
-        x.rows is None and _size(table) >= LARGE
-        for x, table in zip(gradients, inputs, strict=True)
-    ]
-    if not reports and not any(is_large):
-        return []
-    input_reports: list[tuple[InputGradient, Fallback]] = []
-    for gradient, table, may_be_table, uses in zip(
-        gradients, inputs, is_large, uses_of_inputs(jaxpr), strict=True
-    ):
-        is_reported = tuple(table.shape) in shapes
-        if is_reported or may_be_table:
-            report = _report(gradient, table, uses, is_reported)
+    is_reported = [tuple(table.shape) in shapes for table in inputs]
+    sizes = zip(rows, inputs, strict=True)
+    is_large = [count is None and _size(table) >= LARGE for count, table in sizes]
+    if not any((*is_reported, *is_large)):
+        return list(dict.fromkeys(reports))
+    names, uses = names_of(), uses_of_inputs(jaxpr)
+    dense: list[Fallback] = []
+    others: list[Fallback] = []
+    for i, table in enumerate(inputs):
+        if is_reported[i] or is_large[i]:
+            report = _report(names[i], rows[i], table, uses[i], is_reported[i])
             if report is not None:
-                input_reports.append((gradient, report))
+                (dense if rows[i] is None else others).append(report)
+    found = [*dense, *others]  # of two tables of one shape that which became dense is meant
     # What was made dense on the way to a table, of another shape, says less than its uses do.
-    says_more = any(r.shape not in shapes for _, r in input_reports)
+    says_more = any(report.shape not in shapes for report in found)
     table_shapes = {tuple(table.shape) for table in inputs}
     refined = []
     for report in reports:
-        if says_more and report.shape not in table_shapes:
-            continue
-        fitting = [pair for pair in input_reports if pair[1].shape == report.shape]
-        # Of two tables of one shape that which became dense is meant.
-        fitting.sort(key=lambda pair: pair[0].rows is not None)
-        if fitting:
-            better = fitting[0][1]
-            report = better._replace(place=better.place or report.place)
-        refined.append(report)
-    refined += [
-        r for gradient, r in input_reports if gradient.rows is None and r.shape not in shapes
-    ]
+        if not says_more or report.shape in table_shapes:
+            better = next((x for x in found if x.shape == report.shape), report)
+            refined.append(better._replace(place=better.place or report.place))
+    refined += [report for report in dense if report.shape not in shapes]
     return list(dict.fromkeys(refined))
 
 
 def _report(
-    gradient: InputGradient, table: Shaped, uses: Sequence[Use], is_reported: bool
+    name: str, rows: int | None, table: Shaped, uses: Sequence[Use], is_reported: bool
 ) -> Fallback | None:
     """Report a table that is looked up and needed as a whole, or not looked up by rows."""
     lookups = [use.place for use in uses if use.is_lookup]
@@ -151,26 +131,25 @@ def _report(
         )
         if any(use.is_lookup and use.is_computed for use in uses):
             remedy = LOOK_UP_FIRST
-        if gradient.rows is not None:
-            became = f"has {gradient.rows:,} rows and came from an array as large as the table"
-    elif gradient.rows is None and not is_reported:  # a report says why, and this could not
+        if rows is not None:
+            became = f"has {rows:,} rows and came from an array as large as the table"
+    elif rows is not None or is_reported:  # a report says why, and this could not
+        return None
+    elif any(use.is_local for use in uses):
+        why = "sharded by the `shard_map` that looks it up"
+        remedy = (
+            "Let `jmask.sharded(table, mesh)[ids]` take the place of the `shard_map`, or "
+            "take jmask.grad and the step inside it."
+        )
+    else:
         why = "looked up in a way that does not read whole rows"
-        if any(use.is_local for use in uses):
-            why = "sharded by the `shard_map` that looks it up"
         remedy = (
             "Keep rows last, ids first: `table[ids]` of (V, D), `table[m, ids]` or "
             "`table[:, ids]` of (M, V, D), not `table[:, ids]` or `table.T[ids]` of a matrix, "
             "nor a `jax.new_ref` of it; columns after that, `table[ids][:, j]`."
         )
-        if any(use.is_local for use in uses):
-            remedy = (
-                "Let `jmask.sharded(table, mesh)[ids]` take the place of the `shard_map`, or "
-                "take jmask.grad and the step inside it."
-            )
-    else:
-        return None
     return Fallback(
-        f"the gradient of {gradient.name}, a {table.dtype}{list(table.shape)} table "
+        f"the gradient of {name}, a {table.dtype}{list(table.shape)} table "
         f"({in_bytes(_size(table))}), {became}, at O(table) cost in each step: it is {why}",
         place,
         tuple(table.shape),

@@ -28,7 +28,7 @@ from jmask._autodiff.arguments import (
 from jmask._autodiff.control_flow import COLLECTIVE_RULES, CONTROL_FLOW_RULES
 from jmask._autodiff.interpreter import Interpreter
 from jmask._autodiff.rules import EQUATION_RULES
-from jmask._autodiff.uses import InputGradient, refined_reports
+from jmask._autodiff.uses import refined_reports
 from jmask._autodiff.values import Filled, RowSum, dense, is_symbolic
 from jmask._autodiff.views import note_tables
 from jmask._base.array_types import on_explicit_mesh
@@ -289,40 +289,32 @@ def _value_and_results(
             "`table.todense()`, or unroll the scan."
         )
     computed, gradients = outputs
-    wanted = (
-        jax.tree.map(lambda x: False, computed),
-        jax.tree.map(lambda x: x.ndim > 0, gradients),
-    )
+    count = len(computed)
+    wanted = [False] * count + [x.ndim > 0 for x in jax.tree.leaves(gradients)]
 
-    def named_gradients() -> list[InputGradient]:
-        names = (
+    def names() -> list[str]:
+        return [
             leaf_name(argument_name(fun, number), path)
             for number, tree in zip(numbers, differentiated, strict=True)
             for path, _ in jax.tree.leaves_with_path(tree)
-        )
-        return [
-            InputGradient(name, x.nse if isinstance(x, RowSum) and x.is_rows else None)
-            for name, x in zip(
-                names, jax.tree.leaves(gradients, is_leaf=is_symbolic), strict=True
-            )
         ]
 
     # What became dense on the way is said when it is known what came of it.
     inputs = jax.tree.leaves(differentiated, is_leaf=is_symbolic)
     note_tables([*program.consts, *inputs])
     with collected() as reports, jax.named_scope("jmask.value_and_grad"):
-        results = _INTERPRETER.run(
-            program.jaxpr, program.consts, inputs, jax.tree.leaves(wanted)
-        )
+        results = _INTERPRETER.run(program.jaxpr, program.consts, inputs, wanted)
     if isinstance(results[0], jax.core.Tracer) and reads_late(program.jaxpr, results):
         results = after_all_reads(results)
-    computed, gradients = jax.tree.unflatten(jax.tree.structure(outputs), results)
-    for report in refined_reports(program.jaxpr, named_gradients, reports):
+    sums = results[count:]
+    rows = [x.nse if isinstance(x, RowSum) and x.is_rows else None for x in sums]
+    for report in refined_reports(program.jaxpr, names, rows, reports):
         report_fallback(*report)
-    remaining = map(_finished, computed)
-    count = len(computed) + len(static)
-    leaves = [static[i] if i in static else next(remaining) for i in range(count)]
-    return jax.tree.unflatten(structure, leaves), gradients
+    remaining = map(_finished, results[:count])
+    every = range(count + len(static))
+    leaves = [static[i] if i in static else next(remaining) for i in every]
+    tree: PyTreeDef = jax.tree.structure(gradients)
+    return jax.tree.unflatten(structure, leaves), tree.unflatten(sums)
 
 
 def _finished(result: PyTree) -> PyTree:
