@@ -29,23 +29,10 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
+from jmask._autodiff import views
 from jmask._autodiff.gathered_rows import FACTS, SUMS, Gathered, sum_of_lookups
 from jmask._autodiff.provenance import FOLLOWED, note_facts, note_uses
 from jmask._autodiff.values import RowSum, dense, is_symbolic
-from jmask._autodiff.views import (
-    LOOKUPS,
-    READERS,
-    RULES,
-    gather_of,
-    is_made_of_tables,
-    is_of_tables,
-    looks_up_views,
-    makes_views,
-    note_tables,
-    note_view,
-    read_through_view,
-    sums_through_views,
-)
 from jmask._base.array_types import varying_axes, varying_like
 from jmask._base.fallback import Place, in_bytes, place_among, report_fallback
 from jmask._base.forms import (
@@ -200,20 +187,8 @@ class Interpreter:
         value_of = functools.partial(read, values)
 
         # Bag sums of several tables that do not need each other run in one loop.
-        for eqn, *others in side_by_side(demand.live, BAG_SUM.primitive.name):
-            if others:
-                eqns = [eqn, *others]
-                given = [
-                    x
-                    for eqn in eqns
-                    for x in sums_through_views(
-                        eqn, [self.dense(value_of(v), eqn) for v in eqn.invars]
-                    )
-                ]
-                sums = BAG_SUM.joined([eqn.params for eqn in eqns], given)
-                results = (v for eqn in eqns for v in eqn.outvars)
-                values.update(zip(results, sums, strict=True))
-                continue
+        for eqns in side_by_side(demand.live, BAG_SUM.primitive.name):
+            eqn = eqns[0]
             name, arguments = name_of(eqn), [value_of(v) for v in eqn.invars]
             outputs_wanted = demand.of(eqn.outvars)
             stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
@@ -222,34 +197,40 @@ class Interpreter:
                 source_info_util.user_context(traceback, name_stack=stack),
                 eqn.ctx.manager,
             ):
-                if name in _CALLS and _is_entered(eqn, arguments, demand):
+                if name == BAG_SUM.primitive.name:
+                    given: list[Value] = []
+                    for each in eqns:
+                        arrays = self._as_arrays(each, [value_of(v) for v in each.invars])
+                        given += views.sums_through_views(each, arrays)
+                    outputs = BAG_SUM.joined([each.params for each in eqns], given)
+                elif name in _CALLS and _is_entered(eqn, arguments, demand):
                     note_uses(eqn, arguments, uses)
                     if name in REMATS and is_recomputed_apart(eqn):
                         arguments = _behind_a_barrier(arguments)
                     calls = demand.calls(eqn.outvars)
                     outputs = self.run(*called(eqn), arguments, outputs_wanted, calls)
-                elif any(outputs_wanted) or (name in _LOOPS and looks_up_views(eqn, arguments)):
+                elif any(outputs_wanted) or (
+                    name in _LOOPS and views.looks_up_views(eqn, arguments)
+                ):
                     outputs = self._run_wanted(eqn, name, arguments, outputs_wanted)
                 else:
                     arguments = self._as_arrays(eqn, arguments)
-                    if name == BAG_SUM.primitive.name:
-                        arguments = sums_through_views(eqn, arguments)
-                    rows = read_through_view(eqn, name, arguments) if name in READERS else None
+                    rows = views.read_through_view(eqn, name, arguments)
                     total = sum_of_lookups(eqn, name, arguments, uses)
                     if total is not None:
                         outputs = [total]
                     elif rows is not None:
                         outputs = [rows]
-                    elif name == "gather" and is_slow_gather(eqn):
-                        outputs = [gather_of(eqn)(*arguments)]
+                    elif name == "gather" and _is_slow_gather(eqn):
+                        outputs = [views.gather_of(eqn)(*arguments)]
                     else:
                         outputs = _run_on_arrays(eqn, arguments)
                     if len(outputs) == 1 and rows is None and eqn.outvars[0] in demand.asked:
                         is_scattered = eqn.outvars[0] in demand.followed
                         note_facts(eqn, name, arguments, outputs[0], uses, is_scattered)
-                    if name in RULES:
-                        note_view(eqn, name, arguments, outputs)
-            values.update(zip(eqn.outvars, outputs, strict=True))
+                    views.note_view(eqn, name, arguments, outputs)
+            results = [v for each in eqns for v in each.outvars]
+            values.update(zip(results, outputs, strict=True))
         return [value_of(v) for v in jaxpr.outvars]
 
     def _run_wanted(
@@ -343,9 +324,9 @@ def place_of(eqn: JaxprEqn) -> Place | None:
     return place
 
 
-def is_slow_gather(eqn: JaxprEqn) -> bool:
+def _is_slow_gather(eqn: JaxprEqn) -> bool:
     """Decide whether a gather can be faster."""
-    return gather_of(eqn).is_slow_copy(aval_of(eqn.invars[0]))
+    return views.gather_of(eqn).is_slow_copy(aval_of(eqn.invars[0]))
 
 
 def _is_entered(eqn: JaxprEqn, arguments: Sequence[Value], demand: Demand) -> bool:
@@ -358,16 +339,16 @@ def _is_entered(eqn: JaxprEqn, arguments: Sequence[Value], demand: Demand) -> bo
         return not nothing_to_do(inner, arguments)
     # Of other calls a rule for derivatives would be lost.
     if eqn.primitive.name not in ("jit", "pjit"):
-        return name_of(eqn) in REMATS and looks_up_views(eqn, arguments)
+        return name_of(eqn) in REMATS and views.looks_up_views(eqn, arguments)
     is_traced = any(isinstance(x, jax.core.Tracer) for x in arguments)
     if any(isinstance(FACTS.of(x), Gathered) for x in arguments):
         return True
     if is_traced and max(demand.calls(eqn.outvars), default=-1) > 0:
         return True
-    if any(map(is_of_tables, arguments)) and makes_views(inner):
+    if any(map(views.is_of_tables, arguments)) and views.makes_views(inner):
         return True
-    lookups = [e for e in within(inner.eqns) if name_of(e) in LOOKUPS]
-    return bool(lookups) if is_traced else any(map(is_slow_gather, lookups))
+    lookups = [e for e in within(inner.eqns) if name_of(e) in views.LOOKUPS]
+    return bool(lookups) if is_traced else any(map(_is_slow_gather, lookups))
 
 
 def _behind_a_barrier(inputs: Values) -> list[Value]:
@@ -376,12 +357,12 @@ def _behind_a_barrier(inputs: Values) -> list[Value]:
     groups: dict[frozenset[str], dict[int, jax.Array]] = {}
     for i, x in enumerate(inputs):
         # What is made of tables is read from these, and a barrier would need it whole.
-        if isinstance(x, jax.Array) and not is_made_of_tables(x):
+        if isinstance(x, jax.Array) and not views.is_made_of_tables(x):
             groups.setdefault(varying_axes(x), {})[i] = x
     behind: dict[int, jax.Array] = {}
     for group in groups.values():
         behind |= jax.lax.optimization_barrier(group)
-    note_tables([x for i, x in behind.items() if is_of_tables(inputs[i])])
+    views.note_tables([x for i, x in behind.items() if views.is_of_tables(inputs[i])])
     return [behind.get(i, x) for i, x in enumerate(inputs)]
 
 

@@ -319,7 +319,7 @@ _KNOWN: ArrayFacts[View | str] = ArrayFacts()
 """Views of arrays that are made of tables, and `_TABLE` for tables."""
 
 # What may read rows of a view.
-READERS = (*LOOKUPS, "slice", "dynamic_slice")
+_READERS = (*LOOKUPS, "slice", "dynamic_slice")
 
 
 def note_tables(arrays: Sequence[Value]) -> None:
@@ -338,8 +338,8 @@ def note_tables(arrays: Sequence[Value]) -> None:
 def note_view(
     eqn: JaxprEqn, name: str, arguments: Sequence[Value], outputs: Sequence[Value]
 ) -> None:
-    """Note the views of what an equation of `RULES` makes, if it makes rows of rows."""
-    known = [_KNOWN.of(x) for x in arguments]
+    """Note the views of what an equation makes, if it makes rows of rows."""
+    known = [_KNOWN.of(x) for x in arguments] if name in RULES else []
     if not any(known) or 0 in aval_of(eqn.outvars[0]).shape:
         return
     pairs = zip(known, arguments, strict=True)
@@ -408,11 +408,11 @@ def _looks_up(eqn: JaxprEqn, kinds: list[int]) -> tuple[bool, list[int]]:
 
 
 def read_through_view(eqn: JaxprEqn, name: str, arguments: Sequence[Value]) -> jax.Array | None:
-    """Return rows that an equation of `READERS` reads, from what its operand is made of.
+    """Return rows that an equation reads, from what its operand is made of.
 
     None if its operand is made of none, or not much larger than what is read.
     """
-    view = _view_of(arguments[0])
+    view = _view_of(arguments[0]) if name in _READERS else None
     if view is None:
         return None
     if name in LOOKUPS:
