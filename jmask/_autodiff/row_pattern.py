@@ -32,7 +32,7 @@ from jmask._base.array_types import trailing
 from jmask._base.forms import aval_of, parameter
 from jmask._base.row_ids import canonical, id_dtype, numbered, positions_of, widen
 from jmask._base.types import Shape
-from jmask._kernels.rows import gather_rows, split_rows
+from jmask._kernels.rows import gather_rows
 
 
 def scatter_add_rows(eqn: JaxprEqn, indices: jax.Array, updates: jax.Array) -> RowSum | None:
@@ -236,11 +236,8 @@ def reshaped(x: RowSum, shape: Shape) -> RowSum | None:
         each, rest = divmod(size, math.prod(row)) if math.prod(row) else (1, 0)
         if rest or (each > 1 and not row):
             continue
-        result = dataclasses.replace(x, shape=shape, leading=leading)
-        if each * x.count != result.count:
-            continue
-        parts = tuple(split_rows(*part, each, result.count, result.row) for part in x.parts)
-        return dataclasses.replace(result, parts=parts)
+        if each * x.count == math.prod(shape[:leading]):
+            return x.split(each, leading, shape)
     return None
 
 

@@ -133,13 +133,14 @@ class RowSum:
 
     def refined(self, leading: int) -> "RowSum":
         """Split each row into several, with fewer dimensions."""
-        if leading == self.leading:
-            return self
-        finer = dataclasses.replace(self, leading=leading, parts=())
         each = math.prod(self.shape[self.leading : leading])
-        return dataclasses.replace(
-            finer, parts=tuple(split_rows(*x, each, finer.count, finer.row) for x in self.parts)
-        )
+        return self if leading == self.leading else self.split(each, leading, self.shape)
+
+    def split(self, each: int, leading: int, shape: Shape) -> "RowSum":
+        """Return an array of another shape, of which `each` rows are one of this."""
+        finer = dataclasses.replace(self, shape=shape, leading=leading, parts=())
+        parts = tuple(split_rows(*x, each, finer.count, finer.row) for x in self.parts)
+        return dataclasses.replace(finer, parts=parts)
 
     def scaled(self, function: ArrayFunction) -> "RowSum":
         """Multiply every entry by the same number, as the function does with an array."""
