@@ -12,14 +12,13 @@ import optax
 
 from jmask._base.types import Gradient, Gradients, OptState, Params, PyTree, PyTreeDef, Table
 from jmask._base.validation import as_table, check_flag
-from jmask._deferred.step import without_rows
+from jmask._deferred.step import rows_in_state
 from jmask._deferred.table import DeferredTable
 from jmask._tables.deferral import is_deferred
 from jmask._tables.packed import checked_floating
-from jmask._tables.stored_table import is_stored_table, shape_of
+from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.row_sparse import RowSparse
 from jmask._updates.checks import check_parameters, check_transformation
-from jmask._updates.state_rows import tables_of_state
 
 
 def deferred(table: Table, tx: optax.GradientTransformation) -> DeferredTable:
@@ -72,11 +71,9 @@ def deferred(table: Table, tx: optax.GradientTransformation) -> DeferredTable:
         table = checked_floating(as_table(table))
     check_transformation("tx", tx, "jmask.deferred(table, jmask.adam(1e-3))")
     inner = _innermost(tx)
-    state = inner.init(table)
-    leaves = jax.tree.leaves(state, is_leaf=is_stored_table)
-    owners = tables_of_state(inner, [shape_of(table)], [True], jax.tree.structure(0), state)
-    slots = [x for x, owner in zip(leaves, owners, strict=True) if owner is not None]
-    before = DeferredTable.before(table, slots)
+    leaf: PyTreeDef = jax.tree.structure(0)
+    slots, _, places = rows_in_state(inner.init, [table], leaf, inner.init(table), [True])
+    before = DeferredTable.before(table, [slots[k] for k in places[0]])
     try:
         stepped = jax.eval_shape(lambda t: _first_step(t, inner, inner.init(t)), before)
         # Once more with the numbers that the state holds, which may be refused as others are.
@@ -132,14 +129,13 @@ def to_deferred(
     for x in which:
         check_flag("tables", x)
     likes = {i: deferred(leaves[i], tx) for i, chosen in enumerate(which) if chosen}
-    state, state_tree, owners = _owned(tx, leaves, tree, opt_state, which)
+    state, state_tree, places = rows_in_state(tx.init, leaves, tree, opt_state, which)
     for i, like in likes.items():
-        places = [k for k, owner in enumerate(owners) if owner == i]
-        begun = DeferredTable.before(leaves[i], [state[k] for k in places])
+        before = DeferredTable.before(leaves[i], [state[k] for k in places[i]])
         assert like.form is not None
         assert like.made_for is not None
-        leaves[i] = begun.begun(like.form, like.made_for)
-        for k in places:
+        leaves[i] = before.begun(like.form, like.made_for)
+        for k in places[i]:
             state[k] = jnp.zeros((1, *state[k].shape[1:]), state[k].dtype)
     return tree.unflatten(leaves), state_tree.unflatten(state)
 
@@ -173,30 +169,12 @@ def from_deferred(
     leaves = jax.tree.leaves(params, is_leaf=is_stored_table)
     tree: PyTreeDef = jax.tree.structure(params, is_leaf=is_stored_table)
     which = list(map(is_deferred, leaves))
-    empty = jax.tree.leaves(without_rows(leaves), is_leaf=is_stored_table)
-    state, state_tree, owners = _owned(tx, empty, tree, opt_state, which)
-    for i, table in enumerate(leaves):
-        if not which[i]:
-            continue
-        leaves[i], *slots = table.parts()
-        places = [k for k, owner in enumerate(owners) if owner == i]
-        for k, x in zip(places, slots, strict=True):
+    state, state_tree, places = rows_in_state(tx.init, leaves, tree, opt_state, which)
+    for i, slots in places.items():
+        leaves[i], *parts = leaves[i].parts()
+        for k, x in zip(slots, parts, strict=True):
             state[k] = x
     return tree.unflatten(leaves), state_tree.unflatten(state)
-
-
-def _owned(
-    tx: optax.GradientTransformation,
-    leaves: list[Table],
-    tree: PyTreeDef,
-    opt_state: OptState,
-    which: list[bool],
-) -> tuple[list[Table], PyTreeDef, list[int | None]]:
-    """Return the leaves of a state, its structure, and the tables whose rows they hold."""
-    shapes = [shape_of(x) for x in leaves]
-    owners = tables_of_state(tx, shapes, which, tree, opt_state)
-    state = jax.tree.leaves(opt_state, is_leaf=is_stored_table)
-    return state, jax.tree.structure(opt_state, is_leaf=is_stored_table), owners
 
 
 # What errors of arithmetic on the leaves of a table or of a row-sparse gradient name.

@@ -87,6 +87,36 @@ def without_rows(params: Params) -> Params:
     return jax.tree.map(empty, params, is_leaf=is_stored_table)
 
 
+def rows_in_state(
+    init: optax.TransformInitFn,
+    params: Sequence[Table],
+    tree: PyTreeDef,
+    state: OptState,
+    which: Sequence[bool],
+) -> tuple[list[Table], PyTreeDef, dict[int, list[int]]]:
+    """Return the leaves of a state, its structure, and those that are rows of each table.
+
+    Args:
+        init: of the transformation.
+        params: the leaves of the parameters; a deferred table counts as one row.
+        tree: their structure.
+        which: the tables among them.
+    """
+    shapes = [
+        jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) if is_deferred(x) else shape_of(x)
+        for x in params
+    ]
+    tx = optax.GradientTransformation(init, lambda *_: _)
+    owners = tables_of_state(tx, shapes, list(which), tree, state)
+    leaves: list[Table] = jax.tree.leaves(state, is_leaf=is_stored_table)
+    places = {
+        i: [k for k, owner in enumerate(owners) if owner == i]
+        for i, is_table in enumerate(which)
+        if is_table
+    }
+    return leaves, jax.tree.structure(state, is_leaf=is_stored_table), places
+
+
 def deferred_step(
     init: optax.TransformInitFn,
     update: Run,
@@ -118,21 +148,12 @@ def deferred_step(
     leaves = [x for _, x in paths]
     tree: PyTreeDef = jax.tree.structure(params, is_leaf=is_stored_table)
     gradients = with_wide_rows(tree.flatten_up_to(updates))
-    old_state = jax.tree.leaves(state, is_leaf=is_stored_table)
-    state_tree: PyTreeDef = jax.tree.structure(state, is_leaf=is_stored_table)
     tables: dict[int, DeferredTable] = {i: x for i, x in enumerate(leaves) if is_deferred(x)}
-    shapes = [
-        jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) if i in tables else shape_of(x)
-        for i, x in enumerate(leaves)
-    ]
-    transformation = optax.GradientTransformation(init, lambda *_: _)
-    owners = tables_of_state(
-        transformation, shapes, list(map(is_deferred, leaves)), tree, state
-    )
+    which = [i in tables for i in range(len(leaves))]
+    old_state, state_tree, places = rows_in_state(init, leaves, tree, state, which)
     made_for = _name_of(init, update)
 
     # Rows in the place of tables, and their forms.
-    places = {i: [k for k, owner in enumerate(owners) if owner == i] for i in tables}
     taken: dict[int, RowsAt] = {}
     forms: dict[int, RowForm] = {}  # of arrays, by identity
     state_leaves = list(old_state)
