@@ -26,6 +26,7 @@ from jmask._autodiff.interpreter import (
     Outputs,
     Rule,
     Values,
+    made_dense,
     nothing_to_do,
     report_dense,
 )
@@ -71,7 +72,7 @@ def _scan(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
     scan = scan_of(eqn)
     (body, body_consts), first, count = scan.body, scan.consts, scan.carry
     consts, init = inputs[:first], inputs[first : first + count]
-    scanned_in = [interpreter.dense(x, eqn) for x in inputs[first + count :]]
+    scanned_in = [made_dense(x, eqn) for x in inputs[first + count :]]
     carry_wanted = _scan_demand(eqn, wanted, interpreter, None)[first:]
     # The gradient program of a scan that looks rows up carries the table's cotangent and adds
     # rows in each round: O(length * V). Without that carry the rows of all rounds are an
@@ -85,11 +86,11 @@ def _scan(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
     makes_rows = (keys or any(wanted[count:])) and not is_empty
     if not makes_rows and not looks_up_views(eqn, inputs):
         return None
-    consts = [interpreter.dense(x, eqn) for x in consts]
+    consts = [made_dense(x, eqn) for x in consts]
 
     def without(keys: dict[int, object], values: Values) -> list[jax.Array]:
         """Return the carries that are not in `keys` as arrays."""
-        return [interpreter.dense(x, eqn) for i, x in enumerate(values) if i not in keys]
+        return [made_dense(x, eqn) for i, x in enumerate(values) if i not in keys]
 
     def run(keys: dict[int, object], dense_init: Values, scanned_in: Values) -> PyTree:
         """Run the scan without the carries in `keys`, whose rows are outputs instead."""
@@ -106,7 +107,7 @@ def _scan(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
             stacks = [
                 x
                 if isinstance(x, RowSum) and x.looked_up and x.parts and x.carry is None
-                else interpreter.dense(x, eqn)
+                else made_dense(x, eqn)
                 for x in outputs[count:]
             ]
             return without(keys, outputs[:count]), (stacks, rows)
@@ -196,7 +197,7 @@ def _cond(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 
     def build(branch: Opened) -> Callable[[], list[Value]]:
         return lambda: [
-            interpreter.dense(x, eqn)
+            made_dense(x, eqn)
             if rows is None
             else dataclasses.replace(rows, parts=(x.refined(rows.leading).concatenated(nse),))
             for x, (rows, nse) in zip(outputs_of(branch), common, strict=True)
@@ -302,7 +303,7 @@ def _shard_map(
     def run(*arrays: jax.Array) -> list[Value]:
         outputs = interpreter.run(body, consts, arrays, sparse)
         return [
-            x if isinstance(x, RowSum) and keep else interpreter.dense(x, eqn)
+            x if isinstance(x, RowSum) and keep else made_dense(x, eqn)
             for x, keep in zip(outputs, sparse, strict=True)
         ]
 
@@ -311,7 +312,7 @@ def _shard_map(
         in_specs=tuple(form.in_specs),
         out_specs=list(specs),
         **form.how,
-    )(*(interpreter.dense(x, eqn) for x in inputs))
+    )(*(made_dense(x, eqn) for x in inputs))
 
 
 COLLECTIVE_RULES: dict[str, Rule] = {

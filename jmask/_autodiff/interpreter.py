@@ -258,17 +258,17 @@ class Interpreter:
     def _as_arrays(self, eqn: JaxprEqn, arguments: Sequence[Value]) -> list[Value]:
         """Return arguments as arrays, in a `shard_map` typed as `eqn` was traced for."""
         return [
-            varying_like(self.dense(x, eqn), aval_of(v)) if is_symbolic(x) else x
+            varying_like(made_dense(x, eqn), aval_of(v)) if is_symbolic(x) else x
             for x, v in zip(arguments, eqn.invars, strict=True)
         ]
 
-    @staticmethod
-    def dense(value: Value, eqn: JaxprEqn) -> Value:
-        """Return `value` as an array; the equation that needs it so is named in a warning."""
-        if isinstance(value, RowSum) and value.looked_up:
-            reason = f"`{eqn.primitive.name}` has no row-sparse form"
-            report_dense(value, eqn, reason, LOOK_UP_FIRST)
-        return dense(value)
+
+def made_dense(value: Value, eqn: JaxprEqn) -> Value:
+    """Return `value` as an array; the equation that needs it so is named in a warning."""
+    if isinstance(value, RowSum) and value.looked_up:
+        reason = f"`{eqn.primitive.name}` has no row-sparse form"
+        report_dense(value, eqn, reason, LOOK_UP_FIRST)
+    return dense(value)
 
 
 def _run_on_arrays(eqn: JaxprEqn, arrays: Sequence[Value]) -> list[jax.Array]:

@@ -37,6 +37,7 @@ from jmask._autodiff.interpreter import (
     Outputs,
     Rule,
     Values,
+    made_dense,
     report_dense,
 )
 from jmask._autodiff.values import (
@@ -159,15 +160,13 @@ def _broadcast(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     return Filled(aval.shape, jnp.asarray(x, aval.dtype))
 
 
-def _scatter_add(
-    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
-) -> Outputs:
+def _scatter_add(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     operand, indices, updates = inputs
     if not isinstance(operand, RowSum):
         return None
     # The transpose of `gather`: this is where the gradient of a lookup becomes rows.
-    updates = interpreter.dense(updates, eqn)
-    rows = row_pattern.scatter_add_rows(eqn, interpreter.dense(indices, eqn), updates)
+    updates = made_dense(updates, eqn)
+    rows = row_pattern.scatter_add_rows(eqn, made_dense(indices, eqn), updates)
     if rows is None:
         return None
     known = rows_added(eqn, updates)
@@ -176,9 +175,7 @@ def _scatter_add(
     return operand.plus(rows)
 
 
-def _dynamic_update_slice(
-    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
-) -> Outputs:
+def _dynamic_update_slice(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     operand, update, *starts = inputs
     # It overwrites, which is adding only where nothing was before.
     if not (isinstance(operand, RowSum) and operand.is_zero):
@@ -186,12 +183,12 @@ def _dynamic_update_slice(
     if isinstance(update, RowSum):
         return None if update.carry else row_pattern.placed_at(update, starts, operand.shape)
     along = {d: jnp.asarray(start) for d, start in enumerate(starts)}
-    shape, update = operand.shape, interpreter.dense(update, eqn)
+    shape, update = operand.shape, made_dense(update, eqn)
     rows = row_pattern.window_rows(shape, update, update.shape, along, clips=True)
     return None if rows is None else operand.plus(rows)
 
 
-def _pad(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
+def _pad(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     operand, padding = inputs
     if not is_literal_zero(padding):
         return None
@@ -201,7 +198,7 @@ def _pad(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter)
         return None if operand.carry else row_pattern.padded(operand, config, shape)
     if any(low < 0 or high < 0 for low, high, _ in config):
         return None
-    return row_pattern.padded_rows(eqn, interpreter.dense(operand, eqn))
+    return row_pattern.padded_rows(eqn, made_dense(operand, eqn))
 
 
 def _reshape(eqn: JaxprEqn, x: RowSum) -> RowSum | None:
@@ -251,13 +248,11 @@ def _joined(eqn: JaxprEqn, inputs: Values, axis: int) -> Outputs:
     return total if total.is_zero or total.is_rows else None
 
 
-def _sparse_product(
-    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
-) -> Outputs:
-    return row_pattern.sparse_product_rows(eqn, *(interpreter.dense(x, eqn) for x in inputs))
+def _sparse_product(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
+    return row_pattern.sparse_product_rows(eqn, *(made_dense(x, eqn) for x in inputs))
 
 
-def _add(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
+def _add(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     shape = aval_of(eqn.outvars[0]).shape
     every = range(len(shape))
     x, y = (a.broadcast(shape, every) if isinstance(a, RowSum) else a for a in inputs)
@@ -272,20 +267,18 @@ def _add(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter)
     # A sum of rows and an array is dense: here the gradient of a tied table becomes so.
     if x.carry is not None:
         return None
-    y = jnp.broadcast_to(interpreter.dense(y, eqn), x.shape)
+    y = jnp.broadcast_to(made_dense(y, eqn), x.shape)
     if x.looked_up:
         report_dense(x, eqn, "it is looked up and also used in a way that needs all of it")
     return x.added_to(y)
 
 
-def _subtract(
-    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
-) -> Outputs:
+def _subtract(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     x, y = (dense(a) if isinstance(a, Filled) else a for a in inputs)
     if not isinstance(x, RowSum) and not isinstance(y, RowSum):
         return None
     y = y.scaled(jnp.negative) if isinstance(y, RowSum) else -y
-    return _add(eqn, (x, y), wanted, interpreter)
+    return _add(eqn, (x, y))
 
 
 def _negate(eqn: JaxprEqn, x: RowSum) -> RowSum:
