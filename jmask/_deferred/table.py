@@ -117,17 +117,9 @@ class DeferredTable(Deferred):
             is_stored_table(x) or (x.dtype, tuple(x.shape)) != (table.dtype, tuple(table.shape))
             for x in slots
         ]
-        main = table
-        if not is_stored:
-            interleaved = [
-                table,
-                *(x for x, alone in zip(slots, apart, strict=True) if not alone),
-            ]
-            main = jnp.concatenate(
-                [x.reshape(rows, math.prod(x.shape[1:])) for x in interleaved], axis=1
-            )
+        interleaved = [table, *(x for x, alone in zip(slots, apart, strict=True) if not alone)]
         return cls.of(
-            main=main,
+            main=table if is_stored else _side_by_side(interleaved),
             others=tuple(x for x, alone in zip(slots, apart, strict=True) if alone),
             last=table.full((1,), 0, jnp.int32) if is_stored else jnp.zeros((rows,), jnp.int32),
             sealed_clock=sealed(jnp.zeros((), jnp.int32)),
@@ -210,12 +202,8 @@ class DeferredTable(Deferred):
         """Return the table with `rows`, caught up, written where a gradient has rows."""
         count = rows[0].shape[0]
         slots = list(zip(rows, (False, *self.apart), strict=True))
-        columns = [
-            x.reshape(count, math.prod(x.shape[1:])).astype(self.dtype)
-            for x, alone in slots
-            if not alone
-        ]
-        main = jnp.concatenate(columns, axis=1).reshape(count, *self.main.shape[1:])
+        main = _side_by_side([x.astype(self.dtype) for x, alone in slots if not alone])
+        main = main.reshape(count, *self.main.shape[1:])
         others = [x for x, alone in slots if alone]
         # What is written here depends on what was read, or XLA reads from a copy.
         clock = ids_after_reading(jnp.full((count,), self.clock), main)
@@ -306,16 +294,13 @@ class DeferredTable(Deferred):
         self, main: jax.Array, others: list[jax.Array], last: jax.Array
     ) -> list[jax.Array]:
         """Return what rows have become since `last`."""
-        entries = self._slots(main, others)
         if self.form is None:
-            return entries
-        dtype = self.lines.dtype
-        ring = self.lines.shape[0]
-        lines = gather_rows(self._checked_lines(), last % ring)
+            return self._slots(main, others)
+        lines = gather_rows(self._checked_lines(), last % self.lines.shape[0])
         # Without the barrier XLA gathers the lines again for each entry.
         main, lines, *others = lax.optimization_barrier((main, lines, *others))
         entries = self._slots(main, others)
-        new = skipped(self.form, lines, [x.astype(dtype) for x in entries])
+        new = skipped(self.form, lines, [x.astype(lines.dtype) for x in entries])
         return [x.astype(y.dtype) for x, y in zip(new, entries, strict=True)]
 
     def _checked_lines(self) -> jax.Array:
@@ -354,6 +339,11 @@ def _all_caught_up(table: DeferredTable) -> DeferredTable:
         return table._caught_up(jnp.minimum(i * count, rows - count), count)
 
     return lax.fori_loop(0, -(-rows // count), block, table)
+
+
+def _side_by_side(slots: Sequence[jax.Array]) -> jax.Array:
+    """Return arrays (n, ...) as one of the rows that are read together, (n, entries)."""
+    return jnp.concatenate([x.reshape(x.shape[0], math.prod(x.shape[1:])) for x in slots], 1)
 
 
 def ring_of(rows: int) -> int:
