@@ -225,12 +225,7 @@ def on_every_table(
         **extra_args: PyTree,
     ) -> tuple[PyTree, OptState]:
         check_parameters(params)
-        return on_tables(updates, state, params, **extra_args)
-
-    def on_tables(
-        updates: Gradients, state: OptState, params: Params | None, **extra_args: PyTree
-    ) -> tuple[PyTree, OptState]:
-        again = functools.partial(on_tables, **extra_args)
+        again = functools.partial(run, **extra_args)
         if any(map(_is_stacked, jax.tree.leaves(updates, is_leaf=is_gradient_leaf))):
             return _stacked_step(init, again, updates, state, params)
         if has_deferred(params):
@@ -254,11 +249,6 @@ def _stacked_step(
     params: Params | None,
 ) -> tuple[PyTree, OptState]:
     """Run a step on the tables (M * V, *row) that stacked tables are.
-
-    Args:
-        init: of the transformation.
-        run: the step of plain tables.
-        updates, state, params: of the step; the parameters may be None.
 
     Raises:
         ValueError: if the state has one entry for each of the M tables: what is computed for
