@@ -149,7 +149,7 @@ class _Arguments:
         kwargs: Options,
         wanted: dict[int, object],
     ) -> None:
-        self.nnx, self.wanted = nnx, wanted
+        self.nnx, self.wanted, self.args, self.kwargs = nnx, wanted, args, kwargs
         self.is_node = lambda x: isinstance(x, nnx.Pytree | nnx.Variable)
         self.tree: PyTreeDef
         self.leaves, self.tree = jax.tree.flatten((args, kwargs), is_leaf=self.is_node)
@@ -180,19 +180,14 @@ class _Arguments:
             leaves[place] = params[number] if number in params else nnx.State({})
         whole, _ = self.tree.unflatten(leaves)
         self.parameters = [x if i in wanted else None for i, x in enumerate(whole)]
-        self.trees: list[PyTreeDef] = [
-            jax.tree.structure(x, is_leaf=self.is_node) for x in args
-        ]
 
     def merged(
         self, parameters: Sequence[PyTree]
     ) -> tuple[PyTree, tuple[Sequence[PyTree], Options]]:
         """Return the nodes of parameters, new objects, and (args, kwargs) with them."""
-        leaves, place = list(self.leaves), 0
-        for tree, part in zip(self.trees, parameters, strict=True):
-            if part is not None:
-                leaves[place : place + tree.num_leaves] = tree.flatten_up_to(part)
-            place += tree.num_leaves
+        parts = zip(parameters, self.args, strict=True)
+        args = tuple(x if part is None else part for part, x in parts)
+        leaves = self.tree.flatten_up_to((args, self.kwargs))
         states = self.nnx.State(
             {
                 number: leaves[i]

@@ -33,6 +33,7 @@ from jmask._base.types import (
     Table,
 )
 from jmask._base.validation import leaf_name
+from jmask._deferred import zero_gradient
 from jmask._deferred.closed_form import (
     Form,
     Pair,
@@ -42,15 +43,7 @@ from jmask._deferred.closed_form import (
     terms_for,
 )
 from jmask._deferred.table import DeferredTable
-from jmask._deferred.zero_gradient import ZERO as NO_GRADIENT
-from jmask._deferred.zero_gradient import (
-    Root,
-    RowForm,
-    Value,
-    entry,
-    forms_of,
-    is_known_zero,
-)
+from jmask._deferred.zero_gradient import Root, RowForm, Value, is_known_zero
 from jmask._tables.deferral import is_deferred
 from jmask._tables.stored_table import NewTable, RowsAt, fitted, is_stored_table, shape_of
 from jmask._tensors.row_sparse import RowSparse
@@ -166,8 +159,8 @@ def deferred_step(
             )
         taken[i], rows = table.taken(_fitted(table, gradients[i]))
         gradients[i], leaves[i] = taken[i].values, rows[0]
-        forms[id(gradients[i])] = NO_GRADIENT
-        forms.update((id(x), entry(i, number)) for number, x in enumerate(rows))
+        forms[id(gradients[i])] = zero_gradient.ZERO
+        forms.update((id(x), zero_gradient.entry(i, number)) for number, x in enumerate(rows))
         for k, x in zip(places[i], rows[1:], strict=True):
             state_leaves[k] = x
 
@@ -189,7 +182,9 @@ def deferred_step(
     )
     program, result_shapes = jax.make_jaxpr(step_of_rows, return_shape=True)(*arguments)
     structure: PyTreeDef = jax.tree.structure(result_shapes)
-    values = forms_of(program, [Value(x, forms.get(id(x))) for x in jax.tree.leaves(arguments)])
+    values = zero_gradient.forms_of(
+        program, [Value(x, forms.get(id(x))) for x in jax.tree.leaves(arguments)]
+    )
     results, new_state, new_rows = structure.unflatten([x.array for x in values])
     _, state_values, row_values = structure.unflatten(values)
 
