@@ -257,9 +257,9 @@ _FEWEST_BITS = 7
 _ROUNDINGS = frozenset("convert_element_type reduce_precision".split())
 _REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min".split())
 # What is 0 where all operands are.
-_ZERO_AT_ZERO = frozenset(
+_ZERO_AT_ZERO = _REDUCTIONS.union(
     "abs neg sign square sqrt sin tan floor ceil round cbrt log1p mul add sub add_any max min "
-    "expm1 integer_pow".split()
+    "expm1".split()
 )
 _DIVIDES_BY_ZERO = (
     "in a row without a gradient it divides by 0, as by the gradient itself, or with `eps` 0"
@@ -283,6 +283,8 @@ def _form(eqn: JaxprEqn, inputs: list[Value]) -> RowForm:
     if name in _MOVES:
         rows = aval_of(eqn.invars[0]).shape[:1] == aval_of(eqn.outvars[0]).shape[:1]
         return known[0] if rows or known[0].is_zero else unknown(f"`{name}` moves rows")
+    if len(known) == len(forms) and name in _ZERO_AT_ZERO and all(x.is_zero for x in known):
+        return ZERO
     if name in _UNARY:
         form = _UNARY[name](eqn, known[0])
     elif name in _BINARY:
@@ -292,8 +294,7 @@ def _form(eqn: JaxprEqn, inputs: list[Value]) -> RowForm:
     elif name == "select_n":
         form = _select(inputs[0], forms[1:])
     else:
-        is_zero = len(known) == len(forms) and all(x.is_zero for x in known)
-        form = ZERO if is_zero and name in _ZERO_AT_ZERO | _REDUCTIONS else None
+        form = None
     if form is not None:
         return form
     # No rule applies: say why.
@@ -380,20 +381,17 @@ def _quotient(x: RowForm, root: Root) -> RowForm | None:
 
 
 def _sqrt(eqn: JaxprEqn, form: RowForm) -> RowForm | None:
-    is_inverse = name_of(eqn) == "rsqrt"
-    if form.is_zero and not is_inverse:
-        return ZERO
     if not form.is_sum or form.quotients or form.signs or len(form.entries) != 1:
         return None
     ((b, factor),) = form.entries.items()
     root = Root(b, factor.value(), form.constant, None)
-    return RowForm(inverse=root) if is_inverse else RowForm(root=root)
+    return RowForm(inverse=root) if name_of(eqn) == "rsqrt" else RowForm(root=root)
 
 
 def _sign(eqn: JaxprEqn, form: RowForm) -> RowForm | None:
     alone = form.single()
-    if form.is_zero or alone is None:
-        return ZERO if form.is_zero else None
+    if alone is None:
+        return None
     a, factor = alone
     sign = np.sign if isinstance(factor, int | float) else jnp.sign
     return RowForm(signs={a: sign(factor)})
