@@ -228,10 +228,14 @@ def advanced(
     if step.quotient is not None:
         assert form.quotient is not None
         assert scale is not None
+        b1, b2 = map(step.decay, form.quotient)
+        _, y, e0, e1 = step.quotient
+        root = jnp.sqrt(e0) if form.has_root else 0.0
         # For rows caught up just before this step it is the first one.
-        first = [jnp.asarray(x, dtype) for x in _scale_of(form, step)]
+        first = Scale(y, root, _shift(b1, b2, y) * e1, e1)
         is_first = slot == clock % ring
-        scale = Scale(*(jnp.where(is_first, x, y) for x, y in zip(first, scale, strict=True)))
+        pairs = zip(first, scale, strict=True)
+        scale = Scale(*(jnp.where(is_first, jnp.asarray(x, dtype), now) for x, now in pairs))
         values = _at_nodes(form, step.quotient, old.products, scale)
         # No `dot`, which is less precise on accelerators.
         terms = [
@@ -239,7 +243,7 @@ def advanced(
             for row in _dct(form.terms)
         ]
         is_used = (slot <= clock) | (clock >= ring)  # the others are fresh, and stay finite
-        is_exact = ~is_used | _is_proved(form, step, scale)
+        is_exact = ~is_used | _is_proved(step.quotient, b1, b2, scale)
         terms = [jnp.where(is_exact, x, jnp.nan) for x in terms]
         added += [moves * total + x for total, x in zip(old.terms, terms, strict=True)]
     if form.sign is not None:
@@ -338,16 +342,13 @@ def _errors(b1: float, b2: float, is_corrected: bool) -> list[tuple[int, float]]
     return errors
 
 
-def _is_proved(form: Form, step: StepWithout, scale: Scale) -> jax.Array:
+def _is_proved(quotient: Quotient, b1: Coefficient, b2: Coefficient, scale: Scale) -> jax.Array:
     """Decide for each start step (W,) whether the sums are exact with the scalars of this step.
 
     Those that are known were looked at when the table was made. Those that are not, as they
     come with the step or follow a schedule, may be anything.
     """
-    assert form.quotient is not None
-    assert step.quotient is not None
-    e0, e1 = step.quotient.e0, step.quotient.e1
-    b1, b2 = map(step.decay, form.quotient)
+    _, _, e0, e1 = quotient
     fits = jnp.ones(scale.e1.shape, bool)
     if isinstance(b1, jax.Array) or isinstance(b2, jax.Array):
         b = jnp.asarray(b1, scale.e1.dtype)
@@ -357,16 +358,6 @@ def _is_proved(form: Form, step: StepWithout, scale: Scale) -> jax.Array:
         if isinstance(e0, jax.Array) or isinstance(e1, jax.Array):
             fits &= jnp.abs(x - first) <= _DRIFT * first
     return fits
-
-
-def _scale_of(form: Form, step: StepWithout) -> Scale:
-    """Return the scale of the rows for which a step is the first."""
-    assert form.quotient is not None
-    assert step.quotient is not None
-    _, y, e0, e1 = step.quotient
-    b1, b2 = map(step.decay, form.quotient)
-    root = jnp.sqrt(e0) if form.has_root else 0.0
-    return Scale(y, root, _shift(b1, b2, y) * e1, e1)
 
 
 def _shift(b1: Scalar, b2: Scalar, y: Scalar) -> Coefficient:
