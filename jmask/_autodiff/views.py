@@ -76,6 +76,13 @@ def _array_view(x: jax.Array) -> View:
     return View(x.shape, read)
 
 
+def _first(views: _Views) -> View:
+    """Return the view of the only array of an equation: its other operands are numbers."""
+    view = views[0]
+    assert view is not None
+    return view
+
+
 def _or_array(x: Value, view: View | None) -> View:
     return _array_view(jnp.asarray(x)) if view is None else view
 
@@ -101,7 +108,7 @@ def _elementwise(eqn: JaxprEqn, values: _Values, views: _Views) -> list[View]:
 def _slice(eqn: JaxprEqn, values: _Values, views: _Views) -> list[View]:
     starts, strides = parameter(eqn, "start_indices"), parameter(eqn, "strides")
     strides = strides or (1,) * len(starts)
-    return [_sliced(views[0], aval_of(eqn.outvars[0]).shape, starts, strides)]
+    return [_sliced(_first(views), aval_of(eqn.outvars[0]).shape, starts, strides)]
 
 
 def _split(eqn: JaxprEqn, values: _Values, views: _Views) -> list[View]:
@@ -109,14 +116,12 @@ def _split(eqn: JaxprEqn, values: _Values, views: _Views) -> list[View]:
     for v in eqn.outvars:
         shape = aval_of(v).shape
         starts = tuple(begin * (d == axis) for d in range(len(shape)))
-        results.append(_sliced(views[0], shape, starts, (1,) * len(shape)))
+        results.append(_sliced(_first(views), shape, starts, (1,) * len(shape)))
         begin += shape[axis]
     return results
 
 
-def _sliced(view: View | None, shape: Shape, starts: Sequence[Index], strides: Shape) -> View:
-    assert view is not None
-
+def _sliced(view: View, shape: Shape, starts: Sequence[Index], strides: Shape) -> View:
     def read(positions: Positions) -> jax.Array | None:
         where = zip(positions, view.shape, starts, strides, strict=False)
         rows = view.read([widen(p, n) * stride + start for p, n, start, stride in where])
@@ -135,9 +140,7 @@ def _sliced(view: View | None, shape: Shape, starts: Sequence[Index], strides: S
 
 
 def _dynamic_slice(eqn: JaxprEqn, values: _Values, views: _Views) -> list[View]:
-    view, shape = views[0], aval_of(eqn.outvars[0]).shape
-    if view is None:
-        return []
+    view, shape = _first(views), aval_of(eqn.outvars[0]).shape
 
     def read(positions: Positions) -> jax.Array | None:
         starts = [  # moved to where the slice fits
@@ -151,8 +154,8 @@ def _dynamic_slice(eqn: JaxprEqn, values: _Values, views: _Views) -> list[View]:
 
 def _pad(eqn: JaxprEqn, values: _Values, views: _Views) -> list[View]:
     config, padding = parameter(eqn, "padding_config"), values[1]
-    view, shape = views[0], aval_of(eqn.outvars[0]).shape
-    if view is None or 0 in view.shape or any(interior for *_, interior in config):
+    view, shape = _first(views), aval_of(eqn.outvars[0]).shape
+    if 0 in view.shape or any(interior for *_, interior in config):
         return []
 
     def read(positions: Positions) -> jax.Array | None:
@@ -172,9 +175,7 @@ def _pad(eqn: JaxprEqn, values: _Values, views: _Views) -> list[View]:
 
 
 def _rev(eqn: JaxprEqn, values: _Values, views: _Views) -> list[View]:
-    view, dimensions = views[0], parameter(eqn, "dimensions")
-    if view is None:
-        return []
+    view, dimensions = _first(views), parameter(eqn, "dimensions")
 
     def read(positions: Positions) -> jax.Array | None:
         moved = [
@@ -188,9 +189,7 @@ def _rev(eqn: JaxprEqn, values: _Values, views: _Views) -> list[View]:
 
 
 def _transpose(eqn: JaxprEqn, values: _Values, views: _Views) -> list[View]:
-    order, view = parameter(eqn, "permutation"), views[0]
-    if view is None:
-        return []
+    order, view = parameter(eqn, "permutation"), _first(views)
 
     def read(positions: Positions) -> jax.Array | None:
         count, lead = len(positions), positions[0].ndim
@@ -255,10 +254,9 @@ def _stack(eqn: JaxprEqn, values: _Values, views: _Views) -> list[View]:
 
 
 def _reshape(eqn: JaxprEqn, values: _Values, views: _Views) -> list[View]:
-    view, shape = views[0], aval_of(eqn.outvars[0]).shape
-    if view is None or math.prod(view.shape) != math.prod(shape) or 0 in shape:
-        return []
-    return [view._replace(shape=shape, read=_reshaped(view, shape))]
+    view, shape = _first(views), aval_of(eqn.outvars[0]).shape
+    is_repeated = math.prod(view.shape) != math.prod(shape)  # by a broadcast
+    return [] if is_repeated else [view._replace(shape=shape, read=_reshaped(view, shape))]
 
 
 def _reshaped(view: View, shape: Shape) -> _Read:
