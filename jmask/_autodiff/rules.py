@@ -281,14 +281,6 @@ def _subtract(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     return _add(eqn, (x, y))
 
 
-def _negate(eqn: JaxprEqn, x: RowSum) -> RowSum:
-    return x.scaled(jnp.negative)
-
-
-def _on_sums(eqn: JaxprEqn, x: RowSum) -> RowSum:
-    return x.map_sums(lambda rows: bound(eqn, [rows])[0])
-
-
 def _convert(eqn: JaxprEqn, x: RowSum) -> RowSum | None:
     dtype = parameter(eqn, "new_dtype")
     if dtype == jnp.dtype(bool):  # booleans do not add
@@ -365,8 +357,10 @@ EQUATION_RULES: dict[str, Rule] = {
     "add_any": Rule(_all, _add),
     "add": Rule(_all, _add),
     "sub": Rule(_all, _subtract),
-    "neg": Rule(_all, _on_rows(_negate)),
-    "reduce_precision": Rule(_all, _on_rows(_on_sums)),
+    "neg": Rule(_all, _on_rows(lambda _, x: x.scaled(jnp.negative))),
+    "reduce_precision": Rule(
+        _all, _on_rows(lambda eqn, x: x.map_sums(lambda rows: bound(eqn, [rows])[0]))
+    ),
     "convert_element_type": Rule(_all, _on_rows(_convert)),
     "mul": Rule(_scaled, _times),
     "div": Rule(_scaled, _times),

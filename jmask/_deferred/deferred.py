@@ -70,7 +70,7 @@ def deferred(table: Table, tx: optax.GradientTransformation) -> DeferredTable:
     if not is_stored_table(table):
         table = checked_floating(as_table(table))
     check_transformation("tx", tx, "jmask.deferred(table, jmask.adam(1e-3))")
-    inner = _innermost(tx)
+    inner = optax.with_extra_args_support(_innermost(tx))
     leaf: PyTreeDef = jax.tree.structure(0)
     slots, _, places = rows_in_state(inner.init, [table], leaf, inner.init(table), [True])
     before = DeferredTable.before(table, [slots[k] for k in places[0]])
@@ -181,13 +181,10 @@ def from_deferred(
 _AS_ARRAYS = ("of a DeferredTable", "key<fry>", "key<row ids")
 
 
-def _innermost(
-    tx: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
+def _innermost(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """Return the transformation that takes the steps, without the guards around it."""
-    while (inner := getattr(tx, "inner", None)) is not None:
-        tx = inner
-    return optax.with_extra_args_support(tx)
+    inner = getattr(tx, "inner", None)
+    return tx if inner is None else _innermost(inner)
 
 
 def _first_step(
