@@ -189,8 +189,7 @@ def tensor_gradients(
     """Differentiate in the stored values of tensors, and in placeholders where those count.
 
     Args:
-        fun, numbers, args: a function, positions to differentiate, which hold tensors or
-            tables, and the positional arguments.
+        numbers: positions to differentiate, which hold tensors or tables.
         differentiate: (function, positions, arguments, whether a further derivative of a
             stored table will be taken) -> value, gradients as the gradient program leaves them.
         finished: makes gradients in arrays what users get.

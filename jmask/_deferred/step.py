@@ -90,9 +90,7 @@ def rows_in_state(
     """Return the leaves of a state, its structure, and those that are rows of each table.
 
     Args:
-        init: of the transformation.
-        params: the leaves of the parameters; a deferred table counts as one row.
-        tree: their structure.
+        params, tree: leaves and structure of the parameters; deferred tables have one row here.
         which: the tables among them.
     """
     shapes = [
@@ -101,13 +99,13 @@ def rows_in_state(
     ]
     tx = optax.GradientTransformation(init, lambda *_: _)
     owners = tables_of_state(tx, shapes, list(which), tree, state)
-    leaves: list[Table] = jax.tree.leaves(state, is_leaf=is_stored_table)
+    leaves, structure = jax.tree.flatten(state, is_leaf=is_stored_table)
     places = {
         i: [k for k, owner in enumerate(owners) if owner == i]
         for i, is_table in enumerate(which)
         if is_table
     }
-    return leaves, jax.tree.structure(state, is_leaf=is_stored_table), places
+    return leaves, structure, places
 
 
 def deferred_step(
@@ -122,9 +120,7 @@ def deferred_step(
     """Take a step, with the deferred tables of the parameters.
 
     Args:
-        init, update: of the transformation.
         run: (gradients, state, params) -> (updates or new parameters, state).
-        updates, state, params: of the step.
         applies: whether `run` returns new parameters.
 
     Returns:

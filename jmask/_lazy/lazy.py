@@ -120,7 +120,12 @@ def lazy(
         if not (has_gradients(updates) or has_deferred(params)):
             with naming_structures(updates, params):
                 return inner.update(updates, state, params, **extra_args)
-        _check_extra_args(extra_args)
+        for name, value in extra_args.items():
+            if has_gradients(value):
+                raise NotRowLocalError(
+                    f"the extra argument `{name}` holds a row-sparse gradient, and what takes "
+                    "whole gradients (a line search) is not row-local"
+                )
         return update_tables(updates, state, params, **extra_args)
 
     def update_rows_of(
@@ -186,15 +191,6 @@ def _check_not_deferring(state: optax.OptState) -> None:
             )
 
 
-def _check_extra_args(extra_args: dict[str, PyTree]) -> None:
-    for name, value in extra_args.items():
-        if has_gradients(value):
-            raise NotRowLocalError(
-                f"the extra argument `{name}` holds a row-sparse gradient, and what takes "
-                "whole gradients (a line search) is not row-local"
-            )
-
-
 # --- every kind of table -----------------------------------------------------------------
 #
 # Run a step of plain tables on stacked and deferred ones; stacked tables are one table.
@@ -213,7 +209,6 @@ def on_every_table(
     """Return `step`, which takes plain tables, for stacked and deferred ones too.
 
     Args:
-        init, update: of the transformation.
         step: (gradients, state, params, **extra_args) -> (updates or new parameters, state).
         applies: whether it returns new parameters.
     """

@@ -318,7 +318,6 @@ def proved(call: LazyCall, known: set[Hashable], *, same_dtypes: bool = False) -
     """Return the update of a call; refuse it unless it is exact on the touched rows.
 
     Args:
-        call: with rows.
         known: signatures that were proved; added to.
         same_dtypes: whether numbers of the state that belong to no row must keep their dtype.
             (Rows do: they are stored in the dtype of their table.)

@@ -96,7 +96,6 @@ def with_sums_over(
             of each device would differ as well.
         kinds: of its variables. The program is proved to treat rows alone, but for sums:
             see `row_locality`.
-        inputs: of the program.
     """
 
     def rule(eqn: JaxprEqn, arrays: list[jax.Array]) -> list[jax.Array]:

@@ -26,6 +26,7 @@ An operation without a rule in `lattice` is NotRowLocal: an unknown transformati
 not run wrongly.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -74,10 +75,6 @@ def classify(
         dense: the program on whole tables, with its calls in line.
         rows: the same update on some rows of them. Once both are proved, `rows` with itself
             gives the same kinds.
-        inputs: what is known of the inputs.
-
-    Returns:
-        The kinds of the outputs, and of each variable of `rows`.
     """
     one, other = dense.jaxpr, rows.jaxpr
     if not _in_step(one, other):
@@ -182,10 +179,8 @@ def _cond(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> Kinds:
     branches, counterparts = branches_of(eqn), branches_of(counterpart)
     if len(branches) != len(counterparts):
         return not_row_local(eqn, _COUNTS)
-    first, *others = [_run(pair, operands) for pair in zip(branches, counterparts, strict=True)]
-    for outputs in others:
-        first = joined(first, outputs)
-    return first
+    pairs = zip(branches, counterparts, strict=True)
+    return functools.reduce(joined, (_run(pair, operands) for pair in pairs))
 
 
 def _while(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> Kinds:
