@@ -243,21 +243,21 @@ class Slices:
             if x.shape[lead:] != self.shape[lead:] or any(first[lead:]):
                 return None
             plain = x.reshape(-1, *x.shape[lead:])
-            parts.append(plain if rows is None or rows.outside is not None else rows.flat())
+            parts.append(plain if rows is None else rows.flat())
         whole = joined_rows(parts)
         if whole is None or whole.index is None:
             return None
-        index = jnp.full(entries, whole.source.shape[0], jnp.int32)
-        weight = None if whole.weight is None else jnp.zeros(entries, whole.weight.dtype)
-        begin = 0
-        for x, _, first in self.parts:
-            size = x.shape[:lead]
-            end = begin + math.prod(size)
-            put = functools.partial(lax.dynamic_update_slice, start_indices=first[:lead])
-            index = put(index, whole.index[begin:end].reshape(size))
-            if weight is not None and whole.weight is not None:
-                weight = put(weight, whole.weight[begin:end].reshape(size))
-            begin = end
+
+        def placed(numbers: jax.Array, elsewhere: int) -> jax.Array:
+            result, begin = jnp.full(entries, elsewhere, numbers.dtype), 0
+            for x, _, first in self.parts:
+                end = begin + math.prod(x.shape[:lead])
+                part = numbers[begin:end].reshape(x.shape[:lead])
+                result, begin = lax.dynamic_update_slice(result, part, first[:lead]), end
+            return result
+
+        index = placed(whole.index, whole.source.shape[0])
+        weight = None if whole.weight is None else placed(whole.weight, 0)
         return Gathered(whole.source, index, weight, entries, whole.dtype)
 
 
@@ -300,7 +300,7 @@ def rows_added(eqn: JaxprEqn, updates: jax.Array) -> GatheredRows | None:
     if isinstance(known, Slices) and updates.nbytes < tuning.LARGE_SLICES:
         return None
     rows = known.rows(row_ndim)
-    if rows is None or rows.outside is not None or rows.dtype != aval_of(eqn.outvars[0]).dtype:
+    if rows is None or rows.dtype != aval_of(eqn.outvars[0]).dtype:
         return None
     is_large = (
         rows.index is None and rows.weight is not None and updates.nbytes >= tuning.LARGE_ROWS

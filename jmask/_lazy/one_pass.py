@@ -88,13 +88,10 @@ def applied_in_one_pass(update: ProvedUpdate) -> tuple[Params, OptState] | None:
             return None
         combiners[table] = combiner
     results = _run(update, entries, combiners, outputs)
-    gradient_tree, state_tree, param_tree, _ = update.call.trees
-    first = gradient_tree.num_leaves
-    second = first + state_tree.num_leaves
-    return (
-        param_tree.unflatten([results[i] for i in range(second, len(leaves))]),
-        state_tree.unflatten([results[i] for i in range(first, second)]),
-    )
+    _, state_tree, param_tree, _ = update.call.trees
+    new_params = [results[i] for i, leaf in enumerate(leaves) if leaf.kind == "param"]
+    new_state = [results[i] for i, leaf in enumerate(leaves) if leaf.kind == "state"]
+    return param_tree.unflatten(new_params), state_tree.unflatten(new_state)
 
 
 # --- the update, taken apart -------------------------------------------------------------
