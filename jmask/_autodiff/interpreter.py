@@ -357,7 +357,7 @@ def _behind_a_barrier(inputs: Values) -> list[Value]:
     groups: dict[frozenset[str], dict[int, jax.Array]] = {}
     for i, x in enumerate(inputs):
         # What is made of tables is read from these, and a barrier would need it whole.
-        if isinstance(x, jax.Array) and not views.is_made_of_tables(x):
+        if isinstance(x, jax.Array) and views.view_of(x) is None:
             groups.setdefault(varying_axes(x), {})[i] = x
     behind: dict[int, jax.Array] = {}
     for group in groups.values():

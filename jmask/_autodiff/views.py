@@ -347,7 +347,7 @@ def note_view(
             _KNOWN.note(output, view)
 
 
-def _view_of(x: Value) -> View | None:
+def view_of(x: Value) -> View | None:
     """Return the view of an array that is made of tables and no table itself."""
     known = _KNOWN.of(x)
     return known if isinstance(known, View) else None
@@ -361,11 +361,6 @@ def makes_view(eqn: JaxprEqn) -> bool:
 def makes_views(jaxpr: Jaxpr) -> bool:
     """Decide whether a call makes nothing but views and scalars, as `jnp.flip` does."""
     return all(makes_view(e) or not aval_of(e.outvars[0]).shape for e in jaxpr.eqns)
-
-
-def is_made_of_tables(x: Value) -> bool:
-    """Decide whether an array can be read from the tables that it is made of."""
-    return _view_of(x) is not None
 
 
 def is_of_tables(x: Value) -> bool:
@@ -410,7 +405,7 @@ def read_through_view(eqn: JaxprEqn, name: str, arguments: Sequence[Value]) -> j
 
     None if its operand is made of none, or not much larger than what is read.
     """
-    view = _view_of(arguments[0]) if name in _READERS else None
+    view = view_of(arguments[0]) if name in _READERS else None
     if view is None:
         return None
     if name in LOOKUPS:
@@ -484,7 +479,7 @@ def sums_through_views(eqn: JaxprEqn, arguments: Sequence[Value]) -> list[Value]
 
 
 def _with_rows(x: BagSum) -> BagSum:
-    view, count = _view_of(x.table), x.positions.size
+    view, count = view_of(x.table), x.positions.size
     if view is None or count * view.tables >= view.shape[0]:
         return x
     positions = x.positions.reshape(-1)
