@@ -109,7 +109,7 @@ class Input:
 
     def numbers(self, steps: HostArray) -> tuple[HostArray, HostArray]:
         """Return steps along all coordinates as numbers, of stored values and of others."""
-        numbers = numbers_of(steps.reshape(-1, self.parts))
+        numbers = steps.view(wide(self.values.dtype))
         return numbers[: self.values.size], numbers[self.values.size :]
 
     # --- points near the input ----------------------------------------------------------
@@ -148,7 +148,7 @@ class Input:
         if placeholder is not None:
             others = np.ravel(placeholder)[self.unspecified]
         # JAX pairs a cotangent c with a tangent t as the real part of c * t.
-        return reals_of(np.conj(np.concatenate([np.ravel(values), others]))).ravel()
+        return reals_of(np.conj(np.concatenate([np.ravel(values), others])))
 
     # --- names --------------------------------------------------------------------------
 
@@ -187,15 +187,11 @@ def part_name(part: int, parts: int) -> str:
 
 
 def reals_of(numbers: HostArray) -> HostArray:
-    """Numbers (n,) as real coordinates (n, parts)."""
-    if parts_of(numbers.dtype) == 2:
-        return np.stack([numbers.real, numbers.imag], axis=1)
-    return np.asarray(numbers, np.float64)[:, None]
+    """Return numbers (n,) in double precision as real coordinates (n * parts,).
 
-
-def numbers_of(reals: HostArray) -> HostArray:
-    """Return the inverse of `reals_of`."""
-    return reals[:, 0] + 1j * reals[:, 1] if reals.shape[1] == 2 else reals[:, 0]
+    `reals.view(numbers.dtype)` is the inverse.
+    """
+    return np.ascontiguousarray(numbers).view(np.float64)
 
 
 def random_reals(rng: np.random.Generator, shape: Shape) -> HostArray:

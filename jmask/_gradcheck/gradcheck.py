@@ -35,7 +35,7 @@ import numpy as np
 
 from jmask._base.types import Function, KeyPath, PyTree, TensorLike
 from jmask._base.validation import check_flag, check_leaves, shown
-from jmask._gradcheck.entries import Parts, numbers_of, primal, random_reals, stored_positions
+from jmask._gradcheck.entries import Parts, primal, random_reals, stored_positions
 from jmask._gradcheck.jacobian import Rules, find_mismatch, is_suspicious
 from jmask._gradcheck.message import GradcheckError, Setting
 from jmask._gradcheck.problem import Problem, check_premises, is_masked_function
@@ -175,8 +175,8 @@ def gradient_problem(problem: Problem, modes: Sequence[str]) -> Problem:
         vectors = []
         for x in problem.inputs:
             shape = tuple(np.shape(x.tensor))
-            numbers = numbers_of(random_reals(rng, (math.prod(shape), x.parts)))
-            vectors.append(jnp.asarray(numbers.reshape(shape)))
+            reals = random_reals(rng, (math.prod(shape) * x.parts,))
+            vectors.append(jnp.asarray(reals.view(x.values.dtype).reshape(shape)))
         what, along, of = "tangent of ", inputs, [f"tangent of {path}" for path in outputs]
 
     def gradient_of(args: PyTree, vectors: Sequence[jax.Array]) -> dict[str, jax.Array]:

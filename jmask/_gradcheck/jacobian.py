@@ -138,10 +138,10 @@ class Rules:
         """Return the Jacobian of all outputs in all inputs, (rows, columns)."""
         rows, columns = self.problem.kinds.size, self.problem.base.size
         if mode == "fwd":
-            along = map(self.pushforward, np.eye(rows))
-            return np.stack([*along]) if rows else np.zeros((0, columns))
-        pulled = map(self.pullback, np.eye(columns))
-        return np.stack([*pulled], axis=1) if columns else np.zeros((rows, 0))
+            along = [self.pushforward(direction) for direction in np.eye(rows)]
+            return np.array(along).reshape(rows, columns)
+        pulled = [self.pullback(weights) for weights in np.eye(columns)]
+        return np.array(pulled).reshape(columns, rows).T
 
 
 # --- the slow check: every entry ---------------------------------------------------------

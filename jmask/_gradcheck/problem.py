@@ -49,7 +49,6 @@ from jmask._gradcheck.entries import (
     entry,
     in_double_precision,
     is_differentiable,
-    numbers_of,
     part_name,
     parts_of,
     random_reals,
@@ -90,13 +89,13 @@ class Output:
 
     def reals(self, dense: ArrayLike) -> HostArray:
         """Return the coordinates of the compared entries of a dense array."""
-        return reals_of(np.asarray(dense).astype(wide(self.dtype)).ravel()[self.at]).ravel()
+        return reals_of(np.asarray(dense).astype(wide(self.dtype)).ravel()[self.at])
 
     def cotangent(self, weights: HostArray) -> jax.Array:
         """Return the cotangent that weighs the coordinates with `weights`."""
         dense = np.zeros(self.shape, wide(self.dtype))
         # JAX pairs a cotangent c with a tangent t as the real part of c * t.
-        dense.ravel()[self.at] = np.conj(numbers_of(weights.reshape(-1, self.parts)))
+        dense.ravel()[self.at] = np.conj(weights.view(dense.dtype))
         return jnp.asarray(dense)
 
 
