@@ -112,9 +112,7 @@ def linear(x: TensorLike, weight: TensorLike, bias: TensorLike | None = None) ->
         Array([3.], dtype=float32)
     """
     product = einsum("...k,mk->...m", x, weight)
-    if bias is None:
-        return product
-    return _add(product, bias)
+    return product if bias is None else _add(product, bias)
 
 
 def dot_product_attention(

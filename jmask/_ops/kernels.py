@@ -23,7 +23,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jmask._base.array_types import is_nonzero, joint_dtype, typed_like, wide
-from jmask._base.types import Argument, DType, JvpArgs, Scalar
+from jmask._base.types import Argument, ArrayFunction, DType, JvpArgs, Scalar
 from jmask._ops.groups import (
     Groups,
     Kernel,
@@ -41,6 +41,13 @@ def select(groups: Groups, fill: ArrayLike, dtype: DTypeLike | None = None) -> j
     """Return the entries cast to `dtype`, `fill` where they take no part."""
     values = groups.values if dtype is None else groups.values.astype(dtype)
     return jnp.where(groups.valid, values, jnp.asarray(fill, values.dtype))
+
+
+def applied_where(
+    holds: jax.Array, function: ArrayFunction, x: jax.Array, otherwise: float = 0
+) -> jax.Array:
+    """Return function(x) where `holds`, and `otherwise` elsewhere, with the derivative 0."""
+    return jnp.where(holds, function(jnp.where(holds, x, 1)), otherwise)
 
 
 def inexact(dtype: DTypeLike) -> DType:
@@ -170,7 +177,7 @@ def norm_in_parts(groups: Groups, dtype: DTypeLike, ord: float) -> tuple[Norm, j
     if ord == 0:
         count = groups.count(taken).astype(dtype)
         return Norm(x, count, jnp.ones_like(count)), exists
-    size = jnp.where(taken, jnp.abs(jnp.where(taken, x, 1)), 0)
+    size = applied_where(taken, jnp.abs, x)
     # Powers of negative order are greatest where the entry is least.
     sizes = lax.stop_gradient(size if ord > 0 else jnp.where(taken, size, jnp.inf))
     pivot = groups.max(sizes) if ord > 0 else groups.min(sizes)
@@ -186,7 +193,7 @@ def norm_in_parts(groups: Groups, dtype: DTypeLike, ord: float) -> tuple[Norm, j
     else:
         pivot = jnp.ones_like(pivot) if ord == 1 else pivot * factor
         ratio = size / groups.spread(pivot)
-        powers = jnp.where(taken, jnp.where(taken, ratio, 1) ** ord, 0)
+        powers = applied_where(taken, lambda x: x**ord, ratio)
         result = _root(groups.sum(powers), ord) * pivot
     if ord < 0:  # A single 0 makes the sum infinite and the norm 0.
         zero = groups.any(groups.valid & (x == 0))
@@ -250,8 +257,7 @@ def exponentials(groups: Groups, shift: jax.Array, dtype: DTypeLike) -> jax.Arra
 
 def log(x: jax.Array) -> jax.Array:
     """log(x), with derivative 0 where x is 0."""
-    zero = x == 0
-    return jnp.where(zero, -jnp.inf, jnp.log(jnp.where(zero, 1, x)))
+    return applied_where(x != 0, jnp.log, x, -jnp.inf)
 
 
 def shift_of(groups: Groups, dtype: DTypeLike) -> jax.Array:
@@ -265,10 +271,8 @@ def _peak(groups: Groups, dtype: DTypeLike) -> jax.Array:
 
 def _root(x: jax.Array, order: float) -> jax.Array:
     """x ** (1 / order), with derivative 0 where x is 0."""
-    zero = x == 0
-    base = jnp.where(zero, 1, x)
-    power = jnp.sqrt(base) if order == 2 else base ** (1 / order)
-    return jnp.where(zero, 0 if order > 0 else jnp.inf, power)
+    root = jnp.sqrt if order == 2 else lambda x: x ** (1 / order)
+    return applied_where(x != 0, root, x, 0 if order > 0 else jnp.inf)
 
 
 # --- order -------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from jmask._base.types import Function, PyTree, PyTreeDef, Scalar, Tensor, Tenso
 from jmask._base.validation import abstract_leaf, check_flag, check_leaves, leaf_name
 from jmask._ops.elementwise import elementwise
 from jmask._ops.groups import entries_of
-from jmask._ops.kernels import factor_for
+from jmask._ops.kernels import applied_where, factor_for
 from jmask._tables.deferral import is_deferred
 from jmask._tables.stored_table import is_stored_table, is_tensor_or_table
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, is_tensor
@@ -172,8 +172,7 @@ def norm(tree: PyTree, squared: bool = False) -> jax.Array:
         total = total + jnp.sum(jnp.square(size * factor.astype(size.dtype))).astype(dtype)
     if squared:
         return total / factor / factor
-    is_zero = total == 0
-    return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, total)) / factor)
+    return applied_where(total != 0, lambda x: jnp.sqrt(x) / factor, total)
 
 
 def psum(tree: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
