@@ -148,9 +148,6 @@ class Known:
 
     value: TensorLike
 
-    def is_zero(self) -> bool:
-        return not np.any(np.asarray(self.value) != 0)
-
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
@@ -170,6 +167,10 @@ class Unknown:
 _Entry = Known | Operand | Unknown
 
 
+def _is_zero(value: _Entry) -> bool:
+    return isinstance(value, Known) and not np.any(np.asarray(value.value) != 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Behaviour:
     """A function where its sparse operands are zero.
@@ -186,7 +187,7 @@ class Behaviour:
     sums: bool
 
     def keeps_zero(self) -> bool:
-        return isinstance(self.value, Known) and self.value.is_zero()
+        return _is_zero(self.value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,8 +256,11 @@ def behaviour_at_zero(
     with trial():
         ((value, dependence),) = _run(program.jaxpr, consts, inputs)
         ((at_zero, affine_value),) = _run(program.jaxpr, consts, zeros)
-    sums = affine_value != _OTHER and isinstance(at_zero, Known) and at_zero.is_zero()
-    return Behaviour(value, dependence != _OTHER, sums)
+    return Behaviour(
+        value,
+        affine=dependence != _OTHER,
+        sums=affine_value != _OTHER and _is_zero(at_zero),
+    )
 
 
 _Value = tuple[_Entry, int]
@@ -282,38 +286,32 @@ def _equation(eqn: JaxprEqn, inputs: list[_Value]) -> list[_Value]:
     return [(result, dependence)]
 
 
-def _with_unknown(eqn: JaxprEqn, values: list[_Entry]) -> Known | Operand | None:
-    """Return the result of an equation with unknown inputs, if it has one all the same."""
+def _with_unknown(eqn: JaxprEqn, values: list[_Entry]) -> _Entry | None:
+    """Return the result of an equation with unknown inputs where it is zero, or one of them."""
     name = name_of(eqn)
-    zero = [isinstance(value, Known) and value.is_zero() for value in values]
+    zero = list(map(_is_zero, values))
     nothing = Known(np.zeros((), aval_of(eqn.outvars[0]).dtype))
     if name in ("mul", "and") and any(zero):
         return nothing
     if name == "div" and zero[0] and _is_scalar(values[1]):
         return nothing
     if name in ("add", "add_any", "or", "xor") and any(zero):
-        return _unchanged(values[zero.index(False)])
-    if name == "sub" and zero[1]:
-        return _unchanged(values[0])
-    if name in ("convert_element_type", "copy"):
-        return _unchanged(values[0])
+        return values[zero.index(False)]
+    if (name == "sub" and zero[1]) or name in ("convert_element_type", "copy"):
+        return values[0]
     if name == "select_n":
         which, *cases = values
         if isinstance(which, Known):
-            chosen = cases[int(which.value)]
-            return None if isinstance(chosen, Unknown) else chosen
+            return cases[int(which.value)]
         if all(zero[1:]):
             return nothing
-        return _unchanged(cases[0]) if all(case == cases[0] for case in cases) else None
+        is_one = isinstance(cases[0], Operand) and all(case == cases[0] for case in cases)
+        return cases[0] if is_one else None
     return None
 
 
 def _is_scalar(value: _Entry) -> bool:
     return isinstance(value, Known) or value.scalar
-
-
-def _unchanged(value: _Entry) -> Operand | None:
-    return value if isinstance(value, Operand) else None
 
 
 # Affine in all inputs together.
