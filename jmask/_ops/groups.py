@@ -189,8 +189,14 @@ class _Groups:
         """Return for each entry its index in the reduced axes, flattened."""
         x, index = self.origin, jnp.zeros((), _integer())
         refuse_large(self.size, "reduced")
+        sparse = sparse_dimensions(x)
         for axis in self.reduced:
-            index = index * x.shape[axis] + _coordinate(x, axis)
+            if axis < sparse:
+                along = trailing(coordinates(x)[axis].astype(_integer()), self.values.ndim)
+            else:
+                dimension = axis - sparse + (sparse > 0)
+                along = lax.broadcasted_iota(_integer(), self.values.shape, dimension)
+            index = index * x.shape[axis] + along
         return jnp.broadcast_to(index, self.values.shape)
 
 
@@ -306,14 +312,6 @@ def refuse_large(size: int, axes: str) -> None:
 
 def _integer() -> DType:
     return jnp.dtype(jnp.result_type(int))
-
-
-def _coordinate(x: TensorLike, axis: int) -> jax.Array:
-    """Return the index of each stored value in one axis; broadcasts to the stored values."""
-    values, sparse = stored_values(x), sparse_dimensions(x)
-    if axis < sparse:
-        return trailing(coordinates(x)[axis].astype(_integer()), values.ndim)
-    return lax.broadcasted_iota(_integer(), values.shape, axis - sparse + (sparse > 0))
 
 
 def _join(

@@ -280,11 +280,10 @@ def _split(x: RowSparse, key: IndexLike) -> tuple[IndexLike, tuple[IndexLike, ..
             f"too many indices for a RowSparse of shape {x.shape}: {used}, and "
             f"{len(ellipses)} of `...`."
         )
-    if ellipses and (used < x.ndim or len(key) == 1):
+    # One that stands for no dimension counts all the same, between index arrays.
+    if ellipses and (used < x.ndim or key[0] is Ellipsis):
         at = ellipses[0]
         key = (*key[:at], *(slice(None),) * (x.ndim - used), *key[at + 1 :])
-    elif ellipses and key[0] is Ellipsis:
-        key = key[1:]
     return (key[0], key[1:]) if key else (slice(None), ())
 
 
