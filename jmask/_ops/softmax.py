@@ -82,10 +82,9 @@ def softmax(x: TensorLike, axis: Axis = -1, where: Mask | None = None) -> Tensor
 
     Example:
         >>> import jax.numpy as jnp, jmask
-        >>> from jmask import nn
         >>> mask = jnp.array([True, False, True])
         >>> x = jmask.masked_tensor(jnp.array([1., jnp.nan, 1.]), mask)
-        >>> nn.softmax(x).to_tensor(0)
+        >>> jmask.nn.softmax(x).to_tensor(0)
         Array([0.5, 0. , 0.5], dtype=float32)
     """
     return _SOFTMAX(x, axis, False, where)
@@ -96,9 +95,8 @@ def softmin(x: TensorLike, axis: Axis = -1, where: Mask | None = None) -> Tensor
     """Return `softmax` of -x.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> from jmask import nn
-        >>> nn.softmin(jnp.array([2., 2., 0.]), where=jnp.array([True, True, False]))
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.nn.softmin(jnp.array([2., 2., 0.]), where=jnp.array([True, True, False]))
         Array([0.5, 0.5, 0. ], dtype=float32)
     """
     return softmax(_negative(x), axis, where)
@@ -109,9 +107,8 @@ def log_softmax(x: TensorLike, axis: Axis = -1, where: Mask | None = None) -> Te
     """Return the logarithm of `softmax`, without overflow.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> from jmask import nn
-        >>> nn.log_softmax(jnp.array([5., 9.]), where=jnp.array([True, False]))
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.nn.log_softmax(jnp.array([5., 9.]), where=jnp.array([True, False]))
         Array([  0., -inf], dtype=float32)
     """
     return _LOG_SOFTMAX(x, axis, False, where)
@@ -133,11 +130,10 @@ def attention_weights(
         TypeError, ValueError: as for `softmax`, where `mask` is called `where`.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> from jmask import nn
+        >>> import jax.numpy as jnp, jmask
         >>> scores = jnp.array([[1., 1.], [2., 3.]])
         >>> mask = jnp.array([[True, True], [False, False]])
-        >>> nn.attention_weights(scores, mask).to_tensor(0)
+        >>> jmask.nn.attention_weights(scores, mask).to_tensor(0)
         Array([[0.5, 0.5],
                [0. , 0. ]], dtype=float32)
     """
@@ -163,9 +159,8 @@ def normalize(
         eps: the least number to divide by.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> from jmask import nn
-        >>> nn.normalize(jnp.array([3., 9., 4.]), where=jnp.array([True, False, True]))
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.nn.normalize(jnp.array([3., 9., 4.]), where=jnp.array([True, False, True]))
         Array([0.6, 0. , 0.8], dtype=float32)
     """
     return _NORMALIZE(x, axis, False, where, ord=2 if ord is None else ord, eps=eps)
@@ -190,9 +185,8 @@ def standardize(
         epsilon: added to the variance before the root.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> from jmask import nn
-        >>> nn.standardize(jnp.array([1., 9., 3.]), where=jnp.array([True, False, True]))
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.nn.standardize(jnp.array([1., 9., 3.]), where=jnp.array([True, False, True]))
         Array([-0.999995,  0.      ,  0.999995], dtype=float32)
     """
     if mean is not None or variance is not None:
