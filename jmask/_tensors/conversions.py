@@ -13,7 +13,7 @@ static: what `nse` leaves over is padding, which is never valid.
 import os
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import is_nonzero, joint_dtype, trailing
-from jmask._base.types import HostArray, MaskedHostArray, Options, Shape, Tensor, TensorLike
+from jmask._base.types import HostArray, MaskedHostArray, Options, Tensor, TensorLike
 from jmask._base.validation import checked_array, checked_choice, checked_path
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.checks import checked_capacity, fit_or_poison
@@ -279,10 +279,10 @@ def _check_castable(x: TensorLike, stype: str) -> None:
 #
 # x.npz of a RowSparse      stype "row_sparse", shape, values, indices, coalesced
 
-# The arrays of each storage, in the order in which `_rebuilt` takes them.
+# The arrays of each storage, in the order in which it is made of them.
 _FIELDS = {
     "default": (),
-    "row_sparse": ("values", "indices"),
+    "row_sparse": ("indices", "values"),
     "coo": ("data", "indices"),
     "csr": ("data", "indices", "indptr"),
 }
@@ -364,30 +364,21 @@ def load_npz(file: str | os.PathLike) -> Tensor:
             )
         kind = str(contents["stype"])
         shape = tuple(contents["shape"].tolist())
-        flags = {name: bool(contents[name]) for name in _FLAGS if name in contents}
-        arrays = [_loaded(contents, name) for name in _FIELDS[kind] or ("data",)]
-        storage = _rebuilt(kind, arrays, shape, flags)
-        if "valid" not in contents:
-            return storage
-        return joined(storage, _loaded(contents, "valid"))
+        flags: Options = {name: bool(contents[name]) for name in _FLAGS if name in contents}
+        arrays = tuple(_loaded(contents, name) for name in _FIELDS[kind] or ("data",))
+        storage: Tensor = arrays[0]
+        if kind == "row_sparse":
+            storage = RowSparse(arrays[0], arrays[1], shape, **flags)
+        elif kind != "default":
+            storage = (BCOO if kind == "coo" else BCSR)(arrays, shape=shape, **flags)
+        return joined(storage, _loaded(contents, "valid")) if "valid" in contents else storage
 
 
-def _loaded(contents: Mapping[str, HostArray], name: str) -> jax.Array:
+def _loaded(contents: Mapping[str, HostArray], name: str) -> Tensor:
     array = contents[name]
     if f"{name}_dtype" in contents:
         array = array.view(jnp.dtype(str(contents[f"{name}_dtype"])))
     return jnp.asarray(array)
-
-
-def _rebuilt(
-    kind: str, arrays: Sequence[Tensor], shape: Shape, flags: dict[str, bool]
-) -> Tensor:
-    if kind == "default":
-        return arrays[0]
-    if kind == "row_sparse":
-        values, indices = arrays
-        return RowSparse(indices, values, shape, **flags)
-    return (BCOO if kind == "coo" else BCSR)(tuple(arrays), shape=shape, **flags)
 
 
 # --- printing ------------------------------------------------------------------------------
@@ -452,8 +443,12 @@ def _entries(values: jax.Array | HostArray, valid: jax.Array | HostArray, head: 
     options = np.get_printoptions()
     edge, is_large = options["edgeitems"], values.size > options["threshold"]
     cut = [axis for axis, n in enumerate(values.shape) if is_large and n > 2 * edge]
-    for axis in cut:
-        values, valid = (_edges(a, axis, edge) for a in (values, valid))
+    if cut:
+        kept = [np.arange(n) for n in values.shape]
+        for axis in cut:
+            kept[axis] = np.delete(kept[axis], slice(edge, values.shape[axis] - edge))
+        with jax.ensure_compile_time_eval():  # a constant may be printed while tracing
+            values, valid = values[np.ix_(*kept)], valid[np.ix_(*kept)]
     values, valid = np.asarray(values), np.asarray(valid)
     if jnp.issubdtype(values.dtype, jnp.floating) and values.dtype.kind != "f":
         values = values.astype(np.float32)  # bfloat16 and smaller: 1 must print as 1.0
@@ -472,14 +467,6 @@ def _entries(values: jax.Array | HostArray, valid: jax.Array | HostArray, head: 
         formatter={"all": str},
         threshold=0 if cut else words.size,
     )
-
-
-def _edges(x: jax.Array | HostArray, axis: int, edge: int) -> jax.Array | HostArray:
-    at, last = (slice(None),) * axis, x.shape[axis] - edge
-    module = jnp if isinstance(x, jax.Array) else np
-    with jax.ensure_compile_time_eval():  # a constant may be printed while tracing
-        parts = [x[(*at, slice(edge))], x[(*at, slice(last, None))]]
-        return module.concatenate(parts, axis)
 
 
 install(representation=representation)
