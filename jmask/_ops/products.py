@@ -89,7 +89,7 @@ class Rows:
 
     def place(self, ids: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
         if isinstance(self.matrix, RowSparse):
-            return stored_at(coalesced_as(self.matrix, dtype), ids)
+            return stored_at(self.matrix.with_values(self.matrix.values.astype(dtype)), ids)
         return self.array, ids
 
 
@@ -167,14 +167,6 @@ def sums_of_rows(a: Coordinates, b: Rows, dtype: DTypeLike) -> jax.Array:
     terms = weights[:, None] * _rows_or_zeros(table, positions).astype(dtype)
     zeros = jnp.zeros((bags, *table.shape[1:]), dtype)
     return add_rows(zeros, a.rows, terms)
-
-
-def coalesced_as(x: RowSparse, dtype: DTypeLike) -> RowSparse:
-    """Sum the rows with equal ids in `dtype`; padding is zeros."""
-    x = x.with_values(x.values.astype(dtype))
-    if not x.coalesced:
-        return x.coalesce()
-    return x.with_values(zeros_at_padding(x.row_ids(), x.values, x.shape[0]))
 
 
 def zeros_at_padding(ids: jax.Array, values: jax.Array, height: int) -> jax.Array:
@@ -427,7 +419,11 @@ def _product(a: Operand, b: Operand, dtype: DTypeLike, sparse: bool) -> Tensor:
         return RowSparse(a.rows, terms, (a.shape[0], *terms.shape[1:])).coalesce()
     if isinstance(a.matrix, RowSparse) and not a.transposed:
         product = lambda values: _product(Rows(values), b, dtype, sparse=False)
-        return coalesced_as(_on_values(a.matrix, product), dtype)
+        rows = _on_values(a.matrix, product)
+        if not rows.coalesced:
+            return rows.coalesce()
+        # Zeros in the place of padding, times inf, are nan.
+        return rows.with_values(zeros_at_padding(rows.row_ids(), rows.values, rows.shape[0]))
     if isinstance(a.matrix, RowSparse) and isinstance(b, Rows):
         return _matmul(a.matrix.values.T, rows_at(b, a.matrix.row_ids(), dtype), dtype)
     if isinstance(b, Rows) and not isinstance(b.matrix, RowSparse):
