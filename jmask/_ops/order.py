@@ -67,8 +67,7 @@ def quantile(
 
     Example:
         >>> import jax.numpy as jnp, jmask
-        >>> mask = jnp.array([True, True, False, True])
-        >>> x = jmask.masked_tensor(jnp.array([4., 1., jnp.nan, 2.]), mask)
+        >>> x = jmask.numpy.masked_invalid(jnp.array([4., 1., jnp.nan, 2.]))
         >>> jmask.numpy.quantile(x, 0.25).to_tensor(0)
         Array(1.5, dtype=float32)
         >>> jmask.numpy.quantile(x, jnp.array([0., 1.])).to_tensor(0)
@@ -108,8 +107,7 @@ def percentile(
 
     Example:
         >>> import jax.numpy as jnp, jmask
-        >>> mask = jnp.array([True, False, True])
-        >>> x = jmask.masked_tensor(jnp.array([4., jnp.nan, 1.]), mask)
+        >>> x = jmask.numpy.masked_invalid(jnp.array([4., jnp.nan, 1.]))
         >>> jmask.numpy.percentile(x, 50).to_tensor(0)
         Array(2.5, dtype=float32)
     """
@@ -136,8 +134,7 @@ def median(
 
     Example:
         >>> import jax.numpy as jnp, jmask
-        >>> mask = jnp.array([True, True, False])
-        >>> x = jmask.masked_tensor(jnp.array([4., 1., jnp.nan]), mask)
+        >>> x = jmask.numpy.masked_invalid(jnp.array([4., 1., jnp.nan]))
         >>> jmask.numpy.median(x).to_tensor(0)
         Array(2.5, dtype=float32)
         >>> jmask.numpy.median(x, averaged=False).to_tensor(0)
@@ -228,8 +225,7 @@ def top_k(x: TensorLike, k: int, axis: int = -1) -> tuple[Tensor, Tensor]:
 
     Example:
         >>> import jax.numpy as jnp, jmask
-        >>> mask = jnp.array([True, False, True])
-        >>> x = jmask.masked_tensor(jnp.array([1., jnp.inf, 3.]), mask)
+        >>> x = jmask.numpy.masked_invalid(jnp.array([1., jnp.inf, 3.]))
         >>> jmask.numpy.top_k(x, 2)[0]
         MaskedTensor([3.0, 1.0], dtype=float32)
         >>> jmask.numpy.top_k(x, 3)[1]

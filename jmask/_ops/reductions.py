@@ -342,8 +342,7 @@ def average(
 
     Example:
         >>> import jax.numpy as jnp, jmask
-        >>> mask = jnp.array([True, False, True])
-        >>> x = jmask.masked_tensor(jnp.array([1., jnp.nan, 3.]), mask)
+        >>> x = jmask.numpy.masked_invalid(jnp.array([1., jnp.nan, 3.]))
         >>> jmask.numpy.average(x, weights=jnp.array([1., 1., 3.])).to_tensor(0)
         Array(2.5, dtype=float32)
     """

@@ -82,8 +82,7 @@ def softmax(x: TensorLike, axis: Axis = -1, where: Mask | None = None) -> Tensor
 
     Example:
         >>> import jax.numpy as jnp, jmask
-        >>> mask = jnp.array([True, False, True])
-        >>> x = jmask.masked_tensor(jnp.array([1., jnp.nan, 1.]), mask)
+        >>> x = jmask.numpy.masked_invalid(jnp.array([1., jnp.nan, 1.]))
         >>> jmask.nn.softmax(x).to_tensor(0)
         Array([0.5, 0. , 0.5], dtype=float32)
     """

@@ -99,10 +99,8 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
         if not is_sparse(data) and is_sparse(mask):
             mask = unique_positions(booleans(mask))
             data = with_stored_values(mask, sampled(jnp.asarray(data), mask))
-        if is_sparse(data):
-            self.storage, self.valid = on_sparse(data, mask)
-        else:
-            self.storage, self.valid = on_dense(data, mask)
+        on_storage = on_sparse if is_sparse(data) else on_dense
+        self.storage, self.valid = on_storage(data, mask)
 
     # --- pytree: data and the booleans of its stored values -----------------------------
 
