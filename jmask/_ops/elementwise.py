@@ -140,8 +140,7 @@ def _call(
 
 
 def _masked(function: Function, operands: Operands, kwargs: Options) -> MaskedTensor:
-    kept = MaskedTensor | bool | int | float | complex
-    operands = [x if isinstance(x, kept) or is_sparse(x) else jnp.asarray(x) for x in operands]
+    operands = [jnp.asarray(x) if varies(x) and not is_tensor(x) else x for x in operands]
     pattern = _pattern(operands)
     if pattern is None:
         operands = [_dense(x) for x in operands]
@@ -263,8 +262,7 @@ def _stacked_tables(function: Function, operands: Operands, kwargs: Options) -> 
 
 def _is_number(x: TensorLike) -> bool:
     # A Python number keeps its weak type, and one of NumPy is known under jit too.
-    known = isinstance(x, bool | int | float | complex | np.generic)
-    return known or (isinstance(x, np.ndarray) and x.ndim == 0)
+    return not varies(x) or (isinstance(x, np.generic | np.ndarray) and x.ndim == 0)
 
 
 def _one_layout(sparse: Sequence[Tensor], operands: Operands, shape: Shape) -> bool:

@@ -217,7 +217,7 @@ def role(x: Value) -> Varying | Number:
     """Return what stands for an operand."""
     if is_sparse(x):
         return Varying("sparse", jnp.dtype(x.dtype))
-    if isinstance(x, bool | int | float | complex):
+    if not varies(x):
         return Number(type(x), str(x), x)
     weak = bool(getattr(x, "weak_type", False))
     if jnp.ndim(x) == 0 and not isinstance(x, jax.core.Tracer):

@@ -165,36 +165,33 @@ def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-_FUNCTIONS = " (jmask.numpy and jmask.nn have the functions that take it)"
-_SUMS = (
-    " (jmask.numpy and jmask.nn have the functions that take it; to sum gradients write "
-    "jmask.tree.add or jmask.multi_steps(tx, k, like=grads))"
-)
-
-
 class NamesItsFunctions(type):
     """The type of a class whose name in errors of JAX says which functions take it."""
 
+    _functions = "jmask.numpy and jmask.nn have the functions that take it"
+
     def __repr__(cls) -> str:
-        module = str(sys._getframe(1).f_globals.get("__name__"))
-        plain = super().__repr__()
-        if module.startswith("jax.") and not module.endswith(".tree_util"):
-            return f"{plain}{_FUNCTIONS}"
-        return plain
+        said = cls._said(sys._getframe(1))
+        return f"{super().__repr__()} ({said})" if said else super().__repr__()
+
+    def _said(cls, frame: FrameType) -> str:
+        module = _module(frame)
+        is_operation = module.startswith("jax.") and not module.endswith(".tree_util")
+        return cls._functions if is_operation else ""
 
 
 class SaysWhatToDo(NamesItsFunctions):
     """The same of a `RowSparse`, and what to do where JAX finds that trees differ."""
 
-    def __repr__(cls) -> str:
-        frame = sys._getframe(1)
-        module, function = str(frame.f_globals.get("__name__")), frame.f_code.co_name
-        if module.startswith("jax.") and not module.endswith(".tree_util"):
-            return f"{type.__repr__(cls)}{_SUMS}"
-        plain = type.__repr__(cls)
-        if module.endswith(".tree_util") and function != "_equality_errors":
-            return f"{plain} ({_advice(frame)})"
-        return plain
+    _functions = (
+        f"{NamesItsFunctions._functions}; to sum gradients write jmask.tree.add or "
+        "jmask.multi_steps(tx, k, like=grads)"
+    )
+
+    def _said(cls, frame: FrameType) -> str:
+        if _module(frame).endswith(".tree_util") and frame.f_code.co_name != "_equality_errors":
+            return _advice(frame)
+        return super()._said(frame)
 
 
 def _nth_caller(frame: FrameType, n: int) -> str:
@@ -220,8 +217,7 @@ def instead_of(frame: FrameType) -> str | None:
 
 def _function_of(frame: FrameType) -> tuple[str, str]:
     """Return the package and the outermost function, or class, that a frame belongs to."""
-    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return package, frame.f_code.co_qualname.partition(".")[0]
+    return _module(frame).partition(".")[0], frame.f_code.co_qualname.partition(".")[0]
 
 
 def _advice(frame: FrameType | None) -> str:
