@@ -168,6 +168,7 @@ class _Groups:
         origin: the storage reduced.
         reduced: its axes that are reduced, in ascending order.
         shape: of the tensor of results.
+        keeps: whether it stores results where `origin` stores values.
     """
 
     values: jax.Array
@@ -175,6 +176,7 @@ class _Groups:
     origin: TensorLike
     reduced: tuple[int, ...]
     shape: tuple[int, ...]
+    keeps: bool
 
     @property
     def size(self) -> int:
@@ -199,19 +201,11 @@ class _Groups:
             index = index * x.shape[axis] + along
         return jnp.broadcast_to(index, self.values.shape)
 
-
-@dataclasses.dataclass(frozen=True)
-class Slices(_Groups, BySlices):
-    """Groups that are slices of `values`; `keeps`: results are where `origin` stores values."""
-
-    keeps: bool
-
     def shaped(self, result: jax.Array) -> jax.Array:
-        """Results as the stored values of the tensor of results."""
-        if self.keeps:
-            sparse = sparse_dimensions(self.origin)
-            return result.reshape(result.shape[:1] + self.shape[sparse:])
-        return result.reshape(self.shape)
+        """Return results as the stored values of the tensor of results."""
+        if not self.keeps:
+            return result.reshape(self.shape)
+        return result.reshape(result.shape[:1] + self.shape[sparse_dimensions(self.origin) :])
 
     def stored(self, result: jax.Array) -> Tensor:
         """Return the tensor of results."""
@@ -220,14 +214,16 @@ class Slices(_Groups, BySlices):
 
 
 @dataclasses.dataclass(frozen=True)
+class Slices(_Groups, BySlices):
+    """Groups that are slices of `values`."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Segments(_Groups, BySegments):
     """Groups that are rows of `values`, or slices of these."""
 
     def shaped(self, result: jax.Array) -> jax.Array:
-        """Results as the tensor of results, which is dense."""
-        return result[: self.number].reshape(self.shape)
-
-    stored = shaped
+        return super().shaped(result[: self.number])
 
 
 Groups = Slices | Segments
@@ -264,7 +260,7 @@ def grouped(
     dense = tuple(axis - sparse + (sparse > 0) for axis in axes if axis >= sparse)
     if not kept or not reduced:
         along = (0, *dense) if reduced else dense
-        return Slices(along, True, values, valid, x, axes, shape, keeps=bool(kept))
+        return Slices(along, True, values, valid, x, axes, shape, bool(kept))
     number = math.prod(x.shape[axis] for axis in kept)
     refuse_large(number, "kept")
     ids, where = jnp.zeros((), _integer()), coordinates(x)
@@ -272,7 +268,7 @@ def grouped(
         size = x.shape[axis]
         # Padding goes to some group: it takes no part, so that its entry is the identity.
         ids = ids * size + jnp.clip(where[axis], 0, max(size - 1, 0)).astype(_integer())
-    return Segments(ids, number, values, valid, x, axes, shape, axes=dense)
+    return Segments(ids, number, values, valid, x, axes, shape, keeps=False, axes=dense)
 
 
 def sparse_dimensions(x: TensorLike) -> int:
