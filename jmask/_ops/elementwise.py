@@ -354,7 +354,7 @@ class _Call:
 def on_union_of_rows(sparse: Sequence[RowSparse]) -> list[RowSparse]:
     """Return the tensors, coalesced, each storing the rows that any of them stores."""
     ids = jnp.concatenate([x.row_ids() for x in sparse])
-    pairs = zip(sparse, _side_by_side([x.values for x in sparse]), strict=True)
+    pairs = zip(sparse, _in_concatenation([x.values for x in sparse]), strict=True)
     return [RowSparse(ids, values, x.shape).coalesce() for x, values in pairs]
 
 
@@ -363,11 +363,11 @@ def _on_union_of_entries(sparse: Sequence[BCOO | BCSR]) -> list[BCOO]:
     entries = [x.to_bcoo() if isinstance(x, BCSR) else x for x in sparse]
     indices = jnp.concatenate([x.indices for x in entries])
     nse = indices.shape[0] if isinstance(indices, jax.core.Tracer) else None
-    pairs = zip(entries, _side_by_side([x.data for x in entries]), strict=True)
+    pairs = zip(entries, _in_concatenation([x.data for x in entries]), strict=True)
     return [summed(BCOO((data, indices), shape=x.shape), nse) for x, data in pairs]
 
 
-def _side_by_side(arrays: list[jax.Array]) -> list[jax.Array]:
+def _in_concatenation(arrays: list[jax.Array]) -> list[jax.Array]:
     """Return each array at its place in the concatenation of all, zeros elsewhere."""
     rows = [x.shape[0] for x in arrays]
     return [
