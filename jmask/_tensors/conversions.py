@@ -67,10 +67,9 @@ def to_csr(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     if nse is None and x.stype == "csr":
         return x
     x = to_coo(x, _capacity(x.valid.reshape(-1), nse, "entries"))
-    order = jnp.arange(x.valid.shape[0])
-    if not x.storage.indices_sorted:
-        order = jnp.lexsort(tuple(x.storage.indices.T[::-1]))
-    return joined(compressed(x.storage), x.valid[order])
+    # Sorted or not, padding comes last.
+    valid = jnp.arange(x.valid.shape[0]) < x.valid.sum()
+    return joined(compressed(x.storage), valid)
 
 
 def to_row_sparse(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
