@@ -302,7 +302,8 @@ def _with_unknown(eqn: JaxprEqn, values: list[_Entry]) -> _Entry | None:
     if name == "select_n":
         which, *cases = values
         if isinstance(which, Known):
-            return cases[int(which.value)]
+            chosen = cases[int(which.value)]
+            return None if isinstance(chosen, Unknown) else chosen
         if all(zero[1:]):
             return nothing
         is_one = isinstance(cases[0], Operand) and all(case == cases[0] for case in cases)
