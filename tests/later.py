@@ -1,7 +1,6 @@
 """Modules that take long to import, imported when a test first uses one.
 
-    nnx = later("flax.nnx")
-    nnx.Embed  # imports it
+    nnx = later("flax.nnx")      # imported by `nnx.Embed`
 
 So that collecting the tests, which each process does, imports none of them.
 """
@@ -9,8 +8,8 @@ So that collecting the tests, which each process does, imports none of them.
 import importlib
 
 
-class _Later:
-    """A module by its name."""
+class later:  # noqa: N801
+    """The module of a name, for a test module to use in its functions."""
 
     def __init__(self, name):
         self._name = name
@@ -19,8 +18,3 @@ class _Later:
         if attribute.startswith("__"):  # pytest looks for some in all that a module has
             raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)
-
-
-def later(name):
-    """The module `name`, for a test module to use in its functions."""
-    return _Later(name)

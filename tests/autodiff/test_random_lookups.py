@@ -217,6 +217,7 @@ def test_each_end(end, total, sizes):
 
 # --- the time of a trace -----------------------------------------------------------------
 
+shape = jax.ShapeDtypeStruct
 DEEP = functions("x, w", globals())("""
     jax.nn.gelu(x); jax.nn.silu(x); x * x * 0.5; x * w[:, None];
     jnp.where(w[:, None] > 0, x, 0); jax.nn.relu(x @ jnp.ones((64, 64)) + 1.0);
@@ -228,58 +229,62 @@ DEEP = functions("x, w", globals())("""
 """)
 
 
-def calls_of_a_trace(grad, layer, depth, ids):
-    """How many Python functions are called: the time of a trace, without the machine's."""
-
+def deep(layer, depth, ids):
     def loss(t, ids, w):
         x = t[ids]
         for _ in range(depth):
             x = layer(x, w)
         return jnp.sum(x)
 
-    shapes = (
-        jax.ShapeDtypeStruct((1000, 64), jnp.float32),
-        jax.ShapeDtypeStruct((ids,), jnp.int32),
-        jax.ShapeDtypeStruct((ids,), jnp.float32),
-    )
-    count = 0
+    return loss, shape((1000, 64), "float32"), shape((ids,), "int32"), shape((ids,), "float32")
 
-    def profile(frame, event, arg):
-        nonlocal count
-        count += event == "call"
 
+def recurrent(depth):
+    def loss(params, ids):
+        def cell(h, i):
+            for w in params[1:]:
+                h = jnp.tanh(h @ w + params[0][i])
+            return h, None
+
+        return jnp.sum(lax.scan(cell, jnp.zeros(64), ids)[0])
+
+    params = [shape((n, 64), "float32") for n in (1000, *[64] * depth)]
+    return loss, params, shape((16,), "int32")
+
+
+def calls_of_a_trace(grad, loss, *shapes):
+    """How many Python functions are called: the time of a trace, without the machine's."""
+    events, old = [], sys.getprofile()
     run = jax.jit(lambda *args: jax.tree.leaves(grad(loss)(*args)))
-    old = sys.getprofile()
-    sys.setprofile(profile)
+    sys.setprofile(lambda frame, event, arg: events.append(event))
     try:
         run.trace(*shapes)
     finally:
         sys.setprofile(old)
-    return count
+    return events.count("call")
+
+
+def check_that_a_trace_is_linear(program, depth):
+    for grad in (jax.grad, jmask.grad):  # what is imported and cached at the first call
+        calls_of_a_trace(grad, *program(2))
+    ours, twice = (calls_of_a_trace(jmask.grad, *program(n)) for n in (depth, 2 * depth))
+    assert twice < 2.3 * ours
+    assert ours < 2 * calls_of_a_trace(jax.grad, *program(depth))
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("ids", [16, 2**16])
 @pytest.mark.parametrize("name", DEEP)
 def test_a_trace_is_linear_and_no_more_than_twice_that_of_jax(name, ids):
-    layer = DEEP[name]
-    for grad in (jax.grad, jmask.grad):  # what is imported and cached at the first call
-        calls_of_a_trace(grad, layer, 2, ids)
-    ours, twice = (calls_of_a_trace(jmask.grad, layer, depth, ids) for depth in (50, 100))
-    assert twice < 2.3 * ours
-    assert ours < 2 * calls_of_a_trace(jax.grad, layer, 50, ids)
+    check_that_a_trace_is_linear(lambda depth: deep(DEEP[name], depth, ids), 50)
+
+
+def test_a_scan_that_carries_many_gradients_is_traced_in_linear_time():
+    check_that_a_trace_is_linear(recurrent, 20)
 
 
 def test_600_products_are_no_recursion():
-    def loss(t, w):
-        x = t[jnp.array([1, 2, 1])]
-        for _ in range(600):
-            x = x * w
-        return jnp.sum(x)
-
-    t, w = jnp.ones((5, 2)), jnp.full((3, 1), 0.99)
-    gradient = jax.jit(jmask.grad(loss))(t, w)
-    assert_close(gradient.todense(), jax.grad(loss)(t, w), rtol=1e-4)
+    calls_of_a_trace(jmask.grad, *deep(lambda x, w: x * w[:, None], 600, 16))
 
 
 # --- one structure -----------------------------------------------------------------------
