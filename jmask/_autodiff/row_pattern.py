@@ -333,7 +333,7 @@ def _moved(
     # Positions are computed where both arrays' numbers fit.
     dtype = id_dtype(max(x.count, result.count))
     parts = []
-    for ids, rows in x.parts:
+    for ids, rows in x.in_few_parts().parts:
         positions, inside = move(positions_of(ids.astype(dtype), sizes))
         number = numbered(positions, new_sizes, dtype)
         valid = (ids < x.count) & inside

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jmask._autodiff import row_pattern
@@ -288,7 +289,31 @@ def _convert(eqn: JaxprEqn, x: RowSum) -> RowSum | None:
     if x.dtype == dtype:
         return x
     convert = x.map_rows if adds_when_cast(x.dtype, dtype) else x.map_sums
+    old, new = (jnp.issubdtype(d, jnp.complexfloating) for d in (x.dtype, dtype))
+    if old and not new:
+        return convert(lambda rows: rows.real.astype(dtype), dtype=dtype)
     return convert(lambda rows: rows.astype(dtype), dtype=dtype)
+
+
+def _component(eqn: JaxprEqn, x: RowSum) -> RowSum:
+    """Take the real or the imaginary part of rows, or their conjugates."""
+    dtype = aval_of(eqn.outvars[0]).dtype
+    return x.map_rows(lambda rows: bound(eqn, [rows])[0], dtype=dtype)
+
+
+def _complex(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
+    """Return rows as the real part, or as the imaginary one, of rows that are complex."""
+    x, y = inputs
+    total = _zero_rows(eqn)
+    if not all(_is_movable(a) or is_literal_zero(a) for a in inputs):
+        return None
+    if isinstance(x, RowSum):
+        real = x.map_rows(lambda a: lax.complex(a, jnp.zeros_like(a)), dtype=total.dtype)
+        total = total.plus(real)
+    if isinstance(y, RowSum):
+        imaginary = y.map_rows(lambda a: lax.complex(jnp.zeros_like(a), a), dtype=total.dtype)
+        total = total.plus(imaginary)
+    return total
 
 
 def _times(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
@@ -331,7 +356,8 @@ def _select(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
         if case.carry is not None:
             return None
         chosen = jnp.asarray(which, jnp.int32) == number
-        parts = tuple((jnp.where(chosen, ids, case.count), rows) for ids, rows in case.parts)
+        few = case.in_few_parts().parts
+        parts = tuple((jnp.where(chosen, ids, case.count), rows) for ids, rows in few)
         total = total.plus(dataclasses.replace(case, parts=parts))
     return total
 
@@ -348,34 +374,40 @@ def _barrier(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     return jax.tree.unflatten(structure, eqn.primitive.bind(*arrays))
 
 
-EQUATION_RULES: dict[str, Rule] = {
-    "broadcast_in_dim": Rule(_first_wanted, _broadcast),
-    "scatter-add": Rule(_first, _scatter_add),
-    "dynamic_update_slice": Rule(_first_two, _dynamic_update_slice),
-    "pad": Rule(_first, _pad),
-    "bcoo_dot_general": Rule(none_wanted, _sparse_product),
-    "add_any": Rule(_all, _add),
-    "add": Rule(_all, _add),
-    "sub": Rule(_all, _subtract),
-    "neg": Rule(_all, _on_rows(lambda _, x: x.scaled(jnp.negative))),
-    "reduce_precision": Rule(
-        _all, _on_rows(lambda eqn, x: x.map_sums(lambda rows: bound(eqn, [rows])[0]))
-    ),
-    "convert_element_type": Rule(_all, _on_rows(_convert)),
-    "mul": Rule(_scaled, _times),
-    "div": Rule(_scaled, _times),
-    "reshape": Rule(_first_wanted, _on_rows(_reshape, moves=True)),
-    "squeeze": Rule(_first_wanted, _on_rows(_reshape, moves=True)),
-    "reduce_sum": Rule(_summing_rows, _on_rows(_sum)),
-    "slice": Rule(_first_wanted, _on_rows(_slice, moves=True)),
-    "split": Rule(_first_wanted, _on_rows(_split, moves=True)),
-    "unstack": Rule(_first_wanted, _on_rows(_split, moves=True)),
-    "concatenate": Rule(_all, _concatenate),
-    "stack": Rule(_all, _stack),
-    "transpose": Rule(_first_wanted, _on_rows(row_pattern.transposed, moves=True)),
-    "rev": Rule(_first_wanted, _on_rows(row_pattern.flipped, moves=True)),
-    "select_n": Rule(_cases, _select),
-    "optimization_barrier": Rule(same_wanted, _barrier),
-} | {
-    name: Rule(_first, _identity) for name in ("copy", "copy_p", "name", "sharding_constraint")
-}
+EQUATION_RULES: dict[str, Rule] = (
+    {
+        "broadcast_in_dim": Rule(_first_wanted, _broadcast),
+        "scatter-add": Rule(_first, _scatter_add),
+        "dynamic_update_slice": Rule(_first_two, _dynamic_update_slice),
+        "pad": Rule(_first, _pad),
+        "bcoo_dot_general": Rule(none_wanted, _sparse_product),
+        "add_any": Rule(_all, _add),
+        "add": Rule(_all, _add),
+        "sub": Rule(_all, _subtract),
+        "neg": Rule(_all, _on_rows(lambda _, x: x.scaled(jnp.negative))),
+        "reduce_precision": Rule(
+            _all, _on_rows(lambda eqn, x: x.map_sums(lambda rows: bound(eqn, [rows])[0]))
+        ),
+        "convert_element_type": Rule(_all, _on_rows(_convert)),
+        "complex": Rule(_all, _complex),
+        "mul": Rule(_scaled, _times),
+        "div": Rule(_scaled, _times),
+        "reshape": Rule(_first_wanted, _on_rows(_reshape, moves=True)),
+        "squeeze": Rule(_first_wanted, _on_rows(_reshape, moves=True)),
+        "reduce_sum": Rule(_summing_rows, _on_rows(_sum)),
+        "slice": Rule(_first_wanted, _on_rows(_slice, moves=True)),
+        "split": Rule(_first_wanted, _on_rows(_split, moves=True)),
+        "unstack": Rule(_first_wanted, _on_rows(_split, moves=True)),
+        "concatenate": Rule(_all, _concatenate),
+        "stack": Rule(_all, _stack),
+        "transpose": Rule(_first_wanted, _on_rows(row_pattern.transposed, moves=True)),
+        "rev": Rule(_first_wanted, _on_rows(row_pattern.flipped, moves=True)),
+        "select_n": Rule(_cases, _select),
+        "optimization_barrier": Rule(same_wanted, _barrier),
+    }
+    | {name: Rule(_all, _on_rows(_component)) for name in ("real", "imag", "conj")}
+    | {
+        name: Rule(_first, _identity)
+        for name in ("copy", "copy_p", "name", "sharding_constraint")
+    }
+)

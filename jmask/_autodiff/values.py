@@ -26,9 +26,11 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from jmask._base.array_types import is_known, varying_alike
 from jmask._base.fallback import LARGE
 from jmask._base.row_ids import id_dtype
 from jmask._base.types import ArrayFunction, DType, Shape, Value
+from jmask._kernels import tuning
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gathered_rows import gathered, joined, scaled
 from jmask._kernels.rows import LOOKED_UP, split_rows
@@ -128,8 +130,17 @@ class RowSum:
         if not other.parts:
             return dataclasses.replace(self, looked_up=looked_up)
         leading = max(self.leading, other.leading) if self.parts else other.leading
-        parts = self.refined(leading).parts + other.refined(leading).parts
-        return dataclasses.replace(self, parts=parts, looked_up=looked_up, leading=leading)
+        parts = list(self.refined(leading).parts)
+        places = {id(ids): i for i, (ids, _) in enumerate(parts)}
+        for ids, rows in other.refined(leading).parts:
+            i = places.get(id(ids))
+            if i is None:
+                parts.append((ids, rows))
+            else:  # what was looked up in `t + f(t)`
+                parts[i] = ids, lax.add(*varying_alike(parts[i][1], rows))
+        return dataclasses.replace(
+            self, parts=tuple(parts), looked_up=looked_up, leading=leading
+        )
 
     def refined(self, leading: int) -> "RowSum":
         """Split each row into several, with fewer dimensions."""
@@ -139,7 +150,8 @@ class RowSum:
     def split(self, each: int, leading: int, shape: Shape) -> "RowSum":
         """Return an array of another shape, of which `each` rows are one of this."""
         finer = dataclasses.replace(self, shape=shape, leading=leading, parts=())
-        parts = tuple(split_rows(*x, each, finer.count, finer.row) for x in self.parts)
+        rows = self.in_few_parts().parts
+        parts = tuple(split_rows(*x, each, finer.count, finer.row) for x in rows)
         return dataclasses.replace(finer, parts=parts)
 
     def scaled(self, function: ArrayFunction) -> "RowSum":
@@ -154,10 +166,27 @@ class RowSum:
         A carry cannot be changed along: that would have to happen outside the scan.
         """
         refuse(self.carry)
-        parts = tuple((ids, function(rows)) for ids, rows in self.parts)
+        parts = tuple((ids, function(rows)) for ids, rows in self.in_few_parts().parts)
         shape = self.shape if shape is None else shape
         dtype = self.dtype if dtype is None else dtype
         return dataclasses.replace(self, parts=parts, shape=shape, dtype=dtype)
+
+    def in_few_parts(self) -> "RowSum":
+        """Return the same sum, in one part if there are many: each is one more equation.
+
+        If they have more rows than the table has twice, those of equal ids are summed.
+        """
+        if len(self.parts) <= tuning.GRADIENT_PARTS:
+            return self
+        ids, rows = self.joined()
+        if is_known(self.nse, self.count) and self.nse > 2 * self.count:
+            ids, rows = coalesce_rows(ids, rows, self.count)
+        return dataclasses.replace(self, parts=((ids, rows),))
+
+    def joined(self) -> IdsAndRows:
+        """Return all parts as one; rows that are known as gathered stay so where it pays."""
+        ids = [ids for ids, _ in self.parts]
+        return jnp.concatenate(ids), joined([rows for _, rows in self.parts])
 
     def map_sums(self, function: ArrayFunction, dtype: DType | None = None) -> "RowSum":
         """Apply a function that is 0 at 0, linear or not, to every entry of the sum.
@@ -213,11 +242,7 @@ class RowSum:
 
     def to_row_sparse(self) -> RowSparse:
         """Return the parts as one `RowSparse`."""
-        if not self.parts:
-            ids, values = self.concatenated()
-        else:
-            ids = jnp.concatenate([ids for ids, _ in self.parts])
-            values = joined([rows for _, rows in self.parts])
+        ids, values = self.joined() if self.parts else self.concatenated()
         result = RowSparse.from_rows(
             ids, values, self.shape, coalesced=False, leading=self.leading
         )

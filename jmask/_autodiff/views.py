@@ -32,6 +32,7 @@ from jmask._base.forms import aval_of, bodies_of, name_of, parameter
 from jmask._base.jaxprs import interpret
 from jmask._base.row_ids import id_dtype, numbered, positions_of, widen
 from jmask._base.types import Index, Shape, Shaped, Value
+from jmask._kernels import tuning
 from jmask._kernels.bag_sum import BAG_SUM, BagSum
 from jmask._kernels.gather import SLOW_COPY, Gather, slow_copy_of
 
@@ -51,11 +52,13 @@ class View(NamedTuple):
         shape: of the array.
         read: positions -> entries (*entries, *rest of the shape); None if it cannot.
         tables: from how many arrays it reads.
+        equations: how many make it, each counted wherever it is used.
     """
 
     shape: Shape
     read: _Read
     tables: int = 1
+    equations: int = 0
 
 
 _Values = Sequence[Value]
@@ -288,8 +291,8 @@ def _reshaped(view: View, shape: Shape) -> _Read:
 # (equation, values and views of its operands, one at least made of tables) -> views of results.
 Rule = Callable[[JaxprEqn, _Values, _Views], list[View]]
 RULES: dict[str, Rule] = dict.fromkeys(
-    "add convert_element_type copy copy_p div mul name neg reduce_precision select_n "
-    "stop_gradient sub".split(),
+    "add complex conj convert_element_type copy copy_p div imag mul name neg real "
+    "reduce_precision select_n stop_gradient sub".split(),
     _elementwise,
 ) | {
     "broadcast_in_dim": _reshape,
@@ -342,9 +345,13 @@ def note_view(
         return
     pairs = zip(known, arguments, strict=True)
     views = [_array_view(x) if isinstance(view, str) else view for view, x in pairs]
+    # A view of what is used twice, again and again, would be of exponentially many equations.
+    equations = 1 + sum(view.equations for view in views if view is not None)
+    if equations > tuning.VIEW_EQUATIONS:
+        return
     for output, view in zip(outputs, RULES[name](eqn, arguments, views), strict=False):
         if view.shape:
-            _KNOWN.note(output, view)
+            _KNOWN.note(output, view._replace(equations=equations))
 
 
 def view_of(x: Value) -> View | None:

@@ -305,6 +305,7 @@ FORMS: dict[str, Form] = (
         "bcoo_dot_general": _form("dimension_numbers lhs_spinfo", "preferred_element_type"),
         "broadcast_in_dim": _form("broadcast_dimensions shape", "sharding"),
         "concatenate": _form("dimension"),
+        "conj": _form("", "input_dtype"),
         "convert_element_type": _form("new_dtype", "weak_type sharding"),
         "dot_general": _form(
             "dimension_numbers", "precision preferred_element_type out_sharding"
@@ -340,7 +341,9 @@ FORMS: dict[str, Form] = (
         name: _form("axes", "out_sharding")
         for name in "reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or".split()
     }
-    | dict.fromkeys("add add_any sub neg div select_n copy copy_p".split(), _form(""))
+    | dict.fromkeys(
+        "add add_any sub neg div select_n copy copy_p complex real imag".split(), _form("")
+    )
 )
 
 

@@ -13,8 +13,8 @@ ids has an extended dtype, `key<row ids: ...>`: jit, vmap, scan, cond, donation 
 sharding carry it, arithmetic on it is a TypeError that names the way out, since the name of
 the dtype does. It costs nothing: in the compiled program it is the plain integer array.
 
-The payload is id + 1, so that `zeros_like`, the one operation that can make such a leaf
-from nothing, yields padding and not row 0.
+The payload is the bitwise complement of an id, -1 - id, so that `zeros_like`, `ones_like` and
+`full_like`, which can make such a leaf from nothing, yield padding and not a row.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -69,7 +69,7 @@ _HIDDEN: ArrayFacts[jax.Array] = ArrayFacts()
 def hide(ids: jax.Array) -> jax.Array:
     """Turn integer ids (...,) into the opaque leaf of the same shape."""
     # lax, not jnp: operators of arrays take several times as long to trace.
-    words = lax.bitcast_convert_type(lax.add(ids, np.ones((), ids.dtype)), np.uint32)
+    words = lax.bitcast_convert_type(lax.bitwise_not(ids), np.uint32)
     if ids.dtype.itemsize == 4:
         words = lax.expand_dims(words, (ids.ndim,))
     leaf = wrap(words)
@@ -94,7 +94,7 @@ def reveal(leaf: jax.Array) -> jax.Array:
         ids = lax.bitcast_convert_type(lax.squeeze(words, (words.ndim - 1,)), np.int32)
     else:
         ids = lax.bitcast_convert_type(words, np.int64)
-    return lax.sub(ids, np.ones((), ids.dtype))
+    return lax.bitwise_not(ids)
 
 
 def mapped_words(leaf: jax.Array, function: Callable[[jax.Array], jax.Array]) -> jax.Array:

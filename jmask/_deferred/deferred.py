@@ -12,7 +12,7 @@ import optax
 
 from jmask._base.types import Gradient, Gradients, OptState, Params, PyTree, PyTreeDef, Table
 from jmask._base.validation import as_table, check_flag
-from jmask._deferred.step import rows_in_state
+from jmask._deferred.step import name_of, rows_in_state
 from jmask._deferred.table import DeferredTable
 from jmask._tables.deferral import is_deferred
 from jmask._tables.packed import checked_floating
@@ -72,7 +72,12 @@ def deferred(table: Table, tx: optax.GradientTransformation) -> DeferredTable:
     check_transformation("tx", tx, "jmask.deferred(table, jmask.adam(1e-3))")
     inner = optax.with_extra_args_support(_innermost(tx))
     leaf: PyTreeDef = jax.tree.structure(0)
-    slots, _, places = rows_in_state(inner.init, [table], leaf, inner.init(table), [True])
+    try:
+        state = inner.init(table)
+    except (TypeError, ValueError):
+        name_of(inner.init, inner.update)  # refuses what cannot update a single array
+        raise
+    slots, _, places = rows_in_state(inner.init, [table], leaf, state, [True])
     before = DeferredTable.before(table, [slots[k] for k in places[0]])
     try:
         stepped = jax.eval_shape(lambda t: _first_step(t, inner, inner.init(t)), before)

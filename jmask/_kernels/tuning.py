@@ -72,3 +72,10 @@ REPEATS = 2
 # materialised either: glibc gives an array of twice this size back to the system after each
 # step, and the next step waits for new pages (docs/performance.md has the allocator's setting).
 LARGE_ROWS, LARGE_SLICES = 2**24, 2**23
+
+# --- tables computed on before they are looked up ---------------------------------------------
+
+# Equations up to which a lookup in an array made of tables is read through them, and parts of
+# a gradient up to which an equation is run on each. An array that is used twice in each of n
+# steps (`x = x + 0.1 * roll(x)`) has 2^n of both. A judgement: 256 are traced in 0.1 s.
+VIEW_EQUATIONS, GRADIENT_PARTS = 256, 8

@@ -248,8 +248,7 @@ def recurrent(depth):
 
         return jnp.sum(lax.scan(cell, jnp.zeros(64), ids)[0])
 
-    params = [shape((n, 64), "float32") for n in (1000, *[64] * depth)]
-    return loss, params, shape((16,), "int32")
+    return loss, [shape((n, 64), "f4") for n in (1000, *[64] * depth)], shape((16,), "i4")
 
 
 def calls_of_a_trace(grad, loss, *shapes):

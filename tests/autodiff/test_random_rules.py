@@ -29,7 +29,6 @@ from tests.sampling import few_or_many
 
 Step = Callable[[jax.Array, int], jax.Array]
 FACTORS = (2.0, -1.0, 0.5)
-LOW = ("float16", "bfloat16")
 INTEGERS = ("int32", "int16", "int8", "uint8", "bool")
 
 
@@ -128,6 +127,7 @@ def chosen(x, n):
     return lax.select_n(which, x, jnp.zeros_like(x) if n % 3 else x + x)
 
 
+PARTS = (jnp.real, jnp.imag, lambda z: jnp.conj(z).imag)
 quotient = lambda x, n: lax.div(x, jnp.asarray(2, x.dtype)) if x.dtype != bool else x
 
 
@@ -181,7 +181,8 @@ STEPS = {
     "reversed": lambda x, n: jnp.flip(x, n % x.ndim),
     "matrix": matrix,
     "positive": lambda x, n: jnp.abs(x) if x.dtype != bool else x,
-    "low": lambda x, n: x.astype(LOW[n % 2]) if x.dtype == np.float32 else x,
+    "part": lambda x, n: PARTS[n % 3](lax.complex(x, -x)) if x.dtype == np.float32 else x,
+    "low": lambda x, n: x.astype(("f2", "bfloat16")[n % 2]) if x.dtype == np.float32 else x,
 }
 # What turns a small difference into a large one: not after numbers of few bits.
 JUMPS = ("converted", "fewer bits", "quotient")

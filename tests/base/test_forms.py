@@ -69,7 +69,7 @@ EXAMPLES = {
     ),
     "parts": lambda x: (lax.slice(x, (0, 0), (2, 1)), lax.concatenate(jnp.split(x, 2), 0)),
     "stacks": jax.grad(lambda x: (jnp.stack([x[::-1], x]).sum(0) * jnp.stack([*x])).sum()),
-    "copies": lambda x: jnp.array(x, copy=True),
+    "copies": lambda x: (jnp.array(x, copy=True), (z := lax.complex(x, x)).real, z.conj().imag),
     "sums of cotangents": jax.grad(lambda x: (x * x).sum() + x[IDS[:2]].sum()),
 }
 # Names of other versions than the one that runs, and what only meshes of explicit axes have.
