@@ -442,12 +442,8 @@ def _entries(values: jax.Array | HostArray, valid: jax.Array | HostArray, head: 
     options = np.get_printoptions()
     edge, is_large = options["edgeitems"], values.size > options["threshold"]
     cut = [axis for axis, n in enumerate(values.shape) if is_large and n > 2 * edge]
-    if cut:
-        kept = [np.arange(n) for n in values.shape]
-        for axis in cut:
-            kept[axis] = np.delete(kept[axis], slice(edge, values.shape[axis] - edge))
-        with jax.ensure_compile_time_eval():  # a constant may be printed while tracing
-            values, valid = values[np.ix_(*kept)], valid[np.ix_(*kept)]
+    for axis in cut:
+        values, valid = (_edges(a, axis, edge) for a in (values, valid))
     values, valid = np.asarray(values), np.asarray(valid)
     if jnp.issubdtype(values.dtype, jnp.floating) and values.dtype.kind != "f":
         values = values.astype(np.float32)  # bfloat16 and smaller: 1 must print as 1.0
@@ -466,6 +462,14 @@ def _entries(values: jax.Array | HostArray, valid: jax.Array | HostArray, head: 
         formatter={"all": str},
         threshold=0 if cut else words.size,
     )
+
+
+def _edges(x: jax.Array | HostArray, axis: int, edge: int) -> jax.Array | HostArray:
+    at, last = (slice(None),) * axis, x.shape[axis] - edge
+    module = jnp if isinstance(x, jax.Array) else np
+    with jax.ensure_compile_time_eval():  # a constant may be printed while tracing
+        parts = [x[(*at, slice(edge))], x[(*at, slice(last, None))]]
+        return module.concatenate(parts, axis)
 
 
 install(representation=representation)
