@@ -174,7 +174,7 @@ class RowSum:
     def in_few_parts(self) -> "RowSum":
         """Return the same sum, in one part if there are many: each is one more equation.
 
-        If they have more rows than the table has twice, those of equal ids are summed.
+        Rows of equal ids are summed if there are more than twice as many as the table has.
         """
         if len(self.parts) <= tuning.GRADIENT_PARTS:
             return self

@@ -12,7 +12,7 @@ import optax
 
 from jmask._base.types import Gradient, Gradients, OptState, Params, PyTree, PyTreeDef, Table
 from jmask._base.validation import as_table, check_flag
-from jmask._deferred.step import name_of, rows_in_state
+from jmask._deferred.step import fingerprint, rows_in_state
 from jmask._deferred.table import DeferredTable
 from jmask._tables.deferral import is_deferred
 from jmask._tables.packed import checked_floating
@@ -75,7 +75,7 @@ def deferred(table: Table, tx: optax.GradientTransformation) -> DeferredTable:
     try:
         state = inner.init(table)
     except (TypeError, ValueError):
-        name_of(inner.init, inner.update)  # refuses what cannot update a single array
+        fingerprint(inner.init, inner.update)  # refuses what cannot update a single array
         raise
     slots, _, places = rows_in_state(inner.init, [table], leaf, state, [True])
     before = DeferredTable.before(table, [slots[k] for k in places[0]])

@@ -140,7 +140,7 @@ def deferred_step(
     tables: dict[int, DeferredTable] = {i: x for i, x in enumerate(leaves) if is_deferred(x)}
     which = [i in tables for i in range(len(leaves))]
     old_state, state_tree, places = rows_in_state(init, leaves, tree, state, which)
-    made_for = name_of(init, update)
+    made_for = fingerprint(init, update)
 
     # Rows in the place of tables, and their forms.
     taken: dict[int, RowsAt] = {}
@@ -205,7 +205,7 @@ def _fitted(table: DeferredTable, gradient: Gradient) -> RowSparse:
     return gradient
 
 
-def name_of(init: optax.TransformInitFn, update: Run) -> str:
+def fingerprint(init: optax.TransformInitFn, update: Run) -> str:
     """Return what distinguishes a transformation from others: its program on a small table.
 
     The text of a program may differ under another JAX, and then a table that was pickled or
