@@ -198,11 +198,11 @@ class Interpreter:
                 eqn.ctx.manager,
             ):
                 if name == BAG_SUM.primitive.name:
-                    given: list[Value] = []
+                    sum_operands: list[Value] = []
                     for each in eqns:
                         arrays = self._as_arrays(each, [value_of(v) for v in each.invars])
-                        given += views.sums_through_views(each, arrays)
-                    outputs = BAG_SUM.joined([each.params for each in eqns], given)
+                        sum_operands += views.sums_through_views(each, arrays)
+                    outputs = BAG_SUM.joined([each.params for each in eqns], sum_operands)
                 elif name in _CALLS and _is_entered(eqn, arguments, demand):
                     note_uses(eqn, arguments, uses)
                     if name in REMATS and is_recomputed_apart(eqn):

@@ -95,14 +95,15 @@ def refined_reports(
             report = _report(names[i], rows[i], table, uses[i], is_reported[i])
             if report is not None:
                 (dense if rows[i] is None else others).append(report)
-    found = [*dense, *others]  # of two tables of one shape that which became dense is meant
+    # The dense one comes first: of two tables of one shape it is meant.
+    input_reports = [*dense, *others]
     # What was made dense on the way to a table, of another shape, says less than its uses do.
-    says_more = any(report.shape not in shapes for report in found)
+    says_more = any(report.shape not in shapes for report in input_reports)
     table_shapes = {tuple(table.shape) for table in inputs}
     refined = []
     for report in reports:
         if not says_more or report.shape in table_shapes:
-            better = next((x for x in found if x.shape == report.shape), report)
+            better = next((x for x in input_reports if x.shape == report.shape), report)
             refined.append(better._replace(place=better.place or report.place))
     refined += [report for report in dense if report.shape not in shapes]
     return list(dict.fromkeys(refined))
