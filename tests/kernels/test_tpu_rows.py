@@ -182,6 +182,7 @@ def test_sets_and_sums(kind, order, monkeypatch):
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.of_cpus  # the nan of a sum has other bits on a GPU
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
 @pytest.mark.parametrize("count", [128 * 20, 128 * 20 + 1, 128 * 20 + 127])
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])

@@ -341,7 +341,7 @@ REFUSED = functions("u, p, s", globals())("""
     u[:1] * u; u * u[1:].sum(); jnp.concatenate(jnp.split(u, [1], 0)[::-1], 0);
     u * jnp.concatenate([jnp.ones_like(u), 2 * jnp.ones_like(p)], -1).sum(-1, keepdims=True);
     u + jax.random.normal(jax.random.key(0), u.shape);
-    jax.lax.cond(p.sum() > 0, lambda: u, lambda: -u)
+    jax.lax.cond(p.max() > 0, lambda: u, lambda: -u)
 """)
 LEAVES = ACCEPTED | REFUSED
 SCALARS = functions("u", globals())("""

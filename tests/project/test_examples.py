@@ -244,6 +244,7 @@ def final_state(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.of_cpus  # a GPU adds equal ids in any order
 @pytest.mark.parametrize("name", ["dlrm", "two_tower", "word2vec", "ngram_memory"])
 def test_goes_on_from_a_checkpoint(name, load, arguments, capsys):
     """A run in two parts ends with the bits of the run in one; other settings are refused."""

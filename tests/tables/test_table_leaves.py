@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import os
 import pathlib
 import subprocess
 import sys
@@ -165,8 +166,8 @@ def test_gradients_on_explicit_axes_outside_jit(placement):
     module = "tests.tables.test_table_leaves"
     check = f"check_gradients_on_explicit_axes({placement!r})"
     code = f"import tests.conftest, {module} as t; t.{check}"
-    root = pathlib.Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
+    root, cpus = pathlib.Path(__file__).parents[2], {**os.environ, "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", code], cwd=root, env=cpus, check=True)
 
 
 # --- stacks --------------------------------------------------------------------------------
