@@ -297,7 +297,8 @@ def rows_added(eqn: JaxprEqn, updates: jax.Array) -> GatheredRows | None:
         or is_sharded(updates)
     ):
         return None
-    if isinstance(known, Slices) and updates.nbytes < tuning.LARGE_SLICES:
+    least = tuning.LARGE_SLICES if isinstance(known, Slices) else tuning.SMALL_ROWS
+    if updates.nbytes < least:
         return None
     rows = known.rows(row_ndim)
     if rows is None or rows.dtype != aval_of(eqn.outvars[0]).dtype:

@@ -136,6 +136,7 @@ THRESHOLDS = {
     "LARGE_ROWS": (0, 2**24),
     "LARGE_SLICES": (0, 2**23),
     "REPEATS": (1, 2),
+    "SMALL_ROWS": (0, 2**20),
     "MATERIALISED_ROWS": (0, 4096),
     "BLOCK_ROWS": ((2, 2), (7, 7)),
     "MARKED_ROWS_FOR_EACH_ID": (0, 4),
