@@ -46,6 +46,8 @@ _BUILDERS: dict[tuple[str, str], Callable[[Task, float], Step]] = {
     ("optax", "eager"): overhead.optax_eager,
     ("jmask", "tracing"): overhead.jmask_tracing,
     ("JAX", "tracing"): overhead.jax_tracing,
+    ("jmask", "compiling"): overhead.jmask_compiling,
+    ("optax", "compiling"): overhead.optax_compiling,
 }
 # Those that live in an interpreter of their own: the script it runs, and the environment that
 # `make bench` makes for it.

@@ -1,9 +1,10 @@
-"""What Python costs: calling a compiled step, calling an optimizer eagerly, and tracing.
+"""What Python and the compiler cost: calling a step, an eager update, tracing, compiling.
 
 dispatch    calls of a jitted function of the arguments and results of a step, that adds one
 small step  jitted steps of a tiny table, where arithmetic is little
 eager       updates outside jit, of a tiny table
 tracing     value_and_grad of a model of 50 dense layers and 20 tables, each time anew
+compiling   the steps of all `PROGRAMS`, traced, lowered and compiled each time anew
 """
 
 from collections.abc import Callable
@@ -15,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax_contenders import JMASK, OPTAX, compiled_step
+from programs import PROGRAMS
 from works import Task
 
 import jmask
 
 _CALLS, _LAYERS, _TABLES, _WIDTH, _BATCH = 100, 50, 20, 16, 8
+_EXAMPLES = 1024  # of a batch of a program
 
 Run = Callable[[np.ndarray], None]
 
@@ -111,3 +114,23 @@ def jmask_tracing(task: Task, rate: float) -> Run:
 
 def jax_tracing(task: Task, rate: float) -> Run:
     return _tracing(jax.value_and_grad)
+
+
+def _compiling(tx: optax.GradientTransformation, value_and_grad: Callable, task: Task) -> Run:
+    table = jax.ShapeDtypeStruct((task.rows, task.width), jnp.float32)
+    place = (table, jax.eval_shape(tx.init, table))
+
+    def run(_: np.ndarray) -> None:
+        for program in PROGRAMS.values():
+            ids = jax.ShapeDtypeStruct((_EXAMPLES * program.entries,), jnp.int32)
+            compiled_step(tx, value_and_grad, program=program).lower(place, ids).compile()
+
+    return run
+
+
+def jmask_compiling(task: Task, rate: float) -> Run:
+    return _compiling(JMASK[task.optimizer](rate), jmask.value_and_grad, task)
+
+
+def optax_compiling(task: Task, rate: float) -> Run:
+    return _compiling(OPTAX[task.optimizer](rate), jax.value_and_grad, task)

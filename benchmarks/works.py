@@ -55,6 +55,7 @@ _TITLES = {
     "small step": "100 jitted steps of a table of 8 x 4",
     "eager": "100 updates outside jit, a table of 8 x 4",
     "tracing": "tracing value_and_grad, 50 layers and 20 tables",
+    "compiling": "compiling five programs with Adam",
     "product": "X W of 256 sparse rows of 100 entries, D = 16",
 }
 _IN_WORDS = {"bags": "bags", "DLRM": "DLRM, whole step"}
@@ -104,6 +105,7 @@ _DISPATCH, _SMALL_STEP, _EAGER = (
     Task(work=work, rows=8, width=4, lookups=4) for work in ("dispatch", "small step", "eager")
 )
 _TRACING = Task(work="tracing")
+_COMPILING = Task(work="compiling", width=32)
 _PRODUCT = Task(work="product", rows=2**22, width=16, lookups=25_600)
 _MANY = Task(lookups=100_000)
 # With the trajectory of the dense optimizer.
@@ -201,6 +203,7 @@ def comparisons(quick: bool, rounds: int) -> list[Comparison]:
     ]
     overhead = [_beside(x, ("optax",), rounds) for x in (_DISPATCH, _SMALL_STEP, _EAGER)]
     overhead.append(_beside(_TRACING, ("JAX",), rounds))
+    overhead.append(_beside(_COMPILING, ("optax",), fewer))
     found = [*steps, *dense, _beside(_DENSE, ("optax",), rounds), *updates, *hot_rows]
     found += [*against_rows, *against_lookups, *_bags(quick, fewer)]
     found += [*_programs(fewer), *_deferred(fewer), *_tricks(rounds), *overhead]
