@@ -116,6 +116,15 @@ def test_positions_that_a_batch_shares_are_not_reported():
     jmask.grad(loss)(jnp.ones((V, D)), jnp.ones((2, V, D)), jnp.array([3, 4]))
 
 
+def test_parameters_with_no_more_rows_than_lookups_are_not_reported():
+    """Transitions between tags, as a conditional random field counts and sums them."""
+    tags = jnp.arange(30) % 5
+    for f in (lambda t: (t[tags], jnp.exp(t)), lambda t: (t[tags[1:], tags[:-1]], t @ t)):
+        jmask.grad(of_squares(f))(jnp.ones((5, 5)))
+    with pytest.warns(jmask.StorageFallbackWarning, match=PENALTY):
+        jmask.grad(of_squares(lambda t: (t[tags[:4]], jnp.exp(t))))(jnp.ones((5, 5)))
+
+
 LARGE = jnp.linspace(-1, 1, 8000 * 64, dtype=jnp.float32).reshape(8000, 64)
 
 # Slices, and the rows of a `RowSparse` gradient, or None where it is dense.

@@ -184,15 +184,16 @@ SCALED = {
 
 @pytest.fixture(autouse=True)
 def _even_few_rows_are_many(monkeypatch):
-    monkeypatch.setattr(tuning, "LARGE_SLICES", 0)
-    monkeypatch.setattr(tuning, "MATERIALISED_ROWS", 0)
+    for threshold in ("LARGE_SLICES", "SMALL_ROWS", "MATERIALISED_ROWS"):
+        monkeypatch.setattr(tuning, threshold, 0)
 
 
-def test_small_slices_are_arrays(monkeypatch):
-    loss = loss_of(FIRST)
-    assert seen(jmask.grad(loss), TABLE) is not None
-    monkeypatch.setattr(tuning, "LARGE_SLICES", 4 * B * L * D + 1)
-    assert seen(jmask.grad(loss), TABLE) is None
+@pytest.mark.parametrize("threshold, of", [("LARGE_SLICES", FIRST), ("SMALL_ROWS", LINES)])
+def test_small_arrays_are_arrays(monkeypatch, threshold, of):
+    loss = loss_of(of)
+    assert seen(jmask.grad(loss), TABLE, BATCH) is not None
+    monkeypatch.setattr(tuning, threshold, 4 * B * L * D + 1)
+    assert seen(jmask.grad(loss), TABLE, BATCH) is None
 
 
 @functools.cache

@@ -187,8 +187,8 @@ def gathered_gradients(seed, repeats=True):
 @pytest.mark.parametrize("apply", [jmask.apply_gradients, with_optax], ids=["one", "two"])
 @pytest.mark.parametrize("name", EVERY)
 def test_as_rows_in_an_array(monkeypatch, name, apply, repeats):
-    monkeypatch.setattr(tuning, "MATERIALISED_ROWS", 0)
-    monkeypatch.setattr(tuning, "DENSE_ROWS_FOR_EACH_LOOKUP", 0)
+    for threshold in ("MATERIALISED_ROWS", "SMALL_ROWS", "DENSE_ROWS_FOR_EACH_LOOKUP"):
+        monkeypatch.setattr(tuning, threshold, 0)
     monkeypatch.setattr(tuning, "BLOCK_ROWS", (3, 3))
     tx = EVERY[name]
     start = {"t": jnp.asarray(np.random.default_rng(9).normal(size=(V, D)), jnp.float32)}
