@@ -58,7 +58,10 @@ source_info_util.register_exclusion(str(Path(__file__).parents[1]))
 # calls of helpers (`jnp.where`, `jnp.einsum`), not the layers of a model behind a lookup, which
 # would all be traced equation by equation.
 _CALLS_ENTERED = 3
-LOOK_UP_FIRST = "Look rows up first, then compute: `f(table[ids])`, not `f(table)[ids]`."
+LOOK_UP_FIRST = (
+    "Look rows up first, then compute row by row: `f(table[ids])`, not `f(table)[ids]`. What "
+    "mixes rows, as a graph does, has a dense gradient."
+)
 _CALLS = (*CALLS, *REMATS)
 _LOOPS = ("scan", "cond")  # that are run equation by equation, with a rule
 # The equations that ask what is known of their operands, here or in what they run.
