@@ -69,7 +69,8 @@ DENSE_ROWS_FOR_EACH_LOOKUP = 1.5
 # do not repeat are read once in either form.
 REPEATS = 2
 # Bytes of rows below which they are materialised though they repeat: they stay in second-level
-# caches, a step takes .9 to 1.15 of the time, and .3 s less to compile.
+# caches, and a step takes .75 to 1.05 of the time, and .3 s less to compile. From 4 MB on it
+# takes 1.1 of the time and more.
 SMALL_ROWS = 2**20
 # Bytes of rows, and of slices put together, from which rows that do not repeat are not
 # materialised either: glibc gives an array of twice this size back to the system after each
