@@ -98,6 +98,7 @@ _REFUSED = {
         MultiSteps(adam(0.1), 2).gradient_transformation()
     """,
     "ApplyEvery holds gradients back": "chain(apply_every(2), sgd(0.1))",
+    "SAMState holds the way back": "contrib.sam(sgd(0.1), sgd(1.0))",
 }
 REFUSED_CHAINS = {
     name: (build, reason)

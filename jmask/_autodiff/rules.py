@@ -261,6 +261,9 @@ def _add(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
         x, y = y, x
     if not isinstance(x, RowSum) or y is None:
         return None
+    if isinstance(y, RowSum) and x.looked_up != y.looked_up:
+        x, y = (x, y) if x.looked_up else (y, x)
+        y = dense(y) if y.is_half else y
     if isinstance(y, RowSum):
         if x.carry is not None and y.carry is not None:
             return None

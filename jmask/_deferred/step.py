@@ -221,8 +221,9 @@ def fingerprint(init: optax.TransformInitFn, update: Run) -> str:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), "")
         raise NotDeferrableError(
-            f"it cannot update a single array ({reason}), as optax.partition and optax.masked "
-            "cannot: put jmask.lazy inside them, and give jmask.deferred what is inside, as in "
+            f"it cannot update a single array ({reason}), as optax.partition, optax.masked and "
+            "a `mask` by names of parameters cannot: give `mask` as a function, or put "
+            "jmask.lazy inside them, and give jmask.deferred what is inside, as in "
             'optax.partition({"a": tx, "b": other}, labels) with tx = jmask.lazy(...)'
         ) from error
     text = re.sub(r"0x[0-9a-f]+", "", str(program.jaxpr))

@@ -51,9 +51,21 @@ from jmask._updates.checks import (
 )
 from jmask._updates.eager import compiled_outside_jit
 
-# Transformations that hold gradients back to emit them in a later step, when a row held
-# back need not be among the rows touched: its update would be lost.
-_DEFERRING = (optax.MultiStepsState, optax.ApplyEvery)
+# What transformations hold back until a later step, when a row held back need not be among the
+# rows touched: it would be lost. And what to do.
+_ACCUMULATE = "Use jmask.multi_steps(...), or jmask.tree.add and one update."
+_HELD_BACK: dict[type, tuple[str, str]] = {
+    optax.MultiStepsState: ("gradients", _ACCUMULATE),
+    optax.ApplyEvery: ("gradients", _ACCUMULATE),
+    optax.contrib.SAMState: (
+        "the way back from where it takes the second gradient",
+        "Take both gradients in one step, of the same rows, and give the second to jmask.lazy.",
+    ),
+    optax.LookaheadState: (
+        "slow parameters",
+        "Use jmask.densify() before it, or jmask.ema for averages of parameters.",
+    ),
+}
 
 
 def lazy(
@@ -182,12 +194,14 @@ def lazy(
 
 
 def _check_not_deferring(state: optax.OptState) -> None:
-    for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, _DEFERRING)):
-        if isinstance(node, _DEFERRING):
+    kinds = tuple(_HELD_BACK)
+    for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds)):
+        if isinstance(node, kinds):
+            what, remedy = _HELD_BACK[type(node)]
             raise NotRowLocalError(
-                f"{type(node).__name__} holds gradients back for a later step, and a row "
-                "that this later step does not touch would lose them",
-                "Use jmask.multi_steps(...), or jmask.tree.add and one update.",
+                f"{type(node).__name__} holds {what} back for a later step, and a row that "
+                "is not among those touched then would lose them",
+                remedy,
             )
 
 

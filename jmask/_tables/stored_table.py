@@ -198,6 +198,19 @@ class StoredTable(abc.ABC):
             "that are needed, `table[ids]`, or use its array, `table.todense()`."
         )
 
+    @property
+    def at(self) -> NoReturn:
+        raise AttributeError(
+            f"a {type(self).__name__} has no `at`: it is read by `table[ids]` or "
+            "`jmask.embedding_lookup(table, ids)`, and written by jmask.apply_gradients."
+        )
+
+    @property
+    def astype(self) -> NoReturn:
+        raise AttributeError(
+            f"a {type(self).__name__} has no `astype`: cast rows, `table[ids].astype(dtype)`."
+        )
+
     def __contains__(self, x: object) -> bool:
         """Decide whether an entry equals `x`, as `in` does of arrays; text never does."""
         return is_comparable(x) and bool(jnp.any(self.todense() == x))

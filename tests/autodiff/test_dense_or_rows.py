@@ -37,7 +37,11 @@ REWRITES = {
         jnp.where(frozen, jax.lax.stop_gradient(t), t)[IDS] -> frozen_rows(t[IDS]);
         t.T.T[IDS]
     """,
-    PENALTY: "(t[IDS], 0.03 * t) -> (t[IDS], 0.03 * t[IDS])",
+    PENALTY: """
+        (t[IDS], 0.03 * t) -> (t[IDS], 0.03 * t[IDS]);
+        (t[IDS], 0.03 * t[1:]) -> (t[IDS], 0.03 * t[1:][IDS]);
+        (t[IDS], t[1:] - t[:-1]) -> (t[IDS], t[IDS + 1] - t[IDS])
+    """,
     r"sharded by the `shard_map`.*`jmask\.sharded\(table, mesh\)\[ids\]`": (
         "in_parts(lambda t: t[IDS], t)"
     ),
@@ -141,6 +145,7 @@ SLICES = {
     "a few of a part": (lambda t: jnp.split(t, 2)[1][3:5], [4003, 4004]),
     "all of it in parts": (lambda t: jnp.concatenate(jnp.split(t, 16)), None),
     "columns": (lambda t: t[:, :3], None),
+    "half of it, but for one": (lambda t: (t[IDS], t[:3999]), range(3999)),
 }
 
 
