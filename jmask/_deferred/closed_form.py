@@ -213,7 +213,7 @@ def advanced(
     moves = step.changes.get((0, 0), 0.0)
 
     # A' = (1 + changes) A
-    added = [
+    products = [
         sum(
             (
                 x * old.products[k, j]
@@ -224,6 +224,7 @@ def advanced(
         )
         for i, j in form.pairs
     ]
+    added = [jnp.stack(products, axis=1)]
     scale = old.scale
     if step.quotient is not None:
         assert form.quotient is not None
@@ -237,20 +238,23 @@ def advanced(
         pairs = zip(first, scale, strict=True)
         scale = Scale(*(jnp.where(is_first, jnp.asarray(x, dtype), now) for x, now in pairs))
         values = _at_nodes(form, step.quotient, old.products, scale)
-        # No `dot`, which is less precise on accelerators.
-        terms = [
-            sum(float(x) * value for x, value in zip(row, values, strict=True))
-            for row in _dct(form.terms)
-        ]
+        # No `dot`, which is less precise on accelerators. All columns at once: XLA makes a
+        # kernel of each column otherwise.
+        to_terms = jnp.asarray(_dct(form.terms).T[:, None], dtype)
+        terms = sum(
+            (to_terms[i] * values[:, i : i + 1] for i in range(form.terms)),
+            start=jnp.zeros((), dtype),
+        )
         is_used = (slot <= clock) | (clock >= ring)  # the others are fresh, and stay finite
         is_exact = ~is_used | _is_proved(step.quotient, b1, b2, scale)
-        terms = [jnp.where(is_exact, x, jnp.nan) for x in terms]
-        added += [moves * total + x for total, x in zip(old.terms, terms, strict=True)]
+        terms = jnp.where(is_exact[:, None], terms, jnp.nan)
+        added.append(moves * jnp.stack(old.terms, axis=1) + terms)
     if form.sign is not None:
         product = old.products[form.sign, form.sign]
-        added.append(moves * old.signs[0] + step.sign * jnp.sign(product))
+        signs = moves * old.signs[0] + step.sign * jnp.sign(product)
+        added.append(signs[:, None])
 
-    new, carry = _sum(lines[:, : form.sums], carry, jnp.stack(added, axis=1))
+    new, carry = _sum(lines[:, : form.sums], carry, jnp.concatenate(added, axis=1))
     diagonal = np.array([form.pairs.index((i, i)) for i in range(form.width)])
     less_1 = (new[:, diagonal] - 1) + carry[:, diagonal]
     last = [] if scale is None else [jnp.stack(scale, axis=1)]
@@ -374,21 +378,19 @@ def _shift(b1: Scalar, b2: Scalar, y: Scalar) -> Coefficient:
 
 def _at_nodes(
     form: Form, quotient: Quotient, products: dict[Pair, jax.Array], scale: Scale
-) -> list[jax.Array]:
-    """Return what a step adds to T at each node, (W,)."""
+) -> jax.Array:
+    """Return what a step adds to T at each node, (W, terms)."""
     assert form.quotient is not None
     a, b = form.quotient
-    y, root, shift, _ = scale
-    ratio = quotient.y * products[b, b] / y
-    values = []
-    for node in (1 + _nodes(form.terms)) / 2:
-        x = (root + float(node) * shift) / (1 - float(node))
-        if form.has_root:
-            base = jnp.sqrt(ratio * (x - root) * (x + root) + quotient.e0)
-        else:
-            base = jnp.sqrt(ratio) * x
-        values.append(quotient.c * products[a, a] * ((x + shift) / (base + quotient.e1)))
-    return values
+    y, root, shift, _ = (x[:, None] for x in scale)
+    ratio = quotient.y * products[b, b][:, None] / y
+    nodes = (1 + _nodes(form.terms))[None] / 2
+    x = (root + jnp.asarray(nodes, y.dtype) * shift) / jnp.asarray(1 - nodes, y.dtype)
+    if form.has_root:
+        base = jnp.sqrt(ratio * (x - root) * (x + root) + quotient.e0)
+    else:
+        base = jnp.sqrt(ratio) * x
+    return quotient.c * products[a, a][:, None] * ((x + shift) / (base + quotient.e1))
 
 
 def _nodes(terms: int) -> HostArray:
