@@ -42,9 +42,9 @@ class Product:
     """An array that is a product of others, each broadcast to its shape.
 
     Attributes:
-        factors: pairs of an array and the dimension of the result that each of its dimensions
-            is, in any order. Sizes are those of the result, or 1; one of size 1 may be no
-            dimension of the result, -1.
+        factors: arrays in any order, each with the number of the dimension of the result that
+            each of its own dimensions is. Each size is that of the result, or 1; the number is
+            -1 for a dimension of size 1 that the result does not have.
         shape: of the result.
         dtype: of the result; the product is computed in the dtype of its factors.
     """

@@ -33,7 +33,7 @@ from jmask._autodiff import views
 from jmask._autodiff.gathered_rows import FACTS, SUMS, Gathered, sum_of_lookups
 from jmask._autodiff.provenance import FOLLOWED, note_facts, note_uses
 from jmask._autodiff.values import RowSum, dense, is_symbolic
-from jmask._base.array_types import is_known, varying_axes, varying_like
+from jmask._base.array_types import varying_axes, varying_like
 from jmask._base.fallback import Place, in_bytes, place_among, report_fallback
 from jmask._base.forms import (
     CALLS,
@@ -293,9 +293,10 @@ def _fits(value: Value, v: Atom) -> bool:
 def report_dense(value: Value, eqn: JaxprEqn, reason: str, remedy: str = "") -> None:
     """Say that a row-sparse gradient became dense, why, and at which line of user code.
 
-    A table of no more rows than are looked up, as a matrix of transitions, is as well dense.
+    Nothing is said of a table that has no more rows than are looked up, such as a matrix of
+    transitions: its dense gradient costs no more than rows would.
     """
-    if isinstance(value, RowSum) and is_known(value.nse) and value.nse >= value.count:
+    if isinstance(value, RowSum) and value.covers(1):
         return
     size = math.prod(value.shape) * jnp.dtype(value.dtype).itemsize
     report_fallback(

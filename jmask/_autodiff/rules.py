@@ -263,7 +263,8 @@ def _add(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
         return None
     if isinstance(y, RowSum) and x.looked_up != y.looked_up:
         x, y = (x, y) if x.looked_up else (y, x)
-        y = dense(y) if y.is_half else y
+        if y.carry is None and y.covers(0.5):  # `table[1:]` is a use of the whole table
+            y = dense(y)
     if isinstance(y, RowSum):
         if x.carry is not None and y.carry is not None:
             return None

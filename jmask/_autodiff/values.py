@@ -124,10 +124,9 @@ class RowSum:
         size = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
         return size >= LARGE and self.count >= max(_MANY, 8 * self.nse)
 
-    @property
-    def is_half(self) -> bool:
-        """True if it has half as many rows as the array, or more."""
-        return self.carry is None and is_known(self.nse) and 2 * self.nse >= self.count
+    def covers(self, share: float) -> bool:
+        """Decide whether it has this share of as many rows as the array has, or more."""
+        return is_known(self.nse, self.count) and self.nse >= share * self.count
 
     def plus(self, other: "RowSum") -> "RowSum":
         """Add the rows of an array of the same shape."""

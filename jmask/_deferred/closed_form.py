@@ -238,8 +238,8 @@ def advanced(
         pairs = zip(first, scale, strict=True)
         scale = Scale(*(jnp.where(is_first, jnp.asarray(x, dtype), now) for x, now in pairs))
         values = _at_nodes(form, step.quotient, old.products, scale)
-        # No `dot`, which is less precise on accelerators. All columns at once: XLA makes a
-        # kernel of each column otherwise.
+        # `dot` is less precise on accelerators. All columns are computed at once, since XLA
+        # compiles a kernel for each column that is computed by itself.
         to_terms = jnp.asarray(_dct(form.terms).T[:, None], dtype)
         terms = sum(
             (to_terms[i] * values[:, i : i + 1] for i in range(form.terms)),

@@ -68,9 +68,9 @@ DENSE_ROWS_FOR_EACH_LOOKUP = 1.5
 # Entries for each row of the source from which gathered rows are worth keeping apart: rows that
 # do not repeat are read once in either form.
 REPEATS = 2
-# Bytes of rows below which they are materialised though they repeat: they stay in second-level
-# caches, and a step takes .75 to 1.05 of the time, and .3 s less to compile. From 4 MB on it
-# takes 1.1 of the time and more.
+# Bytes of rows below which they are materialised though they repeat, since they stay in
+# second-level caches. Materialising makes a step .75 to 1.05 times as long and compiling .3 s
+# shorter; from 4 MB of rows on it makes a step 1.1 times as long or longer.
 SMALL_ROWS = 2**20
 # Bytes of rows, and of slices put together, from which rows that do not repeat are not
 # materialised either: glibc gives an array of twice this size back to the system after each

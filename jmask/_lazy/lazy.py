@@ -51,8 +51,8 @@ from jmask._updates.checks import (
 )
 from jmask._updates.eager import compiled_outside_jit
 
-# What transformations hold back until a later step, when a row held back need not be among the
-# rows touched: it would be lost. And what to do.
+# What transformations hold back until a later step, by their states, and what to do instead. A
+# row held back need not be among the rows that the later step touches: it would be lost.
 _ACCUMULATE = "Use jmask.multi_steps(...), or jmask.tree.add and one update."
 _HELD_BACK: dict[type, tuple[str, str]] = {
     optax.MultiStepsState: ("gradients", _ACCUMULATE),
@@ -194,15 +194,14 @@ def lazy(
 
 
 def _check_not_deferring(state: optax.OptState) -> None:
-    kinds = tuple(_HELD_BACK)
-    for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds)):
-        if isinstance(node, kinds):
-            what, remedy = _HELD_BACK[type(node)]
-            raise NotRowLocalError(
-                f"{type(node).__name__} holds {what} back for a later step, and a row that "
-                "is not among those touched then would lose them",
-                remedy,
-            )
+    for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, tuple(_HELD_BACK))):
+        for kind, (what, remedy) in _HELD_BACK.items():
+            if isinstance(node, kind):
+                raise NotRowLocalError(
+                    f"{kind.__name__} holds {what} back for a later step, and a row that is "
+                    "not among those touched then would lose them",
+                    remedy,
+                )
 
 
 # --- every kind of table -----------------------------------------------------------------

@@ -66,8 +66,8 @@ def loss(tables, ids):
 def small_blocks(monkeypatch):
     monkeypatch.setattr(tuning, "BLOCK_ROWS", (8, 8))
     monkeypatch.setattr(tuning, "MATERIALISED_ROWS", 4)
-    for threshold in ("SMALL_ROWS", "DENSE_ROWS_FOR_EACH_LOOKUP"):  # no table is updated whole
-        monkeypatch.setattr(tuning, threshold, 0)
+    monkeypatch.setattr(tuning, "SMALL_ROWS", 0)
+    monkeypatch.setattr(tuning, "DENSE_ROWS_FOR_EACH_LOOKUP", 0)  # no table is updated whole
 
 
 def test_gradients_of_several_tables(small_blocks):
