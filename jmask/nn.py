@@ -7,40 +7,130 @@ For a slice with no valid entry a `MaskedTensor` gives masked entries with deriv
 array with `where=` gives what `torch.masked` does: nan for the softmax family, 0 for
 `normalize`; in other slices the entries left out are 0 (`log_softmax`: -inf). Masked tensors
 on sparse storage keep it: their slices are segments of the stored values.
+
+    >>> import jax.numpy as jnp, jmask
+    >>> x = jmask.numpy.masked_invalid(jnp.array([1., jnp.nan, 1.]))
+    >>> jmask.nn.softmax(x).to_tensor(0)
+    Array([0.5, 0. , 0.5], dtype=float32)
+    >>> jmask.nn.log_softmax(jnp.array([5., 9.]), where=jnp.array([True, False]))
+    Array([  0., -inf], dtype=float32)
+    >>> jmask.nn.standardize(jnp.array([1., 9., 3.]), where=jnp.array([True, False, True]))
+    Array([-0.999995,  0.      ,  0.999995], dtype=float32)
 """
 
 import jax.numpy as _jnp
 from jax import nn as _nn
 
+from jmask._base.types import Axis as _Axis
+from jmask._base.types import Mask as _Mask
+from jmask._base.types import Tensor as _Tensor
+from jmask._base.types import TensorLike as _TensorLike
+from jmask._ops import formulas as _formulas
 from jmask._ops.contractions import dot_product_attention as dot_product_attention
 from jmask._ops.contractions import linear as linear
-from jmask._ops.elementwise import elementwise as _elementwise
-from jmask._ops.reductions import logmeanexp as logmeanexp
-from jmask._ops.reductions import logsumexp as logsumexp
-from jmask._ops.softmax import attention_weights as attention_weights
-from jmask._ops.softmax import glu as glu
-from jmask._ops.softmax import log_softmax as log_softmax
-from jmask._ops.softmax import normalize as normalize
-from jmask._ops.softmax import softmax as softmax
-from jmask._ops.softmax import softmin as softmin
-from jmask._ops.softmax import standardize as standardize
+from jmask._ops.lift import entrywise as _entrywise
+from jmask._ops.lift import moves as _moves
+from jmask._ops.reduce import checked_axes as _checked_axes
+from jmask._ops.reduce import reduces as _reduces
+from jmask._tensors.masked_tensor import MaskedTensor as _MaskedTensor
+from jmask._tensors.masked_tensor import as_tensor as _as_tensor
+from jmask.numpy import logsumexp as logsumexp
+
+# Over the entries of a slice: a result for each of them, or one.
+softmax = _reduces(_formulas.softmax, _nn.softmax, empty=_jnp.nan, absent=0.0, like=_jnp.mean)
+log_softmax = _reduces(
+    _formulas.log_softmax, _nn.log_softmax, empty=_jnp.nan, absent=-_jnp.inf, like=_jnp.mean
+)
+normalize = _reduces(_formulas.normalize, empty=0, absent=0.0, like=_jnp.mean)
+standardize = _reduces(
+    _formulas.standardize, _nn.standardize, empty=_jnp.nan, absent=0.0, like=_jnp.mean
+)
+logmeanexp = _reduces(
+    _formulas.logmeanexp, _nn.logmeanexp, empty=-_jnp.inf, like=_jnp.mean, arrays_too=True
+)
 
 # Activations.
-celu = _elementwise(_nn.celu)
-elu = _elementwise(_nn.elu)
-gelu = _elementwise(_nn.gelu)
-hard_sigmoid = _elementwise(_nn.hard_sigmoid)
-hard_silu = hard_swish = _elementwise(_nn.hard_silu)
-hard_tanh = _elementwise(_nn.hard_tanh)
-leaky_relu = _elementwise(_nn.leaky_relu)
-log_sigmoid = _elementwise(_nn.log_sigmoid)
-mish = _elementwise(_nn.mish)
-relu = _elementwise(_nn.relu)
-relu6 = _elementwise(_nn.relu6)
-selu = _elementwise(_nn.selu)
-sigmoid = _elementwise(_nn.sigmoid)
-silu = swish = _elementwise(_nn.silu)
-soft_sign = _elementwise(_nn.soft_sign)
-softplus = _elementwise(_nn.softplus)
-squareplus = _elementwise(_nn.squareplus)
-tanh = _elementwise(_jnp.tanh)
+celu = _entrywise(_nn.celu)
+elu = _entrywise(_nn.elu)
+gelu = _entrywise(_nn.gelu)
+hard_sigmoid = _entrywise(_nn.hard_sigmoid)
+hard_silu = hard_swish = _entrywise(_nn.hard_silu)
+hard_tanh = _entrywise(_nn.hard_tanh)
+leaky_relu = _entrywise(_nn.leaky_relu, vanishes=((0,),))  # for slopes that are arrays
+log_sigmoid = _entrywise(_nn.log_sigmoid)
+mish = _entrywise(_nn.mish)
+relu = _entrywise(_nn.relu)
+relu6 = _entrywise(_nn.relu6)
+selu = _entrywise(_nn.selu)
+sigmoid = _entrywise(_nn.sigmoid)
+silu = swish = _entrywise(_nn.silu)
+soft_sign = _entrywise(_nn.soft_sign)
+softplus = _entrywise(_nn.softplus)
+squareplus = _entrywise(_nn.squareplus)
+tanh = _entrywise(_jnp.tanh)
+
+
+def softmin(x: _TensorLike, axis: _Axis = -1, where: _Mask | None = None) -> _Tensor:
+    """Return `softmax` of -x.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.nn.softmin(jnp.array([2., 2., 0.]), where=jnp.array([True, True, False]))
+        Array([0.5, 0.5, 0. ], dtype=float32)
+    """
+    return softmax(_negative(x), axis, where=where)
+
+
+def attention_weights(
+    scores: _TensorLike, mask: _Mask | None = None, axis: int = -1
+) -> _MaskedTensor:
+    """`softmax` of scores over the keys a query may attend to.
+
+    A query with no key has masked weights, and sends derivative 0 to its scores.
+
+    Args:
+        scores (..., queries, keys): `MaskedTensor` or an array.
+        mask: booleans that broadcast to the shape of `scores`, True for keys to attend to.
+        axis: of the keys.
+
+    Raises:
+        TypeError, ValueError: as for `softmax`, where `mask` is called `where`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> scores = jnp.array([[1., 1.], [2., 3.]])
+        >>> mask = jnp.array([[True, True], [False, False]])
+        >>> jmask.nn.attention_weights(scores, mask).to_tensor(0)
+        Array([[0.5, 0.5],
+               [0. , 0. ]], dtype=float32)
+    """
+    if not isinstance(scores, _MaskedTensor):
+        scores = _MaskedTensor(scores)
+    return softmax(scores, axis, where=mask)
+
+
+_negative, _split = _entrywise(_jnp.negative), _moves(_jnp.split)
+_gated = _entrywise(lambda x, gate: x * _nn.sigmoid(gate))
+
+
+def glu(x: _TensorLike, axis: int = -1) -> _Tensor:
+    """Return the first half of x along an axis, times the sigmoid of the second.
+
+    Args:
+        x: `MaskedTensor` on any storage, or an array; an entry exists where both do.
+        axis: the dimension that is halved, of even size.
+
+    Raises:
+        ValueError: if the size is odd.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.masked_tensor(jnp.array([2., 3., 0., 0.]), jnp.array([1, 1, 1, 0]) > 0)
+        >>> jmask.nn.glu(x)
+        MaskedTensor([1.0, --], dtype=float32)
+    """
+    x = _as_tensor(x)
+    (axis,) = _checked_axes((axis,), len(x.shape))
+    if x.shape[axis] % 2:
+        raise ValueError(f"`x` of shape {tuple(x.shape)} cannot be halved along axis {axis}.")
+    return _gated(*_split(x, 2, axis))

@@ -4,260 +4,452 @@
     jmask.numpy.mean(x, axis=0)     over the valid entries
     jmask.numpy.mean(a, where=m)    an array and a mask in place of a MaskedTensor
 
-Functions that are JAX's, lifted to other storages, are the tables below: elementwise ones,
-sums of products, and what moves entries.
+A function has JAX's arguments in JAX's order. What it does with masks and storages is one word
+of its line: *entrywise*, *reduces*, *moves* or *contracts* (`_ops/lift.py`, `_ops/reduce.py`);
+what it does with zeros that are not stored is said beside it (`_ops/rows.py`).
+
+    >>> import jax.numpy as jnp, jmask
+    >>> x = jmask.masked_tensor(jnp.array([1., jnp.nan, 3.]), jnp.array([True, False, True]))
+    >>> jmask.numpy.sum(x), jmask.numpy.argmax(x)
+    (MaskedTensor(4.0, dtype=float32), MaskedTensor(2, dtype=int32))
+    >>> jmask.numpy.std(jnp.array([1., 9., 5.]), where=jnp.array([True, False, True]))
+    Array(2., dtype=float32)
+    >>> jmask.numpy.logsumexp(jnp.array([1000., 1e30]), where=jnp.array([True, False]))
+    Array(1000., dtype=float32)
+    >>> jmask.numpy.nanquantile(jnp.array([1., jnp.nan, 3.]), 0.25)
+    Array(1.5, dtype=float32)
+    >>> jmask.numpy.masked_greater(jnp.array([1., 2., 3.]), 1)
+    MaskedTensor([1.0, --, --], dtype=float32)
 """
+
+import functools as _functools
 
 import jax.numpy as _jnp
 import jax.scipy.special as _special
 from jax import lax as _lax
 from jax import nn as _nn
+from jax.typing import DTypeLike as _DTypeLike
 
-from jmask._ops.elementwise import elementwise as elementwise
-
-
-def _fraction(x):
-    return x - _jnp.trunc(x)
-
-
-# One operand.
-abs = absolute = elementwise(_jnp.abs)
-acos = arccos = elementwise(_jnp.arccos)
-acosh = arccosh = elementwise(_jnp.arccosh)
-angle = elementwise(_jnp.angle)
-asin = arcsin = elementwise(_jnp.arcsin)
-asinh = arcsinh = elementwise(_jnp.arcsinh)
-atan = arctan = elementwise(_jnp.arctan)
-atanh = arctanh = elementwise(_jnp.arctanh)
-bitwise_not = invert = elementwise(_jnp.bitwise_not)
-cbrt = elementwise(_jnp.cbrt)
-ceil = elementwise(_jnp.ceil)
-clip = elementwise(_jnp.clip)
-conj = conjugate = elementwise(_jnp.conj)
-cos = elementwise(_jnp.cos)
-cosh = elementwise(_jnp.cosh)
-deg2rad = radians = elementwise(_jnp.deg2rad)
-digamma = elementwise(_special.digamma)
-erf = elementwise(_special.erf)
-erfc = elementwise(_special.erfc)
-erfinv = elementwise(_special.erfinv)
-exp = elementwise(_jnp.exp)
-exp2 = elementwise(_jnp.exp2)
-expm1 = elementwise(_jnp.expm1)
-fix = trunc = elementwise(_jnp.trunc)
-floor = elementwise(_jnp.floor)
-frac = elementwise(_fraction)
-i0 = elementwise(_special.i0)
-imag = elementwise(_jnp.imag)
-isfinite = elementwise(_jnp.isfinite)
-isinf = elementwise(_jnp.isinf)
-isnan = elementwise(_jnp.isnan)
-gammaln = elementwise(_special.gammaln)
-log = elementwise(_jnp.log)
-log10 = elementwise(_jnp.log10)
-log1p = elementwise(_jnp.log1p)
-log2 = elementwise(_jnp.log2)
-logical_not = elementwise(_jnp.logical_not)
-logit = elementwise(_special.logit)
-nan_to_num = elementwise(_jnp.nan_to_num)
-negative = elementwise(_jnp.negative)
-positive = elementwise(_jnp.positive)
-rad2deg = degrees = elementwise(_jnp.rad2deg)
-real = elementwise(_jnp.real)
-reciprocal = elementwise(_jnp.reciprocal)
-rint = elementwise(_jnp.rint)
-round = around = elementwise(_jnp.round)
-rsqrt = elementwise(_lax.rsqrt)
-sigmoid = elementwise(_nn.sigmoid)
-sign = elementwise(_jnp.sign)
-signbit = elementwise(_jnp.signbit)
-sin = elementwise(_jnp.sin)
-sinc = elementwise(_jnp.sinc)
-sinh = elementwise(_jnp.sinh)
-sqrt = elementwise(_jnp.sqrt)
-square = elementwise(_jnp.square)
-tan = elementwise(_jnp.tan)
-tanh = elementwise(_jnp.tanh)
-
-# Two operands.
-add = elementwise(_jnp.add)
-atan2 = arctan2 = elementwise(_jnp.arctan2)
-bitwise_and = elementwise(_jnp.bitwise_and)
-bitwise_left_shift = left_shift = elementwise(_jnp.left_shift)
-bitwise_or = elementwise(_jnp.bitwise_or)
-bitwise_right_shift = right_shift = elementwise(_jnp.right_shift)
-bitwise_xor = elementwise(_jnp.bitwise_xor)
-copysign = elementwise(_jnp.copysign)
-divide = true_divide = elementwise(_jnp.true_divide)
-equal = elementwise(_jnp.equal)
-floor_divide = elementwise(_jnp.floor_divide)
-fmax = elementwise(_jnp.fmax)
-fmin = elementwise(_jnp.fmin)
-fmod = elementwise(_jnp.fmod)
-greater = elementwise(_jnp.greater)
-greater_equal = elementwise(_jnp.greater_equal)
-heaviside = elementwise(_jnp.heaviside)
-hypot = elementwise(_jnp.hypot)
-isclose = elementwise(_jnp.isclose)
-less = elementwise(_jnp.less)
-less_equal = elementwise(_jnp.less_equal)
-logaddexp = elementwise(_jnp.logaddexp)
-logaddexp2 = elementwise(_jnp.logaddexp2)
-logical_and = elementwise(_jnp.logical_and)
-logical_or = elementwise(_jnp.logical_or)
-logical_xor = elementwise(_jnp.logical_xor)
-maximum = elementwise(_jnp.maximum)
-minimum = elementwise(_jnp.minimum)
-multiply = elementwise(_jnp.multiply)
-nextafter = elementwise(_jnp.nextafter)
-not_equal = elementwise(_jnp.not_equal)
-power = pow = elementwise(_jnp.power)
-remainder = mod = elementwise(_jnp.remainder)
-subtract = elementwise(_jnp.subtract)
-
-# Products.
-from jmask._ops.contractions import contraction as _contraction
+from jmask._base.types import Axis as _Axis
+from jmask._base.types import Mask as _Mask
+from jmask._base.types import Tensor as _Tensor
+from jmask._base.types import TensorLike as _TensorLike
+from jmask._ops import formulas as _formulas
 from jmask._ops.contractions import dot as dot
 from jmask._ops.contractions import einsum as einsum
 from jmask._ops.contractions import matmul as matmul
-from jmask._ops.contractions import outer as outer
-
-inner = _contraction(_jnp.inner)
-tensordot = _contraction(_jnp.tensordot)
-vdot = _contraction(_jnp.vdot)
-
-# Masks.
-from jmask._ops.masking import masked_equal as masked_equal
-from jmask._ops.masking import masked_fill as masked_fill
-from jmask._ops.masking import masked_greater as masked_greater
-from jmask._ops.masking import masked_greater_equal as masked_greater_equal
-from jmask._ops.masking import masked_inside as masked_inside
-from jmask._ops.masking import masked_invalid as masked_invalid
-from jmask._ops.masking import masked_less as masked_less
-from jmask._ops.masking import masked_less_equal as masked_less_equal
-from jmask._ops.masking import masked_not_equal as masked_not_equal
-from jmask._ops.masking import masked_outside as masked_outside
-from jmask._ops.masking import masked_values as masked_values
-from jmask._ops.masking import masked_where as masked_where
-from jmask._ops.masking import select as select
-
-# Order.
+from jmask._ops.lift import contracts as _contracts
+from jmask._ops.lift import elementwise as elementwise
+from jmask._ops.lift import entrywise as _entrywise
+from jmask._ops.lift import moves as _moves
+from jmask._ops.order import accumulates as _accumulates
 from jmask._ops.order import argsort as argsort
 from jmask._ops.order import compressed as compressed
-from jmask._ops.order import cumlogsumexp as cumlogsumexp
-from jmask._ops.order import cumprod as cumprod
-from jmask._ops.order import cumsum as cumsum
-from jmask._ops.order import median as median
+from jmask._ops.order import cumlogsumexp as _cumlogsumexp
 from jmask._ops.order import nonzero as nonzero
-from jmask._ops.order import percentile as percentile
-from jmask._ops.order import quantile as quantile
 from jmask._ops.order import sort as sort
 from jmask._ops.order import top_k as top_k
 from jmask._ops.order import unique as unique
-
-# Reductions.
-from jmask._ops.reductions import all as all
-from jmask._ops.reductions import amax as amax
-from jmask._ops.reductions import amin as amin
-from jmask._ops.reductions import any as any
-from jmask._ops.reductions import argmax as argmax
-from jmask._ops.reductions import argmin as argmin
-from jmask._ops.reductions import average as average
-from jmask._ops.reductions import count as count
-from jmask._ops.reductions import count_nonzero as count_nonzero
-from jmask._ops.reductions import logsumexp as logsumexp
-from jmask._ops.reductions import max as max
-from jmask._ops.reductions import mean as mean
-from jmask._ops.reductions import min as min
-from jmask._ops.reductions import norm as norm
-from jmask._ops.reductions import prod as prod
-from jmask._ops.reductions import ptp as ptp
-from jmask._ops.reductions import std as std
-from jmask._ops.reductions import sum as sum
-from jmask._ops.reductions import var as var
-
-# Shapes and selection.
-from jmask._ops.shape import broadcast_to as broadcast_to
-from jmask._ops.shape import concatenate as concatenate
-from jmask._ops.shape import diagonal as diagonal
-from jmask._ops.shape import expand_dims as expand_dims
-from jmask._ops.shape import joined_rows as _joined_rows
-from jmask._ops.shape import like as _like
-from jmask._ops.shape import moved as _moved
-from jmask._ops.shape import pad as pad
-from jmask._ops.shape import permuted as _permuted
-from jmask._ops.shape import reshaped as _reshaped
-from jmask._ops.shape import split as split
-from jmask._ops.shape import take as take
-from jmask._ops.shape import take_along_axis as take_along_axis
-from jmask._ops.shape import where as where
-
-array_split = _moved(_jnp.array_split)
-atleast_1d = _moved(_jnp.atleast_1d, variadic=True)
-atleast_2d = _moved(_jnp.atleast_2d, variadic=True)
-atleast_3d = _moved(_jnp.atleast_3d, variadic=True)
-broadcast_arrays = _moved(_jnp.broadcast_arrays, variadic=True)
-column_stack = _moved(_jnp.column_stack, rule=_joined_rows)
-concat = concatenate
-copy = _like(_jnp.copy)
-delete = _moved(_jnp.delete)
-diag = _moved(_jnp.diag)
-dsplit = _moved(_jnp.dsplit)
-dstack = _moved(_jnp.dstack)
-empty_like = _like(_jnp.empty_like)
-flip = _moved(_jnp.flip)
-fliplr = _moved(_jnp.fliplr)
-flipud = _moved(_jnp.flipud)
-full_like = _like(_jnp.full_like)
-hsplit = _moved(_jnp.hsplit)
-hstack = _moved(_jnp.hstack, rule=_joined_rows)
-matrix_transpose = _moved(_jnp.matrix_transpose, rule=_permuted)
-moveaxis = _moved(_jnp.moveaxis, rule=_permuted)
-ones_like = _like(_jnp.ones_like)
-permute_dims = _moved(_jnp.permute_dims, rule=_permuted)
-ravel = _moved(_jnp.ravel, rule=_reshaped)
-repeat = _moved(_jnp.repeat)
-reshape = _moved(_jnp.reshape, rule=_reshaped)
-roll = _moved(_jnp.roll)
-rollaxis = _moved(_jnp.rollaxis, rule=_permuted)
-rot90 = _moved(_jnp.rot90)
-squeeze = _moved(_jnp.squeeze, rule=_reshaped)
-stack = _moved(_jnp.stack)
-swapaxes = _moved(_jnp.swapaxes, rule=_permuted)
-tile = _moved(_jnp.tile)
-transpose = _moved(_jnp.transpose, rule=_permuted)
-tril = _moved(_jnp.tril)
-triu = _moved(_jnp.triu)
-unstack = _moved(_jnp.unstack)
-vsplit = _moved(_jnp.vsplit)
-vstack = _moved(_jnp.vstack, rule=_joined_rows)
-zeros_like = _like(_jnp.zeros_like)
-
-# Statistics and comparisons.
+from jmask._ops.reduce import ZEROS_CHANGE_NOTHING as _NOTHING
+from jmask._ops.reduce import greatest as _greatest
+from jmask._ops.reduce import least as _least
+from jmask._ops.reduce import reduces as _reduces
+from jmask._ops.reduce import with_zeros as _with_zeros
+from jmask._ops.selection import likened as _likened
+from jmask._ops.selection import masked_fill as masked_fill
+from jmask._ops.selection import masked_where as masked_where
+from jmask._ops.selection import masks_where as _masks_where
+from jmask._ops.selection import pad as pad
+from jmask._ops.selection import select as select
+from jmask._ops.selection import take as take
+from jmask._ops.selection import take_along_axis as take_along_axis
+from jmask._ops.selection import where as where
 from jmask._ops.statistics import allclose as allclose
 from jmask._ops.statistics import array_equal as array_equal
-from jmask._ops.statistics import bincount as bincount
 from jmask._ops.statistics import corrcoef as corrcoef
 from jmask._ops.statistics import cov as cov
 from jmask._ops.statistics import diff as diff
-from jmask._ops.statistics import histogram as histogram
-from jmask._ops.statistics import nanargmax as nanargmax
-from jmask._ops.statistics import nanargmin as nanargmin
-from jmask._ops.statistics import nancumprod as nancumprod
-from jmask._ops.statistics import nancumsum as nancumsum
-from jmask._ops.statistics import nanmax as nanmax
-from jmask._ops.statistics import nanmean as nanmean
-from jmask._ops.statistics import nanmedian as nanmedian
-from jmask._ops.statistics import nanmin as nanmin
-from jmask._ops.statistics import nanpercentile as nanpercentile
-from jmask._ops.statistics import nanprod as nanprod
-from jmask._ops.statistics import nanquantile as nanquantile
-from jmask._ops.statistics import nanstd as nanstd
-from jmask._ops.statistics import nansum as nansum
-from jmask._ops.statistics import nanvar as nanvar
-from jmask._ops.statistics import trace as trace
+from jmask._ops.statistics import skips_nan as _skips_nan
+from jmask._ops.statistics import weighted_average as _weighted_average
 
-# What the operators and methods of tensors are.
-from jmask._tensors.methods import install as _install
+# --- entrywise ---------------------------------------------------------------------------
 
-_install(**{name: x for name, x in globals().items() if callable(x) and name[0] != "_"})
+# One operand.
+abs = absolute = _entrywise(_jnp.abs)
+acos = arccos = _entrywise(_jnp.arccos)
+acosh = arccosh = _entrywise(_jnp.arccosh, safe=1.5)
+angle = _entrywise(_jnp.angle)
+asin = arcsin = _entrywise(_jnp.arcsin)
+asinh = arcsinh = _entrywise(_jnp.arcsinh)
+atan = arctan = _entrywise(_jnp.arctan)
+atanh = arctanh = _entrywise(_jnp.arctanh)
+bitwise_not = invert = _entrywise(_jnp.bitwise_not)
+cbrt = _entrywise(_jnp.cbrt)
+ceil = _entrywise(_jnp.ceil)
+clip = _entrywise(_jnp.clip)
+conj = conjugate = _entrywise(_jnp.conj, scales=((0,),))
+cos = _entrywise(_jnp.cos)
+cosh = _entrywise(_jnp.cosh)
+deg2rad = radians = _entrywise(_jnp.deg2rad, scales=((0,),))
+digamma = _entrywise(_special.digamma)
+erf = _entrywise(_special.erf)
+erfc = _entrywise(_special.erfc)
+erfinv = _entrywise(_special.erfinv)
+exp = _entrywise(_jnp.exp)
+exp2 = _entrywise(_jnp.exp2)
+expm1 = _entrywise(_jnp.expm1)
+fix = trunc = _entrywise(_jnp.trunc)
+floor = _entrywise(_jnp.floor)
+frac = _entrywise(lambda x: x - _jnp.trunc(x))
+i0 = _entrywise(_special.i0)
+imag = _entrywise(_jnp.imag, scales=((0,),))
+isfinite = _entrywise(_jnp.isfinite)
+isinf = _entrywise(_jnp.isinf)
+isnan = _entrywise(_jnp.isnan)
+gammaln = _entrywise(_special.gammaln)
+log = _entrywise(_jnp.log)
+log10 = _entrywise(_jnp.log10)
+log1p = _entrywise(_jnp.log1p)
+log2 = _entrywise(_jnp.log2)
+logical_not = _entrywise(_jnp.logical_not)
+logit = _entrywise(_special.logit)
+nan_to_num = _entrywise(_jnp.nan_to_num)
+negative = _entrywise(_jnp.negative, scales=((0,),))
+positive = _entrywise(_jnp.positive, scales=((0,),))
+rad2deg = degrees = _entrywise(_jnp.rad2deg, scales=((0,),))
+real = _entrywise(_jnp.real, scales=((0,),))
+reciprocal = _entrywise(_jnp.reciprocal)
+rint = _entrywise(_jnp.rint)
+round = around = _entrywise(_jnp.round)
+rsqrt = _entrywise(_lax.rsqrt)
+sigmoid = _entrywise(_nn.sigmoid)
+sign = _entrywise(_jnp.sign)
+signbit = _entrywise(_jnp.signbit)
+sin = _entrywise(_jnp.sin)
+sinc = _entrywise(_jnp.sinc)
+sinh = _entrywise(_jnp.sinh)
+sqrt = _entrywise(_jnp.sqrt)
+square = _entrywise(_jnp.square)
+tan = _entrywise(_jnp.tan)
+tanh = _entrywise(_jnp.tanh)
+
+# Two operands.
+add = _entrywise(_jnp.add, adds=True)
+atan2 = arctan2 = _entrywise(_jnp.arctan2)
+bitwise_and = _entrywise(_jnp.bitwise_and)
+bitwise_left_shift = left_shift = _entrywise(_jnp.left_shift)
+bitwise_or = _entrywise(_jnp.bitwise_or)
+bitwise_right_shift = right_shift = _entrywise(_jnp.right_shift)
+bitwise_xor = _entrywise(_jnp.bitwise_xor)
+copysign = _entrywise(_jnp.copysign)
+divide = true_divide = _entrywise(_jnp.true_divide, scales=((0,),), by_arrays=False)
+equal = _entrywise(_jnp.equal)
+floor_divide = _entrywise(_jnp.floor_divide)
+fmax = _entrywise(_jnp.fmax)
+fmin = _entrywise(_jnp.fmin)
+fmod = _entrywise(_jnp.fmod)
+greater = _entrywise(_jnp.greater)
+greater_equal = _entrywise(_jnp.greater_equal)
+heaviside = _entrywise(_jnp.heaviside)
+hypot = _entrywise(_jnp.hypot)
+isclose = _entrywise(_jnp.isclose)
+less = _entrywise(_jnp.less)
+less_equal = _entrywise(_jnp.less_equal)
+logaddexp = _entrywise(_jnp.logaddexp)
+logaddexp2 = _entrywise(_jnp.logaddexp2)
+logical_and = _entrywise(_jnp.logical_and)
+logical_or = _entrywise(_jnp.logical_or)
+logical_xor = _entrywise(_jnp.logical_xor)
+maximum = _entrywise(_jnp.maximum)
+minimum = _entrywise(_jnp.minimum)
+multiply = _entrywise(_jnp.multiply, scales=((0,), (1,)))
+nextafter = _entrywise(_jnp.nextafter)
+not_equal = _entrywise(_jnp.not_equal)
+power = pow = _entrywise(_jnp.power)
+remainder = mod = _entrywise(_jnp.remainder)
+subtract = _entrywise(_jnp.subtract, adds=True)
+
+# --- reduces -----------------------------------------------------------------------------
+
+_nan = _jnp.nan
+
+sum = _reduces(_formulas.total, _jnp.sum, zeros=_NOTHING, like=_jnp.sum, initial=add)
+prod = _reduces(
+    _formulas.product,
+    _jnp.prod,
+    empty=1,
+    zeros=_with_zeros(
+        _formulas.product, lambda x, zero: _jnp.where(zero, _jnp.zeros_like(x), x)
+    ),
+    like=_jnp.prod,
+    initial=multiply,
+)
+mean = _reduces(
+    _formulas.mean, _jnp.mean, empty=_nan, zeros=_formulas.mean_with_zeros, like=_jnp.mean
+)
+var = _reduces(_formulas.variance, _jnp.var, empty=_nan, like=_jnp.var)
+std = _reduces(_formulas.deviation, _jnp.std, empty=_nan, like=_jnp.std)
+max = amax = _reduces(
+    _formulas.maximum,
+    _jnp.max,
+    empty=_least,
+    zeros=_with_zeros(
+        _formulas.maximum,
+        lambda x, zero: _jnp.where(zero, _jnp.maximum(x, _jnp.zeros_like(x)), x),
+    ),
+    initial=maximum,
+)
+min = amin = _reduces(
+    _formulas.minimum,
+    _jnp.min,
+    empty=_greatest,
+    zeros=_with_zeros(
+        _formulas.minimum,
+        lambda x, zero: _jnp.where(zero, _jnp.minimum(x, _jnp.zeros_like(x)), x),
+    ),
+    initial=minimum,
+)
+all = _reduces(
+    _formulas.every,
+    _jnp.all,
+    empty=True,
+    zeros=_with_zeros(_formulas.every, lambda x, zero: x & ~zero),
+)
+any = _reduces(_formulas.some, _jnp.any, zeros=_NOTHING)
+count_nonzero = _reduces(_formulas.number_of_nonzero, _jnp.count_nonzero, zeros=_NOTHING)
+argmax = _reduces(_formulas.first_maximum, _jnp.argmax)
+argmin = _reduces(_formulas.first_minimum, _jnp.argmin)
+ptp = _reduces(_formulas.spread, _jnp.ptp)
+logsumexp = _reduces(_formulas.logsumexp, _special.logsumexp, empty=-_jnp.inf, like=_jnp.mean)
+# By sorting, also for arrays: an infinite neighbour without weight is not read.
+_quantile = _functools.partial(_reduces, empty=_nan, densely=True, arrays_too=True)
+quantile = _quantile(_formulas.quantile, _jnp.quantile)
+percentile = _quantile(_formulas.percentile, _jnp.percentile)
+median = _quantile(_formulas.median, _jnp.median, extra=("averaged",))
+_count = _reduces(_formulas.number, empty=0)
+
+cumlogsumexp = _accumulates(_cumlogsumexp, -_jnp.inf)
+cumprod = _accumulates(_jnp.cumprod, 1)
+cumsum = _accumulates(_jnp.cumsum, 0)
+
+nanargmax = _skips_nan(argmax, _jnp.nanargmax, -1)
+nanargmin = _skips_nan(argmin, _jnp.nanargmin, -1)
+nancumprod = _skips_nan(cumprod, _jnp.nancumprod, None)
+nancumsum = _skips_nan(cumsum, _jnp.nancumsum, None)
+nanmax = _skips_nan(max, _jnp.nanmax, _nan)
+nanmean = _skips_nan(mean, _jnp.nanmean, _nan)
+nanmedian = _skips_nan(median, _jnp.nanmedian, _nan)
+nanmin = _skips_nan(min, _jnp.nanmin, _nan)
+nanpercentile = _skips_nan(percentile, _jnp.nanpercentile, _nan)
+nanprod = _skips_nan(prod, _jnp.nanprod, 1)
+nanquantile = _skips_nan(quantile, _jnp.nanquantile, _nan)
+nanstd = _skips_nan(std, _jnp.nanstd, _nan)
+nansum = _skips_nan(sum, _jnp.nansum, 0)
+nanvar = _skips_nan(var, _jnp.nanvar, _nan)
+
+
+# An entry that is zero makes a norm of negative order zero, stored or not.
+_size = lambda x: _jnp.abs(_jnp.mean(x))
+_norm = _reduces(_formulas.norm, zeros=_NOTHING, like=_size)
+_negative_norm = _reduces(_formulas.norm, like=_size)
+
+
+def norm(
+    x: _TensorLike,
+    ord: float | None = 2,  # noqa: A002
+    axis: _Axis = None,
+    keepdims: bool = False,
+    where: _Mask | None = None,
+) -> _Tensor:
+    """Return the vector norm of the valid entries: the `ord`-th root of the sum of |x| ** ord.
+
+    Always of the entries as one vector, also over two axes. The derivative is 0 where the
+    norm is 0. A norm of negative order of nothing is inf.
+
+    Args:
+        x: `MaskedTensor` on any storage, RowSparse, BCOO, BCSR or array.
+        ord: any number, not traced; inf is the largest |x|, -inf the smallest, 0 the number
+            of entries that are not 0, None is 2.
+        axis: an int, a tuple of ints or None, which is all axes.
+        keepdims: whether reduced axes stay, with size 1.
+        where: booleans that broadcast to `x`; other entries take no part.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.numpy.norm(jnp.array([3., 9., 4.]), where=jnp.array([True, False, True]))
+        Array(5., dtype=float32)
+    """
+    order = _formulas.checked_order(ord)
+    reduction = _norm if order >= 0 else _negative_norm
+    return reduction(x, axis, keepdims, order, where=where)
+
+
+def average(
+    a: _TensorLike,
+    axis: _Axis = None,
+    weights: _TensorLike | None = None,
+    returned: bool = False,
+    keepdims: bool = False,
+    *,
+    where: _Mask | None = None,
+) -> _Tensor | tuple[_Tensor, _Tensor]:
+    """Return the mean of the valid entries, each counted by its weight.
+
+    Args:
+        a: `MaskedTensor` on any storage, RowSparse, BCOO, BCSR or array.
+        axis: an int, a tuple of ints or None, which is all axes.
+        weights: an array that broadcasts to `a`, or (n,) for the n entries along one axis;
+            all 1 by default. Where those of valid entries sum to 0, the result is nan or
+            inf. Entries with a masked weight take no part, as masked ones.
+        returned: whether to return the sums of weights too.
+        keepdims: whether reduced axes stay, with size 1.
+        where: booleans that broadcast to `a`; other entries take no part.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.numpy.masked_invalid(jnp.array([1., jnp.nan, 3.]))
+        >>> jmask.numpy.average(x, weights=jnp.array([1., 1., 3.])).to_tensor(0)
+        Array(2.5, dtype=float32)
+    """
+    if weights is None and not returned:
+        return mean(a, axis, keepdims=keepdims, where=where)
+    weights = _jnp.ones(()) if weights is None else weights
+    result, sums = _weighted_average(a, axis, weights, keepdims, where)
+    return (result, sums) if returned else result
+
+
+def count(
+    a: _TensorLike, axis: _Axis = None, keepdims: bool = False, where: _Mask | None = None
+) -> _Tensor:
+    """Count the valid entries: an ordinary tensor, as there always is a number.
+
+    All entries of an ordinary tensor are valid.
+
+    Args:
+        a: `MaskedTensor` on any storage, or another tensor.
+        axis: an int, a tuple of ints or None, which is all axes.
+        keepdims: whether reduced axes stay, with size 1.
+        where: booleans that broadcast to `a`; other entries do not count.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.masked_tensor(jnp.ones((2, 2)), jnp.array([[True], [False]]))
+        >>> jmask.numpy.count(x, axis=1)
+        Array([2, 0], dtype=int32)
+    """
+    result = _count(a, axis=axis, keepdims=keepdims, where=where)
+    return result.storage if hasattr(result, "storage") else result
+
+
+# --- moves -------------------------------------------------------------------------------
+
+array_split = _moves(_jnp.array_split)
+atleast_1d = _moves(_jnp.atleast_1d, variadic=True)
+atleast_2d = _moves(_jnp.atleast_2d, variadic=True)
+atleast_3d = _moves(_jnp.atleast_3d, variadic=True)
+broadcast_arrays = _moves(_jnp.broadcast_arrays, variadic=True)
+broadcast_to = _moves(_jnp.broadcast_to)
+column_stack = _moves(_jnp.column_stack)
+concat = concatenate = _moves(_jnp.concatenate)
+delete = _moves(_jnp.delete)
+diag = _moves(_jnp.diag)
+diagonal = _moves(_jnp.diagonal)
+dsplit = _moves(_jnp.dsplit)
+dstack = _moves(_jnp.dstack)
+expand_dims = _moves(_jnp.expand_dims)
+flip = _moves(_jnp.flip)
+fliplr = _moves(_jnp.fliplr)
+flipud = _moves(_jnp.flipud)
+hsplit = _moves(_jnp.hsplit)
+hstack = _moves(_jnp.hstack)
+matrix_transpose = _moves(_jnp.matrix_transpose)
+moveaxis = _moves(_jnp.moveaxis)
+permute_dims = _moves(_jnp.permute_dims)
+ravel = _moves(_jnp.ravel)
+repeat = _moves(_jnp.repeat)
+reshape = _moves(_jnp.reshape)
+roll = _moves(_jnp.roll)
+rollaxis = _moves(_jnp.rollaxis)
+rot90 = _moves(_jnp.rot90)
+split = _moves(_jnp.split)
+squeeze = _moves(_jnp.squeeze)
+stack = _moves(_jnp.stack)
+swapaxes = _moves(_jnp.swapaxes)
+tile = _moves(_jnp.tile)
+transpose = _moves(_jnp.transpose)
+tril = _moves(_jnp.tril)
+triu = _moves(_jnp.triu)
+unstack = _moves(_jnp.unstack)
+vsplit = _moves(_jnp.vsplit)
+vstack = _moves(_jnp.vstack)
+
+# Made like another tensor, whose mask they have.
+copy = _likened(_jnp.copy)
+empty_like = _likened(_jnp.empty_like)
+full_like = _likened(_jnp.full_like)
+ones_like = _likened(_jnp.ones_like)
+zeros_like = _likened(_jnp.zeros_like)
+
+
+def trace(
+    a: _TensorLike,
+    offset: int = 0,
+    axis1: int = 0,
+    axis2: int = 1,
+    dtype: _DTypeLike | None = None,
+    out: None = None,
+) -> _Tensor:
+    """Sum the valid entries of diagonals as `jax.numpy.trace`, masked where there are none.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.masked_tensor(jnp.ones((2, 2)), jnp.array([[True, True], [True, False]]))
+        >>> jmask.numpy.trace(x).to_tensor(0)
+        Array(1., dtype=float32)
+    """
+    return sum(diagonal(a, offset, axis1, axis2), -1, dtype, out)
+
+
+# --- contracts ---------------------------------------------------------------------------
+
+inner = _contracts(_jnp.inner)
+outer = _contracts(_jnp.outer)
+tensordot = _contracts(_jnp.tensordot)
+vdot = _contracts(_jnp.vdot)
+
+# --- masks what a condition holds of, as numpy.ma ----------------------------------------
+
+masked_equal = _masks_where("masked_equal", "equal `value`", lambda x, value: x == value)
+masked_greater = _masks_where("masked_greater", "exceed `value`", lambda x, value: x > value)
+masked_greater_equal = _masks_where(
+    "masked_greater_equal", "are `value` or greater", lambda x, value: x >= value
+)
+masked_inside = _masks_where(
+    "masked_inside",
+    "lie from `v1` to `v2`",
+    lambda x, v1, v2: (x >= _jnp.minimum(v1, v2)) & (x <= _jnp.maximum(v1, v2)),
+)
+masked_invalid = _masks_where(
+    "masked_invalid", "are nan or infinite", lambda x: ~_jnp.isfinite(x)
+)
+masked_less = _masks_where("masked_less", "are less than `value`", lambda x, value: x < value)
+masked_less_equal = _masks_where(
+    "masked_less_equal", "are `value` or less", lambda x, value: x <= value
+)
+masked_not_equal = _masks_where(
+    "masked_not_equal", "differ from `value`", lambda x, value: x != value
+)
+masked_outside = _masks_where(
+    "masked_outside",
+    "lie outside `v1` to `v2`",
+    lambda x, v1, v2: (x < _jnp.minimum(v1, v2)) | (x > _jnp.maximum(v1, v2)),
+)
+masked_values = _masks_where(
+    "masked_values",
+    "are close to `value`",
+    lambda x, value, rtol=1e-5, atol=1e-8: (
+        _jnp.isclose(x, value, rtol, atol)
+        if _jnp.issubdtype(_jnp.result_type(x), _jnp.floating)
+        else x == value
+    ),
+)

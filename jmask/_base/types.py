@@ -59,6 +59,10 @@ MeshAxes = str | tuple[str, ...] | None
 
 Tensor = Any
 """An array, a RowSparse, BCOO, BCSR or MaskedTensor."""
+Storage = Any
+"""An array, a RowSparse, BCOO or BCSR."""
+Sparse = Any
+"""A RowSparse, BCOO or BCSR."""
 TensorLike = Any
 """What becomes a Tensor: one, or Numbers."""
 Mask = Any

@@ -46,7 +46,7 @@ from jmask._base.validation import (
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.gather import Gather
 from jmask._kernels.rows import gather_rows, set_rows
-from jmask._ops.kernels import shortened
+from jmask._ops.norms import shortened
 from jmask._tables.stored_table import StoredTable, is_stored_table, looked_up
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.methods import install

@@ -23,7 +23,7 @@ from jax.extend.core import JaxprEqn
 from jmask._base.forms import aval_of, name_of, parameter
 from jmask._base.jaxprs import ARITHMETIC
 from jmask._base.types import Scalar
-from jmask._ops.zero_semantics import trial
+from jmask._ops.rows import trial
 
 
 @dataclasses.dataclass(frozen=True)

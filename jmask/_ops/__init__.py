@@ -1,16 +1,14 @@
-"""Functions on every storage. One mechanism for each kind of function.
+"""Functions on every storage, by four words for masks and three for zeros.
 
-elementwise         a function of JAX, lifted to masked and to sparse tensors
-zero_semantics      how it behaves at entries that are not stored
-groups, kernels     storages become groups, kernels work on groups
-reductions          the table of reductions, and the functions
-order               running sums, sorting, quantiles, the largest, the different ones
-shape               data and mask moved together; shapes
+lift                entrywise, moves, contracts: functions of JAX on masked tensors
+reduce              reduces: reductions of the valid entries of every storage
+formulas, norms     the formulas that are reduced
+rows                what a function of entries makes of zeros that are not stored
+order               sorted, the largest, the different ones; running sums
+selection           by conditions and indices: where, take, pad, masked_where
 indexing            `x[...]`, `x.at[...]` and `retain`
-masking             masks made of conditions
 products            `dot` of every pair of storages
-contractions        products of masked tensors
-statistics          without nan, of pairs, of bins; comparisons
-softmax             the softmax family: `jmask.nn`
+contractions        products of masked tensors, attention
+statistics          without nan, weighted, of pairs; comparisons
 tree                arithmetic on whole gradients: `jmask.tree`
 """

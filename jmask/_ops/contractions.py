@@ -1,4 +1,4 @@
-"""Products of masked tensors: matmul, einsum, attention; and MXNet's sums of tensors.
+"""Products of masked tensors: matmul, linear, attention; and MXNet's sums of tensors.
 
 Masked entries contribute nothing, and an entry of the result exists where at least one of
 its terms does:
@@ -6,18 +6,16 @@ its terms does:
     [1, --]   [5, 6]     [1*5, 1*6]     [ 5,  6]        row 0: one term each
     [--, --] @ [7, 8]  =  [no term]    =  [--, --]        row 1: none
 
-This is the sum of masked semantics over the products that exist, like `sum` of `a * b`. Two
-other definitions are possible and are one line each: a masked operand taken for zeros is
+Two other definitions are possible and are one line each: a masked operand taken for zeros is
 `x.to_tensor(0) @ y`; a result that exists only where *all* its terms do has the mask
 `matmul(x.mask, y.mask).data == x.shape[-1]`, for masks as integers.
-
-A valid inf or nan meets masked entries as zeros, and inf * 0 is nan.
 
     add_n([x, y, z])        x + y + z
     square_sum(x, axis=1)   sum(x * x, axis=1), at the cost of the rows stored
 """
 
 import functools
+import inspect
 import operator
 from collections.abc import Sequence
 
@@ -26,75 +24,45 @@ import jax.numpy as jnp
 from jax import lax, nn
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._base.types import Argument, Axis, Function, Mask, Numbers, Tensor, TensorLike
-from jmask._base.validation import check_flag, checked_array, refuse_scipy
-from jmask._ops.elementwise import elementwise
-from jmask._ops.products import dot as _sparse_dot
-from jmask._ops.reductions import sum as sum_of
-from jmask._ops.shape import dense
-from jmask._tensors.masked_tensor import MaskedTensor, any_masked, as_tensor, is_tensor, joined
+from jmask._base.types import Argument, Axis, Function, Tensor, TensorLike
+from jmask._base.validation import check_flag, checked_array
+from jmask._ops.formulas import total
+from jmask._ops.lift import adopted, contracts, dense, entrywise, existing, filled
+from jmask._ops.products import dot as sparse_dot
+from jmask._ops.reduce import ZEROS_CHANGE_NOTHING, reduces
+from jmask._tensors.masked_tensor import MaskedTensor, any_masked, is_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
-from jmask._tensors.storage import is_sparse, stored_values, with_stored_values
+from jmask._tensors.storage import is_sparse
 
-_add, _square = elementwise(jnp.add), elementwise(jnp.square)
-
-
-def matmul(x: TensorLike, y: TensorLike) -> Tensor:
-    """Return the matrix product `x @ y`; masked entries contribute nothing.
-
-    Args:
-        x (..., n, k), y (..., k, m): arrays or `MaskedTensor`s, as in `jnp.matmul`. A masked
-            BCOO or BCSR matrix times a dense operand is not made dense. For ordinary sparse
-            matrices it is `jmask.dot`.
-
-    Returns:
-        An array if both are, or the result of `jmask.dot`; otherwise a `MaskedTensor`, masked
-        where no term exists.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> mask = jnp.array([[True, False], [False, False]])
-        >>> x = jmask.masked_tensor(jnp.array([[1., jnp.nan], [2., 3.]]), mask)
-        >>> jmask.numpy.matmul(x, jnp.array([[5., 6.], [7., 8.]])).to_tensor(0)
-        Array([[5., 6.],
-               [0., 0.]], dtype=float32)
-    """
-    if not any_masked(x, y):
-        return _product(jnp.matmul, x, y)
-    if _is_sparse_matrix(x) and not _is_sparse_matrix(y):
-        return _combined(lambda a, b: a @ b, x, _dense(y, "matmul"))
-    return _contracted(jnp.matmul, x, y)
+_add, _square = entrywise(jnp.add, adds=True), entrywise(jnp.square)
+_sum = reduces(total, jnp.sum, zeros=ZEROS_CHANGE_NOTHING, like=jnp.sum)
+einsum = contracts(jnp.einsum, 1, None)
 
 
-def dot(x: TensorLike, y: TensorLike) -> Tensor:
-    """Do as `jnp.dot` with masked operands; masked entries contribute nothing. See `matmul`."""
-    return _contracted(jnp.dot, x, y) if any_masked(x, y) else _product(jnp.dot, x, y)
-
-
-def einsum(subscripts: str, *operands: TensorLike) -> Tensor:
-    """Do as `jnp.einsum` with masked operands; masked entries contribute nothing.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jmask.masked_tensor(jnp.ones((2, 3)), jnp.array([True, False, True]))
-        >>> jmask.numpy.einsum("ij,ij->i", x, jnp.ones((2, 3))).to_tensor(0)
-        Array([2., 2.], dtype=float32)
-    """
-    return _contracted(functools.partial(jnp.einsum, subscripts), *operands, name="einsum")
-
-
-def contraction(function: Function) -> Function:
-    """Lift a sum of products of two arrays: masked entries contribute nothing."""
+def multiplies(function: Function) -> Function:
+    """Lift a product of two tensors that is `jmask.dot` of ordinary sparse matrices."""
+    contracted = contracts(function)
 
     @functools.wraps(function)
-    def lifted(a: TensorLike, b: TensorLike, *args: Argument, **kwargs: Argument) -> Tensor:
-        product = lambda a, b: function(a, b, *args, **kwargs)
-        return _contracted(product, a, b, name=function.__name__)
+    def lifted(x: TensorLike, y: TensorLike, **kwargs: Argument) -> Tensor:
+        x, y = adopted(x), adopted(y)
+        if not any_masked(x, y):
+            is_product = is_sparse(x) or is_sparse(y)
+            return sparse_dot(x, y) if is_product else function(x, y, **kwargs)
+        if _is_sparse_matrix(x) and not _is_sparse_matrix(y) and function is jnp.matmul:
+            y = dense(y, "matmul")
+            terms = sparse_dot(existing(x), existing(y))
+            return joined(sparse_dot(filled(x), filled(y)), terms > 0.5)
+        return contracted(x, y, **kwargs)
 
     return lifted
 
 
-outer = contraction(jnp.outer)
+matmul, dot = multiplies(jnp.matmul), multiplies(jnp.dot)
+
+
+def _is_sparse_matrix(x: TensorLike) -> bool:
+    return isinstance(x, MaskedTensor) and isinstance(x.storage, BCOO | BCSR)
 
 
 def linear(x: TensorLike, weight: TensorLike, bias: TensorLike | None = None) -> Tensor:
@@ -115,99 +83,59 @@ def linear(x: TensorLike, weight: TensorLike, bias: TensorLike | None = None) ->
     return product if bias is None else _add(product, bias)
 
 
-def dot_product_attention(
-    query: TensorLike,
-    key: TensorLike,
-    value: TensorLike,
-    bias: TensorLike | None = None,
-    mask: Mask | None = None,
-    *,
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: Numbers | None = None,
-    key_value_seq_lengths: Numbers | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    implementation: str | None = None,
-) -> Tensor:
-    """Do as `jax.nn.dot_product_attention` with masked operands.
+_ATTENTION = inspect.signature(nn.dot_product_attention)
 
-    A query attends to the keys with which it has a score: at least one term of their product
-    exists, and the bias, if it is masked. Masked entries of values contribute nothing to the
-    sum. All else is computed by the function of JAX, which also serves arrays.
 
-    Args:
-        query ([batch,] queries, heads, depth): array or `MaskedTensor`.
-        key ([batch,] keys, key heads, depth): the same; heads are a multiple of key heads.
-        value ([batch,] keys, key heads, depth): the same.
-        bias: added to the scores; up to (batch, heads, queries, keys), to which it broadcasts.
-        mask: booleans that broadcast to it too, True for keys to attend to; a masked entry
-            is False.
-        scale: of the scores; by default 1 over the root of the depth.
-        is_causal: whether a query attends to no later key.
-        query_seq_lengths (batch,): the result is masked from there on.
-        key_value_seq_lengths (batch,): keys from there on take no part.
-        local_window_size: how many keys before and after, as an int or two.
-        implementation: as in JAX.
+@functools.wraps(nn.dot_product_attention)
+def dot_product_attention(*args: Argument, **kwargs: Argument) -> Tensor:
+    """Attend as `jax.nn.dot_product_attention`, to keys with which a query has a score.
 
-    Returns:
-        An array if all are; otherwise a `MaskedTensor` of the shape of `query`, masked where
-        no value takes part: a query without a key sends derivative 0.
-
-    Raises:
-        ValueError: for shapes that do not fit, as in JAX.
-        TypeError: for complex numbers.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> key = jmask.masked_tensor(jnp.ones((2, 1, 1)), jnp.array([[[True]], [[False]]]))
-        >>> value = jnp.array([3., jnp.nan]).reshape(2, 1, 1)
-        >>> value = jmask.masked_tensor(value, key.mask)
-        >>> jmask.nn.dot_product_attention(jnp.ones((1, 1, 1)), key, value)
-        MaskedTensor([[[3.0]]], dtype=float32)
+    It has one if a term of their product exists, and the bias, if it is masked; where the mask
+    is masked it is False. The result is masked where no value takes part: a query without a
+    key sends derivative 0. Arguments and errors are JAX's; complex numbers are a TypeError.
     """
-    attention: Function = nn.dot_product_attention
-    options = {"scale": scale, "implementation": implementation}
-    for name, x in (("query", query), ("key", key), ("value", value), ("bias", bias)):
-        if jnp.iscomplexobj(x):
+    attend: Function = nn.dot_product_attention
+    options = _ATTENTION.bind(*args, **kwargs).arguments
+    names = ("query", "key", "value", "bias", "mask")
+    for name in names:
+        x = options.get(name)
+        if x is not None and jnp.iscomplexobj(x):
             raise TypeError(
                 f"`{name}` is complex, and JAX's attention drops the imaginary part: use "
                 "jmask.nn.softmax of scores that are real, jmask.numpy.real(scores)."
             )
-    operands = [_dense(x, "dot_product_attention") for x in (query, key, value)]
-    if not any_masked(*operands, bias, mask):
-        return attention(
-            *operands,
-            bias,
-            mask,
-            is_causal=is_causal,
-            query_seq_lengths=query_seq_lengths,
-            key_value_seq_lengths=key_value_seq_lengths,
-            local_window_size=local_window_size,
-            **options,
-        )
-    jax.eval_shape(attention, *map(_filled, operands))  # refuses shapes that do not fit
-    existing = [_four(_existing(x)) for x in operands]
-    groups = existing[0].shape[2] // max(existing[1].shape[2], 1)
-    on_query, on_key, on_value = (
-        x if x is existing[0] else jnp.repeat(x, groups, axis=2) for x in existing
-    )
+        options[name] = x if x is None else dense(adopted(x), "dot_product_attention")
+    query, key, value, bias, mask = (options.pop(name) for name in names)
+    if not any_masked(query, key, value, bias, mask):
+        return attend(query, key, value, bias, mask, **options)
+    arrays = [filled(x) for x in (query, key, value)]
+    jax.eval_shape(attend, *arrays)  # refuses shapes that do not fit
+
+    # --- where there is a score ----------------------------------------------------------
+    on_query, *others = (_four(existing(x)) for x in (query, key, value))
+    groups = on_query.shape[2] // max(others[0].shape[2], 1)
+    on_key, on_value = (jnp.repeat(x, groups, axis=2) for x in others)
     allowed = jnp.einsum("btnh,bsnh->bnts", on_query, on_key) > 0.5
-    shape = (1, 1, *allowed.shape[2:])
-    queries, keys = (lax.broadcasted_iota(jnp.int32, shape, i) for i in (2, 3))
+    queries, keys = (
+        lax.broadcasted_iota(jnp.int32, (1, 1, *allowed.shape[2:]), i) for i in (2, 3)
+    )
     if isinstance(bias, MaskedTensor):
-        allowed &= _four(_existing(_dense(bias, "dot_product_attention"))) > 0.5
+        allowed &= _four(bias.valid)
         bias = bias.to_tensor(0)
     if mask is not None:
         allowed &= _four(mask.to_tensor(False) if isinstance(mask, MaskedTensor) else mask)
-    if is_causal:
+    if options.pop("is_causal", False):
         allowed &= keys <= queries
-    if local_window_size is not None:
-        before, after = jnp.broadcast_to(jnp.asarray(local_window_size), 2)
+    window = options.pop("local_window_size", None)
+    if window is not None:
+        before, after = jnp.broadcast_to(jnp.asarray(window), 2)
         allowed &= (keys >= queries - before) & (keys <= queries + after)
-    for lengths, numbers in ((query_seq_lengths, queries), (key_value_seq_lengths, keys)):
+    for name, numbers in (("query_seq_lengths", queries), ("key_value_seq_lengths", keys)):
+        lengths = options.pop(name, None)
         if lengths is not None:
             allowed &= numbers < jnp.asarray(lengths)[:, None, None, None]
-    values = attention(*map(_filled, operands), bias, allowed, **options)
+
+    values = attend(*arrays, bias, allowed, **options)
     terms = jnp.einsum("bnts,bsnh->btnh", allowed.astype(on_value.dtype), on_value)
     return joined(values, (terms > 0.5).reshape(values.shape))
 
@@ -215,50 +143,6 @@ def dot_product_attention(
 def _four(x: TensorLike) -> jax.Array:
     x = jnp.asarray(x)
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
-
-
-def _product(dense_product: Function, x: TensorLike, y: TensorLike) -> Tensor:
-    refuse_scipy("x", x)
-    refuse_scipy("y", y)
-    return _sparse_dot(x, y) if is_sparse(x) or is_sparse(y) else dense_product(x, y)
-
-
-def _contracted(product: Function, *operands: TensorLike, name: str = "") -> Tensor:
-    """Return a product of arrays, or of masked tensors, on dense storage."""
-    operands = tuple(_dense(x, name or product.__name__) for x in operands)
-    return _combined(product, *operands) if any_masked(*operands) else product(*operands)
-
-
-def _combined(product: Function, *operands: TensorLike) -> MaskedTensor:
-    """Return a product of values with zeros where masked, and how many of its terms exist."""
-    values = product(*map(_filled, operands))
-    terms = product(*map(_existing, operands))
-    return joined(values, terms > 0.5)
-
-
-def _filled(x: TensorLike) -> Tensor:
-    if not isinstance(x, MaskedTensor):
-        return x
-    values = stored_values(x.storage)
-    return with_stored_values(x.storage, jnp.where(x.valid, values, jnp.zeros_like(values)))
-
-
-def _existing(x: TensorLike) -> Tensor:
-    if isinstance(x, MaskedTensor):
-        return with_stored_values(x.storage, x.valid.astype(jnp.float32))
-    return jnp.ones(jnp.shape(x), jnp.float32)
-
-
-def _is_sparse_matrix(x: TensorLike) -> bool:
-    return isinstance(x, MaskedTensor) and isinstance(x.storage, BCOO | BCSR)
-
-
-def _dense(x: TensorLike, name: str) -> Tensor:
-    if isinstance(x, MaskedTensor):
-        why = "in a product only a BCOO or BCSR matrix on the left stays sparse"
-    else:
-        why = "a product of two matrices, of which one is sparse, is jmask.dot"
-    return dense(as_tensor(x), name, why)
 
 
 # --- MXNet's sums --------------------------------------------------------------------
@@ -317,4 +201,4 @@ def square_sum(x: TensorLike, axis: Axis = None, keepdims: bool = False) -> Tens
     check_flag("keepdims", keepdims)
     if not is_tensor(x):
         x = checked_array("x", x)
-    return sum_of(_square(x), axis, keepdims=keepdims)
+    return _sum(_square(x), axis, keepdims=keepdims)

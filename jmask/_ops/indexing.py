@@ -1,4 +1,4 @@
-"""Indexing with the meaning it has in JAX: `x[...]` and `x.at[...]`, masked and row-sparse.
+"""Index masked and row-sparse tensors with the meaning that it has in JAX.
 
     x MaskedTensor             [1, --, 3]          x[1:]                    [--, 3]
     i                          [2, --]             x[i]                     [3, --]
@@ -14,17 +14,12 @@ there is masked, so is the result.
 
     x RowSparse
     x[3]            the row: dense, zero if it is not stored
-    x[[3, 3, 7]]    the rows: dense, (3, *row)
-    x[10:20]        some of the rows: RowSparse
-    x[:, 0]         a column: RowSparse
-    x[10:20, 1:3]   both
-
-An integer beside an index array is an index array too: what they select comes first if a
-slice is between them, x[1, :, [0, 2]]. An index array out of range reads as in `jnp.take`:
-nan, or the extreme of an integer dtype.
+    x[[3, 3, 7]]    the rows: dense, (3, *row); nan for an index that is no row
+    x[:, 1:3]       columns: RowSparse
+    x[10:20]        all else is dense, with the warning
 """
 
-import operator
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -38,16 +33,15 @@ from jmask._base.types import (
     IndexLike,
     Numbers,
     Options,
-    Shape,
     Tensor,
     TensorLike,
 )
-from jmask._ops.elementwise import elementwise
-from jmask._ops.shape import data_of, dense, masked_of
+from jmask._ops.lift import adopted, data_of, dense, elementwise, is_hidden
 from jmask._tables.stored_table import from_the_end
 from jmask._tensors.masked_tensor import MaskedTensor, any_masked, joined
-from jmask._tensors.methods import call, install
+from jmask._tensors.methods import library
 from jmask._tensors.row_sparse import RowSparse
+from jmask._tensors.storage import with_stored_values
 
 # --- x[...] of a masked tensor -----------------------------------------------------------
 
@@ -64,37 +58,25 @@ def masked_getitem(x: MaskedTensor, index: IndexLike) -> MaskedTensor:
         >>> x[jmask.masked_tensor(jnp.array([2, 0]), jnp.array([True, False]))]
         MaskedTensor([3, --], dtype=int32)
     """
-    x = dense(x, "indexing")
-    index = with_array(index)
-    if has_masked(index):
-        return Positions(x, index).get()
-    return joined(x.storage[index], x.valid[index])
+    positions = Positions(x, index)
+    if any_masked(*positions.index):
+        return positions.get()
+    return joined(positions.x.storage[positions.index], positions.x.valid[positions.index])
 
 
-def with_array(index: IndexLike) -> IndexLike:
-    """Return the index, an array in place of a list: NumPy takes one and JAX none."""
-    if not isinstance(index, list):
-        return index
-    return np.asarray(index) if index else np.zeros(0, np.int32)
-
-
-def has_masked(index: IndexLike) -> bool:
-    """Decide whether a part of the index is a `MaskedTensor`."""
-    return any_masked(*(index if isinstance(index, tuple) else (index,)))
-
-
-def known_places(index: IndexLike, shape: Shape, *, clip: bool) -> tuple[IndexLike, ...]:
+def known_places(index: Sequence[IndexLike], sizes: Sequence[int], *, clip: bool) -> IndexLike:
     """Return the index with masked integers out of range, where nothing is read or written.
 
     With `clip` other integers that are out of range become those at the border.
     """
-    parts = index if isinstance(index, tuple) else (index,)
-    consumed = [_consumed(part) for part in parts]
+    consumed = [_consumed(part) for part in index]
     places, axis = [], 0
-    for part, dimensions in zip(parts, consumed, strict=True):
+    for part, dimensions in zip(index, consumed, strict=True):
         if part is Ellipsis:
-            axis += len(shape) - sum(consumed)
-        places.append(_place(part, shape[axis], clip) if dimensions == 1 else part)
+            axis += len(sizes) - sum(consumed)
+        if dimensions == 1 and not isinstance(part, slice):
+            part = _place(dense(part, "indexing"), sizes[axis], clip)
+        places.append(part)
         axis += dimensions
     return tuple(places)
 
@@ -108,9 +90,6 @@ def _consumed(part: IndexLike) -> int:
 
 
 def _place(part: IndexLike, size: int, clip: bool) -> IndexLike:
-    if not isinstance(part, MaskedTensor | int | np.integer | np.ndarray | jax.Array):
-        return part
-    part = dense(part, "indexing")
     place = jnp.asarray(data_of(part))
     if not jnp.issubdtype(place.dtype, jnp.integer):
         if isinstance(part, MaskedTensor):
@@ -123,10 +102,7 @@ def _place(part: IndexLike, size: int, clip: bool) -> IndexLike:
     place = place.astype(jnp.int64 if place.dtype.itemsize == 8 else jnp.int32)
     if clip:
         place = jnp.clip(jnp.where(place < 0, place + size, place), 0, max(size - 1, 0))
-    return jnp.where(masked_of(part), size, place)
-
-
-install(masked_getitem=masked_getitem)
+    return jnp.where(is_hidden(part), size, place)
 
 
 # --- x.at[...] of a masked tensor --------------------------------------------------------
@@ -161,8 +137,10 @@ class Positions:
     __slots__ = ("index", "x")
 
     def __init__(self, x: MaskedTensor, index: IndexLike):
-        self.x = dense(x, "at")
-        self.index = with_array(index)
+        self.x = dense(x, "indexing")
+        if isinstance(index, list):  # NumPy takes one as an array, and JAX takes none
+            index = np.asarray(index) if index else np.zeros(0, np.int32)
+        self.index = index if isinstance(index, tuple) else (index,)
 
     def __repr__(self) -> str:
         return f"Positions({self.x!r}, {self.index!r})"
@@ -177,7 +155,7 @@ class Positions:
 
     def set(self, values: TensorLike, **kwargs: Argument) -> MaskedTensor:
         """Replace entries: by a masked tensor with its mask, by anything else as valid."""
-        values = dense(values, "at")
+        values = dense(adopted(values), "at")
         index, kwargs = self._places("drop", kwargs)
         data = self.x.storage.at[index].set(data_of(values), **kwargs)
         valid = self.x.valid.at[index].set(True, **kwargs)
@@ -200,12 +178,12 @@ class Positions:
         return self.set(elementwise(func)(self.get(**kwargs)), **kwargs)
 
     def _combined(self, name: str, values: TensorLike, kwargs: Options) -> MaskedTensor:
-        values = dense(values, "at")
+        values = dense(adopted(values), "at")
         index, kwargs = self._places("drop", kwargs)
         # Ones wherever the result is masked: no nan from there can reach a derivative.
         target = self.x.valid.at[index].get(fill_value=False, mode=kwargs.get("mode"))
         data = _ones_where(~self.x.valid, self.x.storage).at[index]
-        clean = _ones_where(~target | masked_of(values), jnp.asarray(data_of(values)))
+        clean = _ones_where(~target | is_hidden(values), jnp.asarray(data_of(values)))
         data = getattr(data, name)(clean, **kwargs)
         if not isinstance(values, MaskedTensor):
             return joined(data, self.x.valid)
@@ -214,10 +192,9 @@ class Positions:
     def _places(
         self, outside: str, kwargs: Options, clipped: tuple[str | None, ...] = ("clip",)
     ) -> tuple[IndexLike, Options]:
-        if not has_masked(self.index):
+        if not any_masked(*self.index):
             return self.index, kwargs
-        clip = kwargs.get("mode") in clipped
-        places = known_places(self.index, self.x.shape, clip=clip)
+        places = known_places(self.index, self.x.shape, clip=kwargs.get("mode") in clipped)
         return places, {**kwargs, "mode": outside}
 
 
@@ -225,155 +202,54 @@ def _ones_where(masked: jax.Array, values: jax.Array) -> jax.Array:
     return jnp.where(masked, jnp.ones_like(values, shape=()), values)
 
 
-install(masked_at=At)
-
-
 # --- x[...] of a RowSparse ---------------------------------------------------------------
 
 
 def row_getitem(x: RowSparse, key: IndexLike) -> Tensor:
-    """`x[key]`: dense where single rows are picked, otherwise row-sparse.
+    """`x[key]`: dense where single rows are picked, row-sparse for columns of all rows.
 
     Args:
         x: a row-sparse tensor of shape (V, *row).
-        key: integers, slices, integer arrays, Ellipsis, None, or boolean arrays that are
-            concrete; a tuple of them.
+        key: what JAX takes for arrays.
 
     Raises:
         IndexError: for too many indices, or an integer that is no row.
-        TypeError: for what is no index, or a slice with traced bounds.
+        TypeError: for what is no index.
 
     Warns:
-        StorageFallbackWarning: for index arrays in several dimensions, what such an array
-            moves before the rows, or None before them, which make the tensor dense.
+        StorageFallbackWarning: for an index that needs the dense array, such as a slice of
+            rows or index arrays in several dimensions.
     """
     x.check_single()
-    first, rest = _split(x, key)
-    if _is_integer(first):
-        return _rows_at(x, _row_numbers(x, first)[None])[(0, *rest)]
-    several = sum(map(_is_array, rest)) > (not _is_array(first))
-    if first is None or several or (isinstance(first, slice) and _moves_to_front(rest)):
-        report_fallback(
-            f"indexing a RowSparse of shape {x.shape} made it dense, at O(size) cost: index "
-            "its rows and one further dimension at most"
-        )
-        return x.todense()[key]
-    if isinstance(first, slice):
-        return _columns(_slice(x, first), rest)
-    rows = _rows_at(x, _row_numbers(x, first))
-    return rows[(slice(None),) * (rows.ndim - x.ndim + 1) + rest]
+    first, *rest = key if isinstance(key, tuple) and key else (key,)
+    if isinstance(first, list):
+        first = np.asarray(first) if first else np.zeros(0, np.int32)
+    if isinstance(first, int | np.integer) and not isinstance(first, bool):
+        if not -x.shape[0] <= first < x.shape[0]:
+            raise IndexError(f"index {first} is no row of a RowSparse of shape {x.shape}.")
+        first = jnp.asarray(first)
+    parts = [part is None or part is Ellipsis or isinstance(part, slice | int) for part in rest]
+    if all(parts) and _is_integer(first):
+        rows = library().embedding_lookup(x, from_the_end(first, x.shape[0]))
+        return rows[(slice(None),) * first.ndim + tuple(rest)]
+    # One array of columns stays where it is, unless an integer beside it is an array too.
+    is_slice = isinstance(first, slice) and first == slice(None)
+    all_rows = is_slice or (first is Ellipsis and len(rest) < x.ndim)
+    if all_rows and (all(parts) or len(rest) == 1):
+        key = (first, *rest)
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        shape = jax.eval_shape(lambda a: a[key], like).shape
+        return with_stored_values(x, x.values[key], shape)
+    report_fallback(
+        f"indexing a RowSparse of shape {x.shape} made it dense, at O(size) cost: index its "
+        "rows by integers, or columns of all rows"
+    )
+    return x.todense()[key]
 
 
-def _rows_at(x: RowSparse, ids: jax.Array) -> jax.Array:
-    """Return the rows `ids` of `x`: (*ids.shape, *row); negative ids count from the end."""
-    return call("lookup", x, from_the_end(ids, x.shape[0]))
-
-
-def _split(x: RowSparse, key: IndexLike) -> tuple[IndexLike, tuple[IndexLike, ...]]:
-    """Split an index into that of the rows and those of the other dimensions."""
-    key = key if isinstance(key, tuple) else (key,)
-    key = tuple(_checked(k) for k in key)
-    used = sum(map(_consumed, key))
-    ellipses = [i for i, k in enumerate(key) if k is Ellipsis]
-    if used > x.ndim or len(ellipses) > 1:
-        raise IndexError(
-            f"too many indices for a RowSparse of shape {x.shape}: {used}, and "
-            f"{len(ellipses)} of `...`."
-        )
-    # One that stands for no dimension counts all the same, between index arrays.
-    if ellipses and (used < x.ndim or key[0] is Ellipsis):
-        at = ellipses[0]
-        key = (*key[:at], *(slice(None),) * (x.ndim - used), *key[at + 1 :])
-    return (key[0], key[1:]) if key else (slice(None), ())
-
-
-def _checked(k: IndexLike) -> IndexLike:
-    if k is None or k is Ellipsis or isinstance(k, slice):
-        return k
-    if isinstance(k, list | np.ndarray):
-        k = np.asarray(k)
-        k = k.astype(int) if k.size == 0 and k.dtype == float else k
-    if isinstance(k, bool) or (_is_boolean(k) and k.ndim == 0):
-        raise TypeError(
-            f"a RowSparse is not indexed by a single boolean, got {k!r}: use None for a new "
-            "dimension, or an array of booleans."
-        )
-    dtype = getattr(k, "dtype", None)
-    if dtype is not None and (jnp.issubdtype(dtype, jnp.integer) or _is_boolean(k)):
-        return k
-    try:
-        return operator.index(k)
-    except TypeError:
-        raise TypeError(
-            f"a RowSparse is indexed by integers, slices and integer arrays, got {k!r}."
-        ) from None
-
-
-def _is_array(k: object) -> bool:
-    return getattr(k, "ndim", 0) > 0
-
-
-def _is_integer(k: object) -> bool:
-    return not (k is None or k is Ellipsis or isinstance(k, slice) or _is_array(k))
-
-
-def _moves_to_front(rest: tuple[IndexLike, ...]) -> bool:
-    """Decide whether index arrays are apart, so that what they select comes before all else."""
-    places = [i for i, k in enumerate(rest) if _is_array(k) or _is_integer(k)]
-    return any(map(_is_array, rest)) and places[-1] - places[0] >= len(places)
-
-
-def _is_boolean(k: object) -> bool:
-    return getattr(k, "dtype", None) == jnp.dtype(bool)
-
-
-def _row_numbers(x: RowSparse, k: IndexLike) -> jax.Array:
-    if _is_boolean(k):
-        if isinstance(k, jax.core.Tracer):
-            raise TypeError(
-                "a traced boolean index has no static size: use x.retain(rows), or "
-                "jmask.numpy.where(mask, x, 0)."
-            )
-        if k.shape != x.shape[:1]:
-            raise IndexError(
-                f"a boolean index of shape {k.shape} does not fit {x.shape[0]} rows."
-            )
-        return jnp.asarray(np.flatnonzero(k))
-    if isinstance(k, int):
-        if not -x.shape[0] <= k < x.shape[0]:
-            raise IndexError(f"index {k} is no row of a RowSparse of shape {x.shape}.")
-        return jnp.asarray(k, x.indices.dtype)
-    return jnp.asarray(k)
-
-
-def _slice(x: RowSparse, rows: IndexLike) -> RowSparse:
-    if rows == slice(None):
-        return x
-    try:
-        start, stop, step = rows.indices(x.shape[0])
-    except TypeError:
-        raise TypeError(
-            f"the bounds of a slice of rows must be known, got {rows}: use "
-            "jax.lax.dynamic_slice on x.todense(), or x.retain(rows)."
-        ) from None
-    number = len(range(start, stop, step))
-    distance = x.row_ids() - start
-    ids = distance // step
-    kept = (distance % step == 0) & (ids >= 0) & (ids < number)
-    ids = jnp.where(kept & (x.row_ids() < x.shape[0]), ids, number)
-    return RowSparse(ids, x.values, (number, *x.shape[1:]))
-
-
-def _columns(x: RowSparse, rest: tuple[IndexLike, ...]) -> RowSparse:
-    if not rest:
-        return x
-    key = (slice(None), *rest)
-    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    shape = jax.eval_shape(lambda a: a[key], like).shape
-    return x.with_leaves(x.index_leaf, x.values[key], shape=shape)
-
-
-install(row_getitem=row_getitem)
+def _is_integer(part: object) -> bool:
+    dtype = getattr(part, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.integer)
 
 
 def retain(x: RowSparse, rows: Numbers) -> RowSparse:

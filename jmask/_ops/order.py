@@ -1,194 +1,76 @@
-"""Functions of the order of entries: sorted, quantiles, the largest ones, the different ones.
+"""Put entries in order: sorted, the largest, the different, the valid ones, running sums.
 
     x = MaskedTensor([3, inf, 1, 3], [T, F, T, T])
-    sort(x) = [1, 3, 3, --],  quantile(x, 0.25) = 2,  median(x) = 3,  top_k(x, 2) = [3, 3]
+    sort(x) = [1, 3, 3, --],  top_k(x, 2) = [3, 3],  cumsum(x) = [3, --, 4, 7]
     unique(x) = [1, 3, --],  compressed(x) = [3, 1, 3],  nonzero(x) = ([0, 2, 3],)
 
-Quantiles are reductions, as those of `reductions`, that need all entries in one array: sparse
-storage becomes dense. The size of `unique`, `nonzero` and `compressed` depends on data; under
-jit it is given as `size`, as in `jax.numpy`.
+Sparse storage becomes dense, with the warning. The size of `unique`, `nonzero` and `compressed`
+depends on data; under jit it is given as `size`, as in `jax.numpy`.
 """
 
+import functools
+import inspect
 import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
-from jmask._base.array_types import is_nonzero, joint_dtype, typed_like
+from jmask._base.array_types import is_nonzero, typed_like
 from jmask._base.types import (
     Argument,
-    ArrayFunction,
-    Axis,
+    Function,
     Mask,
-    Numbers,
     Options,
     PyTree,
     Scalar,
     Tensor,
     TensorLike,
 )
-from jmask._base.validation import checked_choice
-from jmask._ops import kernels
-from jmask._ops.groups import Reduction, checked_axes, entries_of, single_axis
-from jmask._ops.reductions import described
-from jmask._ops.shape import dense, take_along_axis
+from jmask._ops.lift import adopted, dense
+from jmask._ops.reduce import checked_axes, refuse_output, result_dtype, valid_entries
+from jmask._ops.selection import take_along_axis
 from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, as_tensor, joined
 from jmask._tensors.storage import entry_indices, is_sparse, stored_values
 
-# --- quantiles ---------------------------------------------------------------------------
-
-_QUANTILE, _MEDIAN = (
-    Reduction(name, kernels.quantile, like=jnp.mean, empty=jnp.nan, dense=True)
-    for name in ("quantile", "median")
-)
-
-
-@described
-def quantile(
-    x: TensorLike,
-    q: Numbers,
-    axis: Axis = None,
-    keepdims: bool = False,
-    where: Mask | None = None,
-    *,
-    method: str = "linear",
-) -> Tensor:
-    """Return the entry below which a part `q` of the valid entries lies; nan if one is nan.
-
-    The derivative is that of the entries. Sparse storage becomes dense.
-
-    Args:
-        q: from 0 to 1; the dimensions of an array come first in the result.
-        method: between two entries: "linear", "lower", "higher", "midpoint" or "nearest".
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jmask.numpy.masked_invalid(jnp.array([4., 1., jnp.nan, 2.]))
-        >>> jmask.numpy.quantile(x, 0.25).to_tensor(0)
-        Array(1.5, dtype=float32)
-        >>> jmask.numpy.quantile(x, jnp.array([0., 1.])).to_tensor(0)
-        Array([1., 4.], dtype=float32)
-    """
-    checked_choice(method, "method", kernels.QUANTILE_METHODS)
-    if not isinstance(q, jax.core.Tracer) and not np.all(
-        (np.asarray(q) >= 0) & (np.asarray(q) <= 1)
-    ):
-        raise ValueError(f"`q` must be from 0 to 1, got {q}.")
-
-    def one(q: jax.Array) -> Tensor:
-        def rank(last: jax.Array) -> tuple[jax.Array, jax.Array]:
-            place = jnp.where((q >= 0) & (q <= 1), q, jnp.nan) * last.astype(q.dtype)
-            below = jnp.floor(place)
-            return below.astype(last.dtype), place - below
-
-        return _QUANTILE(x, axis, keepdims, where, rank=rank, method=method)
-
-    q = jnp.asarray(q)
-    q = q.astype(joint_dtype(q, jnp.float32))
-    for _ in range(q.ndim):
-        one = jax.vmap(one)
-    return one(q)
-
-
-def percentile(
-    x: TensorLike,
-    q: Numbers,
-    axis: Axis = None,
-    keepdims: bool = False,
-    where: Mask | None = None,
-    *,
-    method: str = "linear",
-) -> Tensor:
-    """Return `quantile(x, q / 100)`.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jmask.numpy.masked_invalid(jnp.array([4., jnp.nan, 1.]))
-        >>> jmask.numpy.percentile(x, 50).to_tensor(0)
-        Array(2.5, dtype=float32)
-    """
-    q = q if isinstance(q, jax.Array) else np.asarray(q)
-    return quantile(x, q / 100, axis, keepdims, where, method=method)
-
-
-@described
-def median(
-    x: TensorLike,
-    axis: Axis = None,
-    keepdims: bool = False,
-    where: Mask | None = None,
-    *,
-    averaged: bool = True,
-) -> Tensor:
-    """Return the middle valid entry, or the mean of the two in the middle; nan if one is nan.
-
-    The derivative is that of the entries. Sparse storage becomes dense.
-
-    Args:
-        averaged: whether, of an even number, it is the mean of the two in the middle, as
-            `jnp.median` has it. False gives the lower of them, as torch.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jmask.numpy.masked_invalid(jnp.array([4., 1., jnp.nan]))
-        >>> jmask.numpy.median(x).to_tensor(0)
-        Array(2.5, dtype=float32)
-        >>> jmask.numpy.median(x, averaged=False).to_tensor(0)
-        Array(1., dtype=float32)
-    """
-    rank = lambda last: (last // 2, (last % 2) / 2)
-    method = "linear" if averaged else "lower"
-    return _MEDIAN(x, axis, keepdims, where, rank=rank, method=method)
-
-
-# --- in order, the largest, the different, the valid ones ---------------------------------
+# --- sorted ------------------------------------------------------------------------------
 
 
 def sort(a: TensorLike, axis: int | None = -1, **kwargs: Argument) -> Tensor:
-    """`jax.numpy.sort`, masked entries last, in ascending and in descending order.
-
-    Args:
-        a: a masked tensor or an array.
-        axis: the dimension to sort along; that of the flattened tensor for None.
-        **kwargs: `descending` and, for arrays, the others of `jax.numpy.sort`.
+    """Sort as `jax.numpy.sort`, masked entries last, in ascending and in descending order.
 
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> x = jmask.masked_tensor(jnp.array([3, 1, 2]), jnp.array([True, False, True]))
-        >>> sort(x)
-        MaskedTensor([2, 3, --], dtype=int32)
+        >>> jmask.numpy.sort(x), jmask.numpy.argsort(x)
+        (MaskedTensor([2, 3, --], dtype=int32), MaskedTensor([2, 0, --], dtype=int32))
     """
-    a = dense(a, "sort")
+    a = dense(adopted(a), "sort")
     if not isinstance(a, MaskedTensor):
         return jnp.sort(a, axis, **kwargs)
-    if axis is None:
-        a, axis = a.reshape(-1), 0
+    a, axis = _along(a, axis)
     return take_along_axis(a, _order(a, axis, **kwargs), axis)
 
 
 def argsort(
     a: TensorLike, axis: int | None = -1, *, dtype: DTypeLike | None = None, **kwargs: Argument
 ) -> Tensor:
-    """`jax.numpy.argsort`: what `sort` takes; masked where the entry taken is masked.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jmask.masked_tensor(jnp.array([3, 1, 2]), jnp.array([True, False, True]))
-        >>> argsort(x)
-        MaskedTensor([2, 0, --], dtype=int32)
-    """
-    a = dense(a, "argsort")
+    """Return what `sort` takes, as `jax.numpy.argsort`; masked where that entry is masked."""
+    a = dense(adopted(a), "argsort")
     if not isinstance(a, MaskedTensor):
         return jnp.argsort(a, axis, dtype=dtype, **kwargs)
-    if axis is None:
-        a, axis = a.reshape(-1), 0
+    a, axis = _along(a, axis)
     order = _order(a, axis, **kwargs)
     valid = jnp.take_along_axis(a.valid, order, axis)
     return joined(order if dtype is None else order.astype(dtype), valid)
+
+
+def _along(x: MaskedTensor, axis: int | None) -> tuple[MaskedTensor, int]:
+    if axis is None:
+        return joined(x.storage.reshape(-1), x.valid.reshape(-1)), 0
+    return x, checked_axes((axis,), x.ndim)[0]
 
 
 def _order(
@@ -196,7 +78,7 @@ def _order(
 ) -> jax.Array:
     """Return for each place along the axis which entry belongs there; masked ones last."""
     values = lax.stop_gradient(jnp.where(x.valid, x.storage, jnp.zeros((), x.dtype)))
-    position = lax.broadcasted_iota(jnp.int32, x.shape, axis % x.ndim)
+    position = lax.broadcasted_iota(jnp.int32, x.shape, axis)
     position = typed_like(position, jax.typeof(values))
     operands = [x.valid, values, position]
     if descending:
@@ -211,14 +93,8 @@ def _order(
 def top_k(x: TensorLike, k: int, axis: int = -1) -> tuple[Tensor, Tensor]:
     """Return the k largest valid entries along an axis, descending, and where they are.
 
-    Args:
-        x: `MaskedTensor` on any storage, or an array (a sparse tensor becomes one).
-        k: how many; where fewer are valid, the others are masked.
-        axis: the dimension to look along.
-
-    Returns:
-        Entries, and their indices in `axis`, with k in place of its size. Equal entries come
-        in their order. The derivative is that of the entries.
+    Equal entries come in their order; where fewer than k are valid, the others are masked. The
+    derivative is that of the entries.
 
     Raises:
         ValueError: if the axis has fewer than `k` entries.
@@ -228,17 +104,17 @@ def top_k(x: TensorLike, k: int, axis: int = -1) -> tuple[Tensor, Tensor]:
         >>> x = jmask.numpy.masked_invalid(jnp.array([1., jnp.inf, 3.]))
         >>> jmask.numpy.top_k(x, 2)[0]
         MaskedTensor([3.0, 1.0], dtype=float32)
-        >>> jmask.numpy.top_k(x, 3)[1]
-        MaskedTensor([2, 0, --], dtype=int32)
     """
-    x = dense(as_tensor(x), "top_k")
+    x = dense(as_tensor(adopted(x)), "top_k")
     (axis,) = checked_axes((axis,), x.ndim)
     if not 0 <= k <= x.shape[axis]:
         raise ValueError(f"`k`={k} must be from 0 to the size of the axis, {x.shape[axis]}.")
     order = argsort(x, axis, descending=True)
     order = jax.tree.map(lambda a: lax.slice_in_dim(a, 0, k, axis=axis), order)
-    values = take_along_axis(x, order, axis)
-    return values, order
+    return take_along_axis(x, order, axis), order
+
+
+# --- the different, the valid ones -------------------------------------------------------
 
 
 def unique(
@@ -254,15 +130,7 @@ def unique(
 ) -> PyTree:
     """Return the different entries, sorted; masked ones count as one, which comes last.
 
-    Args:
-        ar: `MaskedTensor` on any storage, or an array (a sparse tensor becomes one).
-        return_index: whether to return the first place of each too.
-        return_inverse: whether to return for each entry which of them it is.
-        return_counts: whether to return how often each is there.
-        axis: slices along it are compared, with their masks; None flattens the tensor.
-        equal_nan: whether nan are equal.
-        size: how many to return, static: fewer are padded and more cut. Needed under jit.
-        fill_value: of the padding; by default it is masked, or of an array as in JAX.
+    Arguments are those of `jax.numpy.unique`. Padding is masked unless `fill_value` is given.
 
     Raises:
         ValueError: if `size` is missing and the entries are traced.
@@ -270,57 +138,46 @@ def unique(
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> mask = jnp.array([True, False, True, True])
-        >>> x = jmask.masked_tensor(jnp.array([2, 7, 1, 2]), mask)
-        >>> jmask.numpy.unique(x)
+        >>> jmask.numpy.unique(jmask.masked_tensor(jnp.array([2, 7, 1, 2]), mask))
         MaskedTensor([1, 2, --], dtype=int32)
-        >>> jmask.numpy.unique(x, return_counts=True, size=4)[1]
-        Array([1, 2, 1, 0], dtype=int32)
     """
-    ar = dense(as_tensor(ar), "unique")
-    masked = isinstance(ar, MaskedTensor)
+    ar = dense(as_tensor(adopted(ar)), "unique")
     if size is None and any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(ar)):
         raise _needs_size("unique", "different")
     options: Options = {"equal_nan": equal_nan, "size": size, "fill_value": fill_value}
-    wanted = (return_index, return_inverse, return_counts)
-    if not masked:
-        return jnp.unique(ar, *wanted, axis, **options)
-    # Rows of masks and values, so that JAX compares both.
-    values, shape = jnp.where(ar.valid, ar.storage, jnp.zeros((), ar.dtype)), ar.shape
-    flags = ~ar.valid
+    returns = (return_index, return_inverse, return_counts)
+    if not isinstance(ar, MaskedTensor):
+        return jnp.unique(ar, *returns, axis, **options)
+    # Rows of a mask and values, so that JAX compares both.
+    values, flags = jnp.where(ar.valid, ar.storage, jnp.zeros((), ar.dtype)), ~ar.valid
     if axis is not None:
         values, flags = (jnp.moveaxis(a, axis, 0) for a in (values, flags))
     rest = values.shape[1:] if axis is not None else ()
     values, flags = (a.reshape(-1, math.prod(rest)) for a in (values, flags))
     if size is not None:
-        padding = jnp.full_like(
-            values[:1], 0 if fill_value is None else fill_value, shape=values.shape[1:]
-        )
+        padding = jnp.full(values.shape[1:], 0 if fill_value is None else fill_value, ar.dtype)
         is_masked = jnp.full_like(padding, fill_value is None)
         options["fill_value"] = jnp.concatenate([is_masked, padding])
     pairs = jnp.concatenate([flags.astype(values.dtype), values], axis=1)
-    result, *others = jax.tree.leaves(jnp.unique(pairs, *wanted, 0, **options))
+    result, *others = jax.tree.leaves(jnp.unique(pairs, *returns, 0, **options))
     flags, values = (a.reshape(-1, *rest) for a in jnp.split(result, 2, axis=1))
     if axis is not None:
         values, flags = (jnp.moveaxis(a, 0, axis) for a in (values, flags))
     elif return_inverse:
-        place = int(return_index)
-        others[place] = others[place].reshape(shape)
+        others[return_index] = others[return_index].reshape(ar.shape)
     result = joined(values, ~flags.astype(bool))
     return (result, *others) if others else result
 
 
 def nonzero(
-    x: TensorLike, *, size: int | None = None, fill_value: int | tuple[int, ...] | None = None
+    a: TensorLike, *, size: int | None = None, fill_value: int | tuple[int, ...] | None = None
 ) -> tuple[jax.Array, ...]:
     """Return the indices of the valid entries that are not 0, an array for each dimension.
 
-    Args:
-        x: `MaskedTensor` on any storage, sparse tensor or array.
-        size: how many to return, static: fewer are padded and more cut. Needed under jit.
-        fill_value: the index of padding, 0 by default; a tuple of one for each dimension.
+    Arguments are those of `jax.numpy.nonzero`.
 
     Raises:
-        ValueError: if `size` is missing and it is traced which entries are not 0; if `x` is a
+        ValueError: if `size` is missing and it is traced which entries are not 0; if `a` is a
             scalar, which has no index.
 
     Example:
@@ -329,9 +186,9 @@ def nonzero(
         >>> jmask.numpy.nonzero(jmask.masked_tensor(jnp.array([2, 7, 0, 1]), mask))
         (Array([0, 3], dtype=int32),)
     """
-    x = as_masked_tensor(as_tensor(x))
+    x = as_masked_tensor(as_tensor(adopted(a)))
     if x.ndim == 0:
-        raise ValueError("`x` is a scalar, whose entry has no index: take `x.reshape(1)`.")
+        raise ValueError("`a` is a scalar, whose entry has no index: take `a.reshape(1)`.")
     values, valid, places = _in_order(x)
     picked = _picked(valid & is_nonzero(values), size, "nonzero")
     fill = fill_value if isinstance(fill_value, tuple) else (fill_value or 0,) * len(places)
@@ -357,10 +214,8 @@ def compressed(x: TensorLike, *, size: int | None = None, fill_value: complex = 
         >>> x = jmask.masked_tensor(jnp.array([2, 7, 1]), jnp.array([True, False, True]))
         >>> jmask.numpy.compressed(x)
         Array([2, 1], dtype=int32)
-        >>> x.compressed(size=3, fill_value=-1)
-        Array([ 2,  1, -1], dtype=int32)
     """
-    values, valid, _ = _in_order(as_masked_tensor(as_tensor(x)))
+    values, valid, _ = _in_order(as_masked_tensor(as_tensor(adopted(x))))
     picked = _picked(valid, size, "compressed")
     return values.at[picked].get(mode="fill", fill_value=fill_value)
 
@@ -390,58 +245,43 @@ def _needs_size(name: str, which: str) -> ValueError:
     )
 
 
-# --- running sums, products and the like ---------------------------------------------------
-#
-#     x = MaskedTensor([3, inf, 1, 3], [T, F, T, T])
-#     cumsum(x) = [3, --, 4, 7]
-#
-# An entry that does not exist adds the identity, and stays masked.
+# --- running sums, products and the like -------------------------------------------------
 
 
-@described
-def cumsum(
-    x: TensorLike, axis: Axis = None, dtype: DTypeLike | None = None, where: Mask | None = None
-) -> Tensor:
-    """Return the running sum of the valid entries along `axis`; masked entries stay so.
+def accumulates(of_jax: Function, identity: ArrayLike) -> Function:
+    """Lift a running reduction: an entry that is not valid adds the identity, and stays masked.
 
-    Sparse storage becomes dense. With axis None the tensor is flattened.
-
-    Args:
-        dtype: of the result; as `jnp.cumsum` by default.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> jmask.numpy.cumsum(jnp.array([1, 9, 3]), where=jnp.array([True, False, True]))
-        Array([1, 1, 4], dtype=int32)
+    With axis None the tensor is flattened. Sparse storage becomes dense.
     """
-    return _running("cumsum", jnp.cumsum, 0, x, axis, dtype, where)
+    signature = inspect.signature(of_jax)
+    first, *_ = signature.parameters
+
+    @functools.wraps(of_jax)
+    def lifted(*args: Argument, where: Mask | None = None, **kwargs: Argument) -> Tensor:
+        bound = signature.bind(*args, **kwargs)
+        options = bound.arguments
+        x = dense(as_tensor(adopted(options.pop(first))), of_jax.__name__)
+        refuse_output(options)
+        axis = options.get("axis")
+        if isinstance(axis, Sequence):
+            raise TypeError(
+                f"`axis` of {of_jax.__name__} must be an int or None, got {axis!r}."
+            )
+        checked_axes(axis, x.ndim)
+        if where is None and not isinstance(x, MaskedTensor):
+            return of_jax(x, **options)
+        taken = valid_entries(x, where)
+        values = jnp.where(taken.valid, taken.storage, jnp.asarray(identity, x.dtype))
+        result = of_jax(values, **options)
+        if not isinstance(x, MaskedTensor):
+            return result
+        return joined(result, taken.valid.reshape(result.shape))
+
+    return lifted
 
 
-@described
-def cumprod(
-    x: TensorLike, axis: Axis = None, dtype: DTypeLike | None = None, where: Mask | None = None
-) -> Tensor:
-    """Return the running product of the valid entries along `axis`; masked entries stay so.
-
-    Sparse storage becomes dense. With axis None the tensor is flattened.
-
-    Args:
-        dtype: of the result; as `jnp.cumprod` by default.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> jmask.numpy.cumprod(jnp.array([2, 9, 3]), where=jnp.array([True, False, True]))
-        Array([2, 2, 6], dtype=int32)
-    """
-    return _running("cumprod", jnp.cumprod, 1, x, axis, dtype, where)
-
-
-@described
-def cumlogsumexp(x: TensorLike, axis: Axis = None, where: Mask | None = None) -> Tensor:
+def cumlogsumexp(x: TensorLike, axis: int | None = None) -> jax.Array:
     """Return the log of the running sum of exp of the valid entries along `axis`.
-
-    Masked entries stay so. Sparse storage becomes dense. With axis None the tensor is
-    flattened.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -449,34 +289,10 @@ def cumlogsumexp(x: TensorLike, axis: Axis = None, where: Mask | None = None) ->
         >>> jmask.numpy.cumlogsumexp(x, where=jnp.array([True, False, True]))
         Array([1000., 1000., 1000.], dtype=float32)
     """
-    x = as_tensor(x)
-    x = x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(kernels.inexact(x.dtype))
-    return _running("cumlogsumexp", _cumlogsumexp, -jnp.inf, x, axis, None, where)
-
-
-def _cumlogsumexp(x: jax.Array, axis: int | None, dtype: None) -> jax.Array:
-    x = x.reshape(-1) if axis is None else x
-    axis = (axis or 0) % x.ndim
+    x = x.astype(result_dtype(jnp.mean, x.dtype))
+    x, axis = (x.reshape(-1), 0) if axis is None else (x, axis % x.ndim)
     # With -inf itself, derivatives of the function are nan.
     adds = x != -jnp.inf
     result = lax.cumlogsumexp(jnp.where(adds, x, jnp.finfo(x.dtype).min), axis)
-    return jnp.where(lax.cummax(adds.astype(jnp.int8), axis) > 0, result, -jnp.inf)
-
-
-def _running(
-    name: str,
-    function: ArrayFunction,
-    identity: float,
-    x: TensorLike,
-    axis: Axis,
-    dtype: DTypeLike | None,
-    where: Mask,
-) -> Tensor:
-    x = dense(as_tensor(x), name)
-    checked_axes(single_axis(axis, name), x.ndim)
-    values, taken = entries_of(x, where)
-    safe = jnp.where(taken, values, jnp.asarray(identity, values.dtype))
-    result = function(safe, axis=axis, dtype=dtype)
-    if not isinstance(x, MaskedTensor):
-        return result
-    return joined(result, taken.reshape(result.shape))
+    exists = lax.cummax(adds.astype(jnp.int8), axis) > 0
+    return jnp.where(exists, result, jnp.asarray(-jnp.inf, x.dtype))

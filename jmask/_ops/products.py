@@ -7,35 +7,19 @@ A sparse operand contributes a term for each value that it stores, and nothing e
     [0, 0, 0]      [w1]           [0         ]
     [3, 4, 0]      [w2]           [3 w0 + 4 w1]
 
-The rows of W are looked up and summed, as those of an embedding: its gradient is row-sparse.
-In MXNet's storage inference, which this follows, a product is row-sparse where the rows of
-the result that are zero are known from the storage of the left operand: Xᵀ Y has a row for
-each column that X uses, and a row_sparse matrix times anything has its rows.
+So a product of entries is an embedding bag: its bags are the rows of X, its ids their columns,
+its weights their values, and the gradient of W is row-sparse. In MXNet's storage inference,
+which this follows, a product is row-sparse where the rows of the result that are zero are known
+from the storage of the left operand: Xᵀ Y has a row for each column that X uses, and a
+row_sparse matrix times anything has its rows.
 
-| operand         | made from     | holds                                            |
-|-----------------|---------------|--------------------------------------------------|
-| `Rows`          | array,        | the tensor, and whether it is read transposed    |
-|                 | RowSparse     |                                                  |
-| `Coordinates`   | BCOO, BCSR    | row, column and value of each stored entry       |
-
-A product of entries is a sum of rows of its right operand in bags: the bags are the rows of X,
-their entries the columns, their weights the values. The rows at padding are zero:
-
-    rows_at([[1, 2], [3, 4]], ids [1, 0, V])  ->  [[3, 4], [1, 2], [0, 0]]
-
-Padding has the value 0, whatever was stored there. As it meets a row of zeros, no inf or nan
-of the other operand reaches a sum or a derivative through it.
-
-X W for a BCSR matrix X can also be computed by the kernel that JAX has for it on CPU, which
-adds v W[j] to its row, entry by entry. For 8 to 63 columns of W it is two to four times as
-fast, for others no faster. At a column that W does not have it reads memory outside of W, so
-that it runs only where every column is in range, which is decided at run time. Derivatives and
-batches are those of the bags, and so is the product on other devices.
+Padding has the value 0, whatever was stored there, and meets a row of zeros: no inf or nan of
+the other operand reaches a sum or a derivative through it. No index is read unchecked.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,35 +50,10 @@ from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.specified import placeholder_of, todense
 from jmask._tensors.storage import coordinates, stored_at, stype, unique_positions
 
-# --- operands ----------------------------------------------------------------------------
+# --- operands: an array, or one of these -------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """A matrix whose rows are looked up: an array, or a `RowSparse` with zeros at padding.
-
-    An array is transposed where it is used; the rows of a `RowSparse` are columns then.
-    """
-
-    matrix: Tensor
-    transposed: bool = False
-
-    @property
-    def T(self) -> "Rows":  # noqa: N802
-        return Rows(self.matrix, not self.transposed)
-
-    @property
-    def array(self) -> jax.Array:
-        return self.matrix.T if self.transposed else self.matrix
-
-    def place(self, ids: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-        if isinstance(self.matrix, RowSparse):
-            return stored_at(self.matrix.with_values(self.matrix.values.astype(dtype)), ids)
-        return self.array, ids
-
-
-@dataclasses.dataclass(frozen=True)
-class Coordinates:
+class Entries(NamedTuple):
     """`values` (n,) at `rows` (n,) and `columns` (n,) of a matrix; padding is zero."""
 
     rows: jax.Array
@@ -103,39 +62,115 @@ class Coordinates:
     shape: tuple[int, int]
 
     @property
-    def T(self) -> "Coordinates":  # noqa: N802
-        return Coordinates(self.columns, self.rows, self.values, self.shape[::-1])
+    def T(self) -> "Entries":  # noqa: N802
+        return Entries(self.columns, self.rows, self.values, self.shape[::-1])
 
     def to_dense(self, dtype: DTypeLike) -> jax.Array:
         zeros, values = jnp.zeros(self.shape, dtype), self.values.astype(dtype)
         return zeros.at[self.rows, self.columns].add(values, mode="drop")
 
 
-Operand = Rows | Coordinates
+class Rows(NamedTuple):
+    """A `RowSparse` with zeros at padding; transposed, its rows are columns."""
+
+    matrix: RowSparse
+    transposed: bool = False
+
+    @property
+    def T(self) -> "Rows":  # noqa: N802
+        return Rows(self.matrix, not self.transposed)
+
+
+Operand = jax.Array | Entries | Rows
 
 
 def operand(x: TensorLike, transposed: bool) -> Operand:
     """Return the operand for an array, RowSparse, BCOO or BCSR of two dimensions."""
     if isinstance(x, RowSparse):
-        x = x.with_values(zeros_at_padding(x.row_ids(), x.values, x.shape[0]))
-    result = entries(x) if isinstance(x, BCOO | BCSR) else Rows(x)
-    return result.T if transposed else result
+        x = Rows(x.with_values(_zeros_at_padding(x.row_ids(), x.values, x.shape[0])))
+    elif isinstance(x, BCOO | BCSR):
+        x = entries(x)
+    return x.T if transposed else x
 
 
-def entries(x: BCOO | BCSR) -> Coordinates:
+def entries(x: BCOO | BCSR) -> Entries:
     """Return the stored entries of a matrix, with padding at (m, k)."""
     height, width = x.shape
     rows, columns = coordinates(x)
     rows, columns = canonical(rows, height), canonical(columns, width)
     inside = (rows < height) & (columns < width)
     rows, columns = jnp.where(inside, rows, height), jnp.where(inside, columns, width)
-    return Coordinates(rows, columns, zeros_at_padding(rows, x.data, height), (height, width))
+    return Entries(rows, columns, _zeros_at_padding(rows, x.data, height), (height, width))
 
 
-def rows_at(b: Rows, ids: jax.Array, dtype: DTypeLike) -> jax.Array:
+def _zeros_at_padding(ids: jax.Array, values: jax.Array, height: int) -> jax.Array:
+    return jnp.where(trailing(ids < height, values.ndim), values, jnp.zeros_like(values))
+
+
+# --- the product of each pair ------------------------------------------------------------
+
+
+def _product(a: Operand, b: Operand, dtype: DTypeLike, sparse: bool) -> Tensor:
+    """Return the product in `dtype`: rows for a `RowSparse`, if `sparse` for `Entries`."""
+    if isinstance(b, Rows) and b.transposed:
+        filled = _product(a, b.matrix.values.T, dtype, sparse)
+        return _on_values(filled, functools.partial(_as_columns, like=b.matrix))
+    if isinstance(a, Entries):
+        b = b.to_dense(dtype) if isinstance(b, Entries) else b
+        if not sparse:
+            return _bags(a, b, dtype)
+        terms = a.values.astype(dtype)[:, None] * _rows_at(b, a.columns, dtype)
+        return RowSparse(a.rows, terms, (a.shape[0], *terms.shape[1:])).coalesce()
+    if isinstance(a, Rows) and not a.transposed:
+        rows = _on_values(a.matrix, lambda values: _product(values, b, dtype, False))
+        if not rows.coalesced:
+            return rows.coalesce()
+        # Zeros in the place of padding, times inf, are nan.
+        return rows.with_values(_zeros_at_padding(rows.row_ids(), rows.values, rows.shape[0]))
+    if isinstance(a, Rows) and not isinstance(b, Entries):
+        return _matmul(a.matrix.values.T, _rows_at(b, a.matrix.row_ids(), dtype), dtype)
+    if isinstance(a, jax.Array) and isinstance(b, jax.Array):
+        return _matmul(a, b, dtype)
+    # Sparse on the right only: one of the cases above if that is on the left.
+    return _product(b.T, a.T, dtype, sparse=False).T
+
+
+def _matmul(x: jax.Array, y: jax.Array, dtype: DTypeLike) -> jax.Array:
+    if x.dtype != y.dtype or x.dtype == jnp.dtype(bool):
+        x, y = x.astype(dtype), y.astype(dtype)
+    return jnp.matmul(x, y, preferred_element_type=dtype)
+
+
+def _bags(a: Entries, b: jax.Array | Rows, dtype: DTypeLike) -> jax.Array:
+    """Return the product (m, d) in `dtype`: an embedding bag of rows of `b`."""
+    table, positions = _table(b, a.columns, dtype)
+    bags, weights = a.shape[0], a.values.astype(dtype)
+    # A bag sum is floating, in its table's own wide dtype, not empty, and on one device: where
+    # arrays are sharded by their type, or inside `shard_map`, XLA places the terms.
+    if (
+        jnp.issubdtype(table.dtype, jnp.floating)
+        and wide(table.dtype) == dtype
+        and 0 not in (bags, *positions.shape, *table.shape)
+        and explicit_sharding(table, positions, weights) is None
+        and not jax.sharding.get_abstract_mesh().manual_axes
+    ):
+        return bag_sum(table, positions, a.rows, weights, None, bags, 0)
+    terms = weights[:, None] * _rows_or_zeros(table, positions).astype(dtype)
+    return add_rows(jnp.zeros((bags, *table.shape[1:]), dtype), a.rows, terms)
+
+
+def _rows_at(b: jax.Array | Rows, ids: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return the rows `ids` of a matrix (n, d), zeros at padding."""
-    table, positions = b.place(ids, dtype)
-    return _rows_or_zeros(table, positions).astype(dtype)
+    return _rows_or_zeros(*_table(b, ids, dtype)).astype(dtype)
+
+
+def _table(
+    b: jax.Array | Rows, ids: jax.Array, dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array]:
+    """Return an array that holds the rows of `b`, and the positions of `ids` in it."""
+    if isinstance(b, Rows):
+        return stored_at(b.matrix.with_values(b.matrix.values.astype(dtype)), ids)
+    return b, ids
 
 
 def _rows_or_zeros(table: jax.Array, positions: jax.Array) -> jax.Array:
@@ -150,39 +185,32 @@ def _rows_or_zeros(table: jax.Array, positions: jax.Array) -> jax.Array:
     return table.at[positions].get(mode="fill", fill_value=0, out_sharding=sharding)
 
 
-def sums_of_rows(a: Coordinates, b: Rows, dtype: DTypeLike) -> jax.Array:
-    """Return the product (m, d) in `dtype`: bags of rows of `b`."""
-    table, positions = b.place(a.columns, dtype)
-    bags, weights = a.shape[0], a.values.astype(dtype)
-    # A bag sum is floating, in its table's own wide dtype, not empty, and on one device: where
-    # arrays are sharded by their type, or inside `shard_map`, XLA places the terms.
-    if (
-        jnp.issubdtype(table.dtype, jnp.floating)
-        and wide(table.dtype) == dtype
-        and 0 not in (bags, *positions.shape, *table.shape)
-        and explicit_sharding(table, positions, weights) is None
-        and not jax.sharding.get_abstract_mesh().manual_axes
-    ):
-        return bag_sum(table, positions, a.rows, weights, None, bags, 0)
-    terms = weights[:, None] * _rows_or_zeros(table, positions).astype(dtype)
-    zeros = jnp.zeros((bags, *table.shape[1:]), dtype)
-    return add_rows(zeros, a.rows, terms)
+def _as_columns(values: jax.Array, like: RowSparse) -> jax.Array:
+    """Return the matrix (m, V) with the columns `values` (m, n) at the ids of `like`."""
+    zeros = jnp.zeros((like.shape[0], values.shape[0]), values.dtype)
+    return add_rows(zeros, like.row_ids(), values.T, like.order).T
 
 
-def zeros_at_padding(ids: jax.Array, values: jax.Array, height: int) -> jax.Array:
-    """Return `values` (n, ...) where `ids` (n,) are rows, zeros where they are padding."""
-    return jnp.where(trailing(ids < height, values.ndim), values, jnp.zeros_like(values))
+def _on_values(x: TensorLike, function: Callable[[jax.Array], jax.Array]) -> Tensor:
+    """Apply `function` to an array, or to the rows that a `RowSparse` stores."""
+    if not isinstance(x, RowSparse):
+        return function(x)
+    values = function(x.values)
+    shape = (x.shape[0], *values.shape[1:])
+    return RowSparse(x.indices, values, shape, coalesced=x.coalesced)
 
 
 # --- X W by the kernel of JAX ------------------------------------------------------------
-
+#
+# On CPUs JAX has a kernel for a BCSR matrix times an array, which adds v W[j] to its row, entry
+# by entry. For 8 to 63 columns it is two to four times as fast, for others no faster. At a
+# column that W does not have it reads memory outside of W: it runs where every column is in
+# range, which is decided at run time. Derivatives and batches are those of the bags.
 
 _WIDTHS = range(8, 64)
-_DTYPES = (jnp.float32, jnp.float64)
 
 
-def suits_kernel(x: TensorLike, dense: jax.Array) -> bool:
-    """Decide whether the kernel can take X W, and is the faster way."""
+def _suits_kernel(x: TensorLike, dense: jax.Array) -> bool:
     return (
         isinstance(x, BCSR)
         and isinstance(dense, jax.Array)
@@ -190,25 +218,22 @@ def suits_kernel(x: TensorLike, dense: jax.Array) -> bool:
         and dense.ndim == 2
         and dense.shape[1] in _WIDTHS
         and x.dtype == dense.dtype
-        and x.dtype in _DTYPES
+        and x.dtype in (jnp.float32, jnp.float64)
         and x.indices.dtype == x.indptr.dtype
         and 0 not in (*x.shape, x.nse)
     )
 
 
-def _csr_terms(
-    values: jax.Array, columns: jax.Array, pointers: jax.Array, dense: jax.Array
-) -> list[jax.Array]:
-    shape = pointers.shape[0] - 1, dense.shape[0]
-    x = entries(BCSR((values, columns, pointers), shape=shape))
-    return [sums_of_rows(x, Rows(dense), dense.dtype)]
+def _csr_terms(*arrays: jax.Array) -> list[jax.Array]:
+    values, columns, pointers, dense = arrays
+    x = BCSR((values, columns, pointers), shape=(pointers.shape[0] - 1, dense.shape[0]))
+    return [_bags(entries(x), dense, dense.dtype)]
 
 
-def _csr_kernel(
-    values: jax.Array, columns: jax.Array, pointers: jax.Array, dense: jax.Array
-) -> list[jax.Array]:
-    shape = pointers.shape[0] - 1, dense.shape[0]
+def _csr_kernel(*arrays: jax.Array) -> list[jax.Array]:
+    values, columns, pointers, dense = arrays
     pointers = jnp.clip(pointers, 0, columns.shape[0])
+    shape = (pointers.shape[0] - 1, dense.shape[0])
     return [BCSR((values, columns, pointers), shape=shape) @ dense]
 
 
@@ -230,10 +255,7 @@ _csr_product = primitive(
 lower(_csr_product, _csr_kernel_in_range, _csr_terms, platform="cpu")
 
 
-# --- the product -------------------------------------------------------------------------
-
-
-_RESULTS = (None, "default", "row_sparse")
+# --- dot ---------------------------------------------------------------------------------
 
 
 def dot(
@@ -369,7 +391,7 @@ def _is_result_sparse(lhs: TensorLike, transpose_a: bool, forward_stype: str | N
             "not zero is not known in advance. Use jmask.cast_storage(jmask.dot(...), "
             f"{forward_stype!r}, nse=...)."
         )
-    checked_choice(forward_stype, "forward_stype", _RESULTS)
+    checked_choice(forward_stype, "forward_stype", (None, "default", "row_sparse"))
     entries, rows = isinstance(lhs, BCOO | BCSR), isinstance(lhs, RowSparse) and lhs.ndim == 2
     by_rows = entries or (rows and not transpose_a)
     if forward_stype is None:
@@ -388,7 +410,7 @@ def _is_result_sparse(lhs: TensorLike, transpose_a: bool, forward_stype: str | N
 def _product_of(
     lhs: TensorLike, rhs: TensorLike, transpose_a: bool, transpose_b: bool, sparse: bool
 ) -> jax.Array | RowSparse:
-    if suits_kernel(lhs, rhs) and not (transpose_a or transpose_b or sparse):
+    if _suits_kernel(lhs, rhs) and not (transpose_a or transpose_b or sparse):
         return _csr_product.bind(*varying_alike(lhs.data, lhs.indices, lhs.indptr, rhs))[0]
     dtype = jnp.result_type(lhs.dtype, rhs.dtype)
     is_row, is_column = lhs.ndim == 1, rhs.ndim == 1
@@ -399,61 +421,11 @@ def _product_of(
     if isinstance(result, RowSparse) and not sparse:
         result = result.todense()
     result = _on_values(result, lambda values: values.astype(dtype))
-    if is_row:
-        result = result[0]
-    if is_column:
-        result = _on_values(result, lambda values: values[..., 0])
-    return result
-
-
-def _product(a: Operand, b: Operand, dtype: DTypeLike, sparse: bool) -> Tensor:
-    """Return the product in `dtype`: rows for a `RowSparse`, if `sparse` for `Coordinates`."""
-    if isinstance(b, Rows) and isinstance(b.matrix, RowSparse) and b.transposed:
-        filled = _product(a, Rows(b.matrix.values, transposed=True), dtype, sparse)
-        return _on_values(filled, functools.partial(_as_columns, like=b.matrix))
-    if isinstance(a, Coordinates):
-        b = Rows(b.to_dense(dtype)) if isinstance(b, Coordinates) else b
-        if not sparse:
-            return sums_of_rows(a, b, dtype)
-        terms = a.values.astype(dtype)[:, None] * rows_at(b, a.columns, dtype)
-        return RowSparse(a.rows, terms, (a.shape[0], *terms.shape[1:])).coalesce()
-    if isinstance(a.matrix, RowSparse) and not a.transposed:
-        product = lambda values: _product(Rows(values), b, dtype, sparse=False)
-        rows = _on_values(a.matrix, product)
-        if not rows.coalesced:
-            return rows.coalesce()
-        # Zeros in the place of padding, times inf, are nan.
-        return rows.with_values(zeros_at_padding(rows.row_ids(), rows.values, rows.shape[0]))
-    if isinstance(a.matrix, RowSparse) and isinstance(b, Rows):
-        return _matmul(a.matrix.values.T, rows_at(b, a.matrix.row_ids(), dtype), dtype)
-    if isinstance(b, Rows) and not isinstance(b.matrix, RowSparse):
-        return _matmul(a.array, b.array, dtype)
-    # Sparse on the right only: one of the cases above if that is on the left.
-    return _product(b.T, a.T, dtype, sparse=False).T
-
-
-def _matmul(x: jax.Array, y: jax.Array, dtype: DTypeLike) -> jax.Array:
-    if x.dtype != y.dtype or x.dtype == jnp.dtype(bool):
-        x, y = x.astype(dtype), y.astype(dtype)
-    return jnp.matmul(x, y, preferred_element_type=dtype)
-
-
-def _as_columns(values: jax.Array, like: RowSparse) -> jax.Array:
-    """Return the matrix (m, V) with the columns `values` (m, n) at the ids of `like`."""
-    zeros = jnp.zeros((like.shape[0], values.shape[0]), values.dtype)
-    return add_rows(zeros, like.row_ids(), values.T, like.order).T
+    result = result[0] if is_row else result
+    return _on_values(result, lambda values: values[..., 0]) if is_column else result
 
 
 def _matrix(x: TensorLike, dtype: DTypeLike) -> Tensor:
     """Return a vector as a column; sum equal positions where casts to `dtype` do not add."""
     x = x if adds_when_cast(x.dtype, dtype) else unique_positions(x)
     return x if x.ndim == 2 else _on_values(x, lambda values: values[:, None])
-
-
-def _on_values(x: TensorLike, function: Callable[[jax.Array], jax.Array]) -> Tensor:
-    """Apply `function` to an array, or to the rows that a `RowSparse` stores."""
-    if not isinstance(x, RowSparse):
-        return function(x)
-    values = function(x.values)
-    shape = (x.shape[0], *values.shape[1:])
-    return RowSparse(x.indices, values, shape, coalesced=x.coalesced)

@@ -1,4 +1,4 @@
-"""Statistics made of other functions: without nan, of pairs, of bins; and comparisons.
+"""Statistics made of other functions: without nan, weighted, of pairs; and comparisons.
 
     x = MaskedTensor([1, nan, 3, 7], [T, T, T, F])
     nansum(x) = 4,  nanmean(x) = 2                       nan takes no part, as masked entries
@@ -7,97 +7,97 @@
     cov([[1, 2, --], [1, 4, 5]])                         of each two variables, over the
       = [[0.5, 1.5], [1.5, 4.33]]                        observations that both have
 
-Results that count (`histogram`, `bincount`) or decide (`allclose`, `array_equal`) always exist,
-so they are arrays.
+Results that decide (`allclose`, `array_equal`) always exist, so they are arrays.
 """
 
+import functools
 import inspect
-from collections.abc import Sequence
-from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jmask._base.array_types import wide
-from jmask._base.types import Argument, Function, Scalar, Tensor, TensorLike
-from jmask._ops import kernels, order, reductions
-from jmask._ops.contractions import outer
-from jmask._ops.elementwise import elementwise
-from jmask._ops.groups import checked_axes
-from jmask._ops.shape import became_dense, broadcast_to, concatenate, dense, diagonal
+from jmask._base.array_types import joint_dtype, wide
+from jmask._base.types import Argument, Axis, Function, Mask, Tensor, TensorLike
+from jmask._ops import formulas
+from jmask._ops.lift import adopted, aligned, contracts, dense, entrywise, moves
+from jmask._ops.reduce import checked_axes, result_dtype, valid_entries
 from jmask._tensors.masked_tensor import (
     MaskedTensor,
     any_masked,
     as_masked_tensor,
     as_tensor,
     joined,
-    read_at,
 )
-from jmask._tensors.storage import stored_values
+from jmask._tensors.storage import stored_values, with_stored_values
 
-# --- without nan -------------------------------------------------------------------------
+_broadcast_to, _concatenate = moves(jnp.broadcast_to), moves(jnp.concatenate)
+_diagonal, _expand_dims = moves(jnp.diagonal), moves(jnp.expand_dims)
+_outer = contracts(jnp.outer)
 
-_Reduction = TypeVar("_Reduction", bound=Function)
 
-
-def _skipping_nan(function: _Reduction, empty: float | None, example: str) -> _Reduction:
-    """Return the function of the entries that are not nan.
+def skips_nan(function: Function, of_jax: Function, empty: ArrayLike | None) -> Function:
+    """Return a reduction of the entries that are not nan, which are as masked.
 
     Args:
-        function: a reduction, or a running one.
-        empty: the result of an array where there are no such entries. None keeps what is
-            under the mask.
-        example: the arguments after the first, and the result for [1, nan, 3].
+        function: of `jmask.numpy`, of all entries; reduces or accumulates.
+        of_jax: gives arguments and name.
+        empty: the result of an array where nothing but nan is. None keeps what is there.
     """
-    name = f"nan{function.__name__}"
+    signature = inspect.signature(of_jax)
+    first, *_ = signature.parameters
 
-    def skipping(x: TensorLike, *args: Argument, **kwargs: Argument) -> Tensor:
-        x = as_tensor(x)
+    @functools.wraps(of_jax)
+    def skipping(*args: Argument, **kwargs: Argument) -> Tensor:
+        more = {k: kwargs.pop(k) for k in ("where", "averaged") if k in kwargs}
+        options = signature.bind(*args, **kwargs).arguments
+        x = as_tensor(adopted(options.pop(first)))
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return function(x, *args, **kwargs)
+            return function(x, **options, **more)
         masked = isinstance(x, MaskedTensor)
-        x = x if masked else MaskedTensor(dense(x, name))
+        x = x if masked else MaskedTensor(dense(x, of_jax.__name__))
         is_nan = jnp.isnan(stored_values(x.storage))
-        result = function(joined(x.storage, x.valid & ~is_nan), *args, **kwargs)
+        result = function(joined(x.storage, x.valid & ~is_nan), **options, **more)
         if masked:
             return result
         return result.storage if empty is None else result.to_tensor(empty)
 
-    vars(skipping)["__signature__"] = inspect.signature(function)
-    text = f"""Do as `{function.__name__}` with nan as a masked entry.
-
-    Arguments and errors are those of `jmask.numpy.{function.__name__}`. Where nothing but nan
-    is there, a `MaskedTensor` gives a masked entry, and an array what `jax.numpy.{name}`
-    gives. Ordinary sparse tensors become dense.
-    """
-    arguments, result = example.split(" -> ")
-    example = f"jnp.array([1., jnp.nan, 3.]){arguments} -> Array({result})"
-    return reductions.named(cast(_Reduction, skipping), name, text, example)
+    return skipping
 
 
-nansum = _skipping_nan(reductions.sum, 0, " -> 4., dtype=float32")
-nanprod = _skipping_nan(reductions.prod, 1, " -> 3., dtype=float32")
-nanmean = _skipping_nan(reductions.mean, np.nan, " -> 2., dtype=float32")
-nanvar = _skipping_nan(reductions.var, np.nan, ", ddof=1 -> 2., dtype=float32")
-nanstd = _skipping_nan(reductions.std, np.nan, " -> 1., dtype=float32")
-nanmax = _skipping_nan(reductions.max, np.nan, " -> 3., dtype=float32")
-nanmin = _skipping_nan(reductions.min, np.nan, " -> 1., dtype=float32")
-nanargmax = _skipping_nan(reductions.argmax, -1, " -> 2, dtype=int32")
-nanargmin = _skipping_nan(reductions.argmin, -1, " -> 0, dtype=int32")
-nanmedian = _skipping_nan(order.median, np.nan, " -> 2., dtype=float32")
-nanquantile = _skipping_nan(order.quantile, np.nan, ", 0.25 -> 1.5, dtype=float32")
-nanpercentile = _skipping_nan(order.percentile, np.nan, ", 25 -> 1.5, dtype=float32")
-nancumsum = _skipping_nan(order.cumsum, None, " -> [1., 1., 4.], dtype=float32")
-nancumprod = _skipping_nan(order.cumprod, None, " -> [1., 1., 3.], dtype=float32")
+def weighted_average(
+    a: TensorLike, axis: Axis, weights: TensorLike, keepdims: bool, where: Mask | None
+) -> tuple[Tensor, Tensor]:
+    """Return the mean of entries counted by their weights, and the sums of these weights."""
+    a, weights = as_tensor(adopted(a)), as_tensor(adopted(weights))
+    masked, ndim = any_masked(a, weights), len(a.shape)
+    axes = checked_axes(axis, ndim)
+    a, weights = (x if any_masked(x) else dense(x, "average") for x in (a, weights))
+    if len(weights.shape) == 1 < ndim and len(axes) == 1:
+        weights = _expand_dims(weights, [i for i in range(ndim) if i != axes[0]])
+    x, weights = valid_entries(a, where), _broadcast_to(weights, tuple(a.shape))
+    like, (values, weights), (valid, counted) = aligned([x, weights], "average")
+    valid = jnp.asarray(valid) & counted
+    dtype = result_dtype(jnp.mean, joint_dtype(values, weights))
+
+    def total(entries: jax.Array) -> MaskedTensor:
+        entries = entries.astype(wide(dtype))
+        storage = entries if like is None else with_stored_values(like, entries)
+        return formulas.total(joined(storage, valid), axes, keepdims)
+
+    weights = weights.astype(wide(dtype))
+    sums = total(weights)
+    # Values under the mask may be nan; `total` leaves them out.
+    result = _divide(total(values.astype(wide(dtype)) * weights), sums)
+    result, sums = result.astype(dtype), sums.astype(dtype)
+    return (result, sums) if masked else (result.to_tensor(jnp.nan), sums.to_tensor(0))
 
 
 # --- of pairs ----------------------------------------------------------------------------
 
-_subtract, _differ = elementwise(jnp.subtract), elementwise(jnp.not_equal)
-_divide = elementwise(jnp.true_divide)
-_root = elementwise(lambda x: jnp.sqrt(jnp.real(x)))
+_subtract, _differ = entrywise(jnp.subtract), entrywise(jnp.not_equal)
+_divide = entrywise(jnp.true_divide)
+_root = entrywise(lambda x: jnp.sqrt(jnp.real(x)))
 
 
 def cov(
@@ -113,19 +113,11 @@ def cov(
     """Return the covariances of variables, each over the observations that both have.
 
     As in `numpy.ma.cov`, the mean of a variable is that of all its entries, and the divisor
-    counts the observations that exist for both variables. Sparse storage becomes dense.
+    counts the observations that exist for both variables. Where the shape of `y` is that of
+    `m`, an observation that one of them lacks is masked in both. Sparse storage becomes dense.
 
     Args:
-        m (variables, observations): `MaskedTensor`, sparse tensor or array; (observations,)
-            for one variable.
-        y: further variables and observations, of the same form. Where its shape is that of
-            `m`, an observation that one of them lacks is masked in both.
-        rowvar: False for (observations, variables).
-        bias: whether to divide by the number of observations, not by one less.
-        ddof: what to subtract from their number instead.
-        fweights (observations,): integers, how often each observation was made.
-        aweights (observations,): weights of observations.
-        dtype: of the result.
+        m, y, rowvar, bias, ddof, fweights, aweights, dtype: as in `jax.numpy.cov`.
 
     Returns:
         (variables, variables), without dimensions for one; a `MaskedTensor`, if an operand
@@ -142,7 +134,7 @@ def cov(
         Array([[2., 3.],
                [3., 9.]], dtype=float32)
     """
-    m, y = (a if a is None else dense(as_tensor(a), "cov") for a in (m, y))
+    m, y = (a if a is None else dense(as_tensor(adopted(a)), "cov") for a in (m, y))
     if not any_masked(m, y):
         return jnp.cov(m, y, rowvar, bias, ddof, fweights, aweights, dtype=dtype)
     tensors = [m] if y is None else [m, y]
@@ -155,8 +147,8 @@ def cov(
         both = tensors[0].valid & tensors[1].valid
         tensors = [joined(x.storage, both) for x in tensors]
     rows = [x.reshape(1, -1) if x.ndim < 2 else x if rowvar else x.T for x in tensors]
-    x = concatenate(rows)
-    kind = kernels.inexact(x.dtype if dtype is None else dtype)
+    x = _concatenate(rows)
+    kind = result_dtype(jnp.mean, x.dtype if dtype is None else dtype)
     work = wide(kind)
     values, valid = jnp.where(x.valid, x.storage, 0).astype(work), x.valid.astype(work)
 
@@ -188,23 +180,15 @@ def corrcoef(
 ) -> Tensor:
     """Return the correlations of variables: their covariances, by their standard deviations.
 
-    Args:
-        x, y, rowvar, dtype: as `m`, `y`, `rowvar` and `dtype` of `cov`, and so are the
-            errors. Where variables lack different observations a correlation may exceed 1,
-            as in `numpy.ma.corrcoef`: each deviation is that of all entries of a variable.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jnp.array([[1., 3., jnp.nan], [1., 4., 7.]])
-        >>> jmask.numpy.corrcoef(jmask.numpy.masked_invalid(x)).shape
-        (2, 2)
+    Where variables lack different observations a correlation may exceed 1, as in
+    `numpy.ma.corrcoef`: each deviation is that of all entries of a variable.
     """
-    x, y = (a if a is None else dense(as_tensor(a), "corrcoef") for a in (x, y))
+    x, y = (a if a is None else dense(as_tensor(adopted(a)), "corrcoef") for a in (x, y))
     if not any_masked(x, y):
         return jnp.corrcoef(x, y, rowvar, dtype=dtype)
     c = cov(x, y, rowvar, dtype=dtype)
-    deviation = _root(diagonal(c) if c.ndim else c)
-    return _divide(c, outer(deviation, deviation).reshape(c.shape))
+    deviation = _root(_diagonal(c) if c.ndim else c)
+    return _divide(c, _outer(deviation, deviation).reshape(c.shape))
 
 
 def diff(
@@ -215,13 +199,6 @@ def diff(
     append: TensorLike | None = None,
 ) -> Tensor:
     """Return the n-th differences of neighbours along an axis; both must exist.
-
-    Args:
-        a: `MaskedTensor` on any storage, or an array (a sparse tensor becomes one).
-        n: how many times to take differences.
-        axis: the dimension along which entries are neighbours.
-        prepend: entries put before those of `a`, masked or not: a number or a tensor.
-        append: the same, put after them.
 
     Raises:
         ValueError: if `n` is negative, or `axis` out of bounds.
@@ -234,7 +211,7 @@ def diff(
         MaskedTensor([2.0, --, --, -2.0], dtype=float32)
     """
     prepend, a, append = (
-        x if x is None else dense(as_tensor(x), "diff") for x in (prepend, a, append)
+        x if x is None else dense(as_tensor(adopted(x)), "diff") for x in (prepend, a, append)
     )
     pieces = [x for x in (prepend, a, append) if x is not None]
     if not any_masked(*pieces):
@@ -246,39 +223,11 @@ def diff(
         return a
     before = (slice(None),)
     edge = (*a.shape[:axis], 1, *a.shape[axis + 1 :])
-    x = concatenate([x if x.ndim else broadcast_to(x, edge) for x in pieces], axis)
+    x = _concatenate([x if x.ndim else _broadcast_to(x, edge) for x in pieces], axis)
     for _ in range(n):
         last, first = x[before * axis + (slice(1, None),)], x[before * axis + (slice(-1),)]
         x = (_differ if x.dtype == jnp.dtype(bool) else _subtract)(last, first)
     return x
-
-
-def trace(
-    a: TensorLike,
-    offset: int = 0,
-    axis1: int = 0,
-    axis2: int = 1,
-    dtype: DTypeLike | None = None,
-) -> Tensor:
-    """Return the sum of the valid entries of diagonals, masked where there are none.
-
-    Args:
-        a: `MaskedTensor` on any storage, or an array (a sparse tensor becomes one).
-        offset: of the diagonal from the main one.
-        axis1: the first dimension of the matrices.
-        axis2: the second.
-        dtype: of the result; as `jnp.trace` by default.
-
-    Raises:
-        ValueError: if `a` has fewer than two dimensions.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jmask.masked_tensor(jnp.ones((2, 2)), jnp.array([[True, True], [True, False]]))
-        >>> jmask.numpy.trace(x).to_tensor(0)
-        Array(1., dtype=float32)
-    """
-    return reductions.sum(diagonal(as_tensor(a), offset, axis1, axis2), -1, dtype)
 
 
 # --- comparisons -------------------------------------------------------------------------
@@ -290,8 +239,8 @@ def _unlike(a: TensorLike, b: TensorLike, equal_nan: bool) -> Tensor:
 
 
 # True where entries are no match: the zeros of two sparse tensors stay False, so sparse.
-_is_other = elementwise(_unlike)
-_is_far = elementwise(lambda a, b, **options: ~jnp.isclose(a, b, **options))
+_is_other = entrywise(_unlike)
+_is_far = entrywise(lambda a, b, **options: ~jnp.isclose(a, b, **options))
 
 
 def allclose(
@@ -305,13 +254,7 @@ def allclose(
 ) -> jax.Array:
     """Decide whether all entries of two tensors are close, as `jnp.isclose` has it.
 
-    Args:
-        a: `MaskedTensor` on any storage, sparse tensor or array.
-        b: the same; they broadcast.
-        rtol: relative to the size of entries of `b`.
-        atol: an absolute tolerance.
-        equal_nan: whether nan are close to each other.
-        masked_equal: whether an entry that is masked in one of them counts as close.
+    An entry that is masked in one of them counts as close, unless `masked_equal` is False.
 
     Raises:
         ValueError: if the shapes do not broadcast.
@@ -321,8 +264,6 @@ def allclose(
         >>> x = jmask.masked_tensor(jnp.array([1., 5.]), jnp.array([True, False]))
         >>> jmask.numpy.allclose(x, jnp.ones(2))
         Array(True, dtype=bool)
-        >>> jmask.numpy.allclose(x, jnp.ones(2), masked_equal=False)
-        Array(False, dtype=bool)
     """
     far = _is_far(a, b, rtol=rtol, atol=atol, equal_nan=equal_nan)
     return _none(far, masked_equal)
@@ -333,11 +274,7 @@ def array_equal(
 ) -> jax.Array:
     """Decide whether two tensors have one shape and the same entries.
 
-    Args:
-        a1: `MaskedTensor` on any storage, sparse tensor or array.
-        a2: the same.
-        equal_nan: whether nan are equal.
-        masked_equal: whether an entry that is masked in one of them counts as equal.
+    An entry that is masked in one of them counts as equal, unless `masked_equal` is False.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -345,7 +282,7 @@ def array_equal(
         >>> jmask.numpy.array_equal(x, jnp.ones(2)), jmask.numpy.array_equal(x, jnp.ones(3))
         (Array(True, dtype=bool), Array(False, dtype=bool))
     """
-    a1, a2 = as_tensor(a1), as_tensor(a2)
+    a1, a2 = as_tensor(adopted(a1)), as_tensor(adopted(a2))
     if a1.shape != a2.shape:
         return jnp.array(False)
     return _none(_is_other(a1, a2, equal_nan=equal_nan), masked_equal)
@@ -353,116 +290,10 @@ def array_equal(
 
 def _none(differs: TensorLike, masked_equal: bool) -> jax.Array:
     """Decide whether no entry differs; and, if masked entries do not count, that all exist."""
-    some = reductions.any(differs)
-    if not isinstance(some, MaskedTensor):
-        return ~some
-    none = ~some.to_tensor(False)
-    return none if masked_equal else none & (reductions.count(differs) == differs.size)
-
-
-# --- of bins -----------------------------------------------------------------------------
-
-
-def histogram(
-    a: TensorLike,
-    bins: ArrayLike = 10,
-    range: Sequence[Scalar] | None = None,  # noqa: A002
-    weights: TensorLike | None = None,
-    density: bool | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Return how many valid entries lie in each bin, and the edges of the bins.
-
-    Args:
-        a: `MaskedTensor` on any storage, of whose stored values those that are valid count,
-            or an array (a sparse tensor becomes one).
-        bins: how many, or their edges.
-        range: the first and the last edge; by default the smallest and largest valid entry.
-        weights: of the shape of `a`; entries with a masked weight do not count.
-        density: whether to divide by the sum and by the widths of bins.
-
-    Raises:
-        ValueError: if `weights` has another shape.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> mask = jnp.array([True, True, False, True])
-        >>> x = jmask.masked_tensor(jnp.array([0., 1., 9., 2.]), mask)
-        >>> jmask.numpy.histogram(x, bins=2)
-        (Array([1., 2.], dtype=float32), Array([0., 1., 2.], dtype=float32))
-    """
-    a = as_tensor(a)
-    if not any_masked(a, weights):
-        return jnp.histogram(dense(a, "histogram"), bins, range, weights, density)
-    values, weight, valid = _weighted(a, weights, "histogram")
-    values = values.astype(kernels.inexact(values.dtype))
-    counted = MaskedTensor(values, valid)
-    least = reductions.min(counted).to_tensor(0)
-    if range is None:
-        range = (least, reductions.max(counted).to_tensor(1))  # noqa: A001
-    weight = valid.astype(values.dtype) if weight is None else jnp.where(valid, weight, 0)
-    return jnp.histogram(jnp.where(valid, values, least), bins, range, weight, density)
-
-
-def bincount(
-    x: TensorLike,
-    weights: TensorLike | None = None,
-    minlength: int = 0,
-    *,
-    length: int | None = None,
-) -> jax.Array:
-    """Return how often each integer from 0 is among the valid entries.
-
-    Args:
-        x (n,): integers: `MaskedTensor` on any storage, or an array (a sparse tensor becomes
-            one).
-        weights (n,): what each counts; entries with a masked weight do not.
-        minlength: the least length of the result.
-        length: its length, static; greater integers are dropped. Needed under jit.
-
-    Raises:
-        TypeError: if `x` is not of integers.
-        ValueError: if it is not of one dimension, or `length` is missing and it is traced.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> mask = jnp.array([True, False, True, True])
-        >>> x = jmask.masked_tensor(jnp.array([1, 3, 0, 1]), mask)
-        >>> jmask.numpy.bincount(x)
-        Array([1, 2], dtype=int32)
-    """
-    x = as_tensor(x)
-    if len(x.shape) != 1:
-        raise ValueError(f"`x` of bincount() must have one dimension, got shape {x.shape}.")
-    if not any_masked(x, weights):
-        return jnp.bincount(dense(x, "bincount"), weights, minlength, length=length)
-    values, weight, valid = _weighted(x, weights, "bincount")
-    values = values.astype(jnp.int32) if values.dtype == jnp.dtype(bool) else values
-    if length is None:
-        if isinstance(values, jax.core.Tracer) or isinstance(valid, jax.core.Tracer):
-            raise ValueError(
-                "`length` of bincount() must be given while the tensor is traced (under jit, "
-                "vmap or grad): its greatest entry is not known."
-            )
-        greatest = jnp.max(jnp.where(valid, values, 0), initial=0)
-        length = max(minlength, int(greatest) + int(valid.any()))
-    weight = (
-        valid.astype(jnp.result_type(int)) if weight is None else jnp.where(valid, weight, 0)
-    )
-    return jnp.bincount(jnp.where(valid, values, 0), weight, length=length)
-
-
-def _weighted(
-    x: TensorLike, weights: TensorLike, name: str
-) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """Return the stored values of a tensor, their weights, if any, and which of them count."""
-    x = x if isinstance(x, MaskedTensor) else MaskedTensor(dense(x, name))
-    values, valid = stored_values(x.storage), x.valid
-    if weights is None:
-        return values, None, valid
-    weights = as_tensor(weights)
-    if weights.shape != x.shape:
-        raise ValueError(
-            f"`weights` of shape {weights.shape} must have that of the tensor, {x.shape}."
-        )
-    weight, exists = read_at(weights, x.storage, became_dense(weights, name))
-    return values, weight, valid & exists
+    masked = isinstance(differs, MaskedTensor)
+    differs = as_masked_tensor(differs)
+    every = tuple(range(differs.ndim))
+    none = ~formulas.some(differs, every, False).to_tensor(False)
+    if masked_equal or not masked:
+        return none
+    return none & (formulas.count(differs, every, False).to_tensor(0) == differs.size)

@@ -10,16 +10,17 @@ from jax import lax
 from jmask._base.array_types import joint_dtype, varying_alike, varying_axes
 from jmask._base.types import Function, PyTree, PyTreeDef, Scalar, Tensor, TensorLike
 from jmask._base.validation import abstract_leaf, check_flag, check_leaves, leaf_name
-from jmask._ops.elementwise import elementwise
-from jmask._ops.groups import entries_of
-from jmask._ops.kernels import applied_where, factor_for
+from jmask._ops.lift import entrywise
+from jmask._ops.norms import factor_for, where_nonzero
+from jmask._ops.reduce import valid_entries
 from jmask._tables.deferral import is_deferred
 from jmask._tables.stored_table import is_stored_table, is_tensor_or_table
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, is_tensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import is_sparse, stored_values
 
-_add, _multiply = elementwise(jnp.add), elementwise(jnp.multiply)
+_add = entrywise(jnp.add, adds=True)
+_multiply = entrywise(jnp.multiply, scales=((0,), (1,)))
 
 
 def add(tree: PyTree, *others: PyTree, like: PyTree | None = None) -> PyTree:
@@ -172,7 +173,7 @@ def norm(tree: PyTree, squared: bool = False) -> jax.Array:
         total = total + jnp.sum(jnp.square(size * factor.astype(size.dtype))).astype(dtype)
     if squared:
         return total / factor / factor
-    return applied_where(total != 0, lambda x: jnp.sqrt(x) / factor, total)
+    return where_nonzero(lambda x: jnp.sqrt(x) / factor)(total)
 
 
 def psum(tree: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
@@ -339,9 +340,8 @@ def _entries(x: TensorLike) -> Tensor:
 def _sizes(x: TensorLike) -> jax.Array:
     """Return the absolute values of the entries, in float32 at least."""
     x = x.flat().widened() if is_row_sparse(x) else as_tensor(x)
-    storage, valid = entries_of(x, None)
-    x = jnp.where(valid, stored_values(storage), 0)
-    size = jnp.abs(x)
+    x = valid_entries(x, None)
+    size = jnp.abs(jnp.where(x.valid, stored_values(x.storage), 0))
     return size.astype(joint_dtype(size, jnp.float32))
 
 

@@ -52,7 +52,7 @@ from jmask._kernels.stochastic_rounding import stochastic_round
 from jmask._kernels.update_rows import add_to_rows
 from jmask._tensors.interop import refuse_misuse_of_table
 from jmask._tensors.masked_tensor import is_tensor
-from jmask._tensors.methods import call, is_comparable
+from jmask._tensors.methods import is_comparable, library
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 
 
@@ -189,7 +189,7 @@ class StoredTable(abc.ABC):
                 "table of stacked ones, `stack.reshape(-1, D)`, and look row `i` of table `m` "
                 "up as `m * V + i`. For anything else use its array, `table.todense()`."
             )
-        return call("lookup", self, from_the_end(ids, self.shape[0]))
+        return library().embedding_lookup(self, from_the_end(ids, self.shape[0]))
 
     def __iter__(self) -> NoReturn:
         # Without it Python would look up row after row, for ever: ids past the end give nan.

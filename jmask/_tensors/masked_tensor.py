@@ -15,7 +15,6 @@ by construction.
 """
 
 import functools
-import operator
 from collections.abc import Iterator, Sequence
 from typing import NoReturn, Self
 
@@ -25,16 +24,16 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 from jax.typing import DTypeLike
 
+from jmask._base.fallback import report_fallback
 from jmask._base.types import DType, Mask, PyTree, Scalar, Shape, Tensor, TensorLike
 from jmask._base.validation import checked_dtype, checked_scalar, refuse_scipy
 from jmask._tensors.checks import checked_replacement
 from jmask._tensors.interop import NamesItsFunctions, register_in_flax
-from jmask._tensors.methods import MaskedMethods, call
+from jmask._tensors.methods import MaskedMethods, library
 from jmask._tensors.storage import (
     Sparse,
     Storage,
-    entries_at,
-    equal_positions,
+    as_dense,
     has_unique_positions,
     is_entry,
     is_sparse,
@@ -44,7 +43,6 @@ from jmask._tensors.storage import (
     stored_values,
     stype,
     unique_positions,
-    values_at,
     with_stored_values,
 )
 
@@ -59,14 +57,18 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
             broadcast against each other. For sparse data a boolean array of the shape of
             the stored values, a dense boolean array of the shape of the tensor, or None:
             everything stored is valid. A sparse boolean mask gives the result its storage:
-            an entry is valid where the mask is True and the data, if sparse, stores it. (A
-            BCOO or BCSR of booleans that JAX made int32, as `BCOO.fromdense` does, is one.)
+            an entry is valid where the mask is True and the data, if sparse, stores it. Data
+            and mask with different index arrays become dense. (A BCOO or BCSR of booleans
+            that JAX made int32, as `BCOO.fromdense` does, is a mask too.)
 
     Equal positions of sparse data are one entry: the sum of those that are valid.
 
     Raises:
         TypeError: if the mask is not boolean, or the data no known storage.
-        ValueError: if shapes do not broadcast or indices differ.
+        ValueError: if shapes do not broadcast.
+
+    Warns:
+        StorageFallbackWarning: if data and mask are sparse at different positions.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -233,11 +235,11 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
             nse: the number of stored entries, static; the exact number by default, which
                 needs a concrete mask.
         """
-        return call("cast_storage", self, "coo", nse=nse)
+        return library().cast_storage(self, "coo", nse=nse)
 
     def to_sparse_csr(self, nse: int | None = None) -> "MaskedTensor":
         """Return the same tensor on compressed row (BCSR) storage; arguments as `to_sparse`."""
-        return call("cast_storage", self, "csr", nse=nse)
+        return library().cast_storage(self, "csr", nse=nse)
 
     def to_row_sparse(self, nse: int | None = None) -> "MaskedTensor":
         """Return the same tensor on row-sparse storage: rows with a valid entry are stored.
@@ -246,7 +248,7 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
             nse: the number of stored rows, static; the exact number by default, which
                 needs a concrete mask.
         """
-        return call("cast_storage", self, "row_sparse", nse=nse)
+        return library().cast_storage(self, "row_sparse", nse=nse)
 
     def astype(self, dtype: DTypeLike) -> "MaskedTensor":
         """Return the tensor with its data cast to `dtype`."""
@@ -307,16 +309,23 @@ def as_masked_tensor(x: TensorLike) -> MaskedTensor:
 
 
 def read_at(x: TensorLike, like: Storage, otherwise: str = "") -> tuple[jax.Array, jax.Array]:
-    """Read any tensor at the stored positions of a storage; see `entries_at`.
+    """Read any tensor at the stored positions of a storage of its shape.
+
+    Args:
+        otherwise: the warning if `x` is sparse at other positions and has to be made dense.
 
     Returns:
         The entries, and which of them exist: all of a tensor that is not masked.
     """
+    storage = x.storage if isinstance(x, MaskedTensor) else as_tensor(x)
+    valid = x.valid if isinstance(x, MaskedTensor) else jnp.ones((), bool)
+    if is_sparse(storage) and is_sparse(like) and same_positions(storage, like):
+        return stored_values(storage), valid
+    if is_sparse(storage) and otherwise:
+        report_fallback(otherwise)
     if isinstance(x, MaskedTensor):
-        values, valid = entries_at(x.storage, like, x.valid, otherwise=otherwise)
-        return values, valid
-    (values,) = entries_at(as_tensor(x), like, otherwise=otherwise)
-    return values, jnp.ones((), bool)
+        valid = sampled(scattered(valid, storage, False), like)
+    return sampled(as_dense(storage), like), valid
 
 
 def common_shape(shapes: Sequence[Shape]) -> Shape:
@@ -328,15 +337,9 @@ def common_shape(shapes: Sequence[Shape]) -> Shape:
         raise ValueError(f"operands of shapes {listed} do not broadcast.") from None
 
 
-# --- mask positions -----------------------------------------------------------------------
+# --- data and mask of one storage ----------------------------------------------------------
 #
-# Data and mask brought to one storage: which stored values are valid entries.
-#
-#     data    positions 1 1 4, values 2 3 5      mask    positions 1 4 6, all True
-#     entries                                    1: 2 + 3,   4: 5,   6 is not stored
-#
-# An entry exists where the data stores it and the mask is True. Equal positions are one entry:
-# the sum of those that exist, if any does.
+# Equal positions of sparse data are one entry: the sum of those that are valid, if any is.
 
 
 def on_dense(data: TensorLike, mask: Mask) -> tuple[jax.Array, jax.Array]:
@@ -357,27 +360,40 @@ def on_dense(data: TensorLike, mask: Mask) -> tuple[jax.Array, jax.Array]:
 
 
 def on_sparse(data: Sparse, mask: Mask) -> tuple[Tensor, jax.Array]:
-    """Bring sparse data and a mask, sparse or not, to unique positions; say what is valid."""
+    """Return sparse data with unique positions, and which of its stored values are valid."""
     batch = getattr(data, "n_batch", 0)
     if batch:
         raise ValueError(
             f"`data` is a {type(data).__name__} with {batch} batch dimensions: use "
             "vmap over tensors without them."
         )
-    if is_sparse(mask):
-        return _at_positions_of(booleans(mask), data)
     valid = jnp.ones(stored_values(data).shape, bool)
-    if mask is not None:
+    if is_sparse(mask):
+        mask = booleans(mask)
+        if not same_positions(data, mask):
+            return _on_no_common_positions(data, mask)
+        valid = stored_values(mask)
+    elif mask is not None:
         _check_boolean(mask)
         valid = _stored_mask(data, jnp.asarray(mask))
-    return _merged(data, valid)
-
-
-def _merged(data: Sparse, valid: jax.Array) -> tuple[Tensor, jax.Array]:
-    """Make equal positions one entry: the sum of what is valid, if anything is."""
     if has_unique_positions(data):
         return data, valid & is_entry(data)
     return _summed(data, valid)
+
+
+def _on_no_common_positions(data: Sparse, mask: Sparse) -> tuple[jax.Array, jax.Array]:
+    """Return dense data and mask: which positions both store is not known while tracing."""
+    if tuple(data.shape) != tuple(mask.shape):
+        raise ValueError(
+            f"`mask` of shape {tuple(mask.shape)} must have the shape of `data`, "
+            f"{tuple(data.shape)}."
+        )
+    report_fallback(
+        f"`masked_tensor` made sparse data of shape {tuple(data.shape)} dense, at O(size) "
+        "cost: the mask has other index arrays; give the booleans of the stored values"
+    )
+    stored = scattered(is_entry(data), data, False)
+    return as_dense(data), stored & as_dense(mask)
 
 
 # Some fifty operations, which outside jit would each be called from Python.
@@ -388,34 +404,6 @@ def _summed(data: Sparse, valid: jax.Array) -> tuple[Tensor, jax.Array]:
     number = unique_positions(with_stored_values(data, valid.astype(jnp.int32)))
     merged = unique_positions(existing)
     return merged, (stored_values(number) > 0) & is_entry(merged)
-
-
-def _at_positions_of(mask: Mask, data: Sparse) -> tuple[Tensor, jax.Array]:
-    """Return the data that a sparse mask has positions for, and which of it is valid.
-
-    A mask with the index arrays of the data says of each stored value whether it is valid,
-    any other one of each position. Whether traced arrays are equal is known to the program.
-    """
-    if same_positions(data, mask):
-        return _merged(data, stored_values(mask))
-    positions = unique_positions(mask)
-    at_positions = values_at(positions, data)
-    if at_positions is None:
-        raise ValueError(
-            f"`data` ({type(data).__name__} of shape {tuple(data.shape)}) and `mask` "
-            f"({type(mask).__name__} of shape {tuple(mask.shape)}) must have one shape and "
-            "store positions in the same way: entries, or rows. Pass the mask as a dense "
-            "array, or the booleans of the stored values, of shape "
-            f"{stored_values(data).shape}."
-        )
-    valid = functools.reduce(operator.and_, at_positions)
-    # Without repeated positions the two readings are one.
-    if not (has_unique_positions(data) or has_unique_positions(mask)):
-        alike = equal_positions(data, mask)
-        valid = valid if alike is False else jnp.where(alike, stored_values(mask), valid)
-    data, valid = _merged(data, valid)
-    values, valid = entries_at(data, positions, valid)
-    return with_stored_values(positions, values), valid
 
 
 def _stored_mask(data: Sparse, mask: jax.Array) -> jax.Array:

@@ -1,13 +1,12 @@
-"""Methods and operators of tensors, which are installed from above.
+"""Methods and operators of tensors: the functions of `jmask.numpy`, by name.
 
-Operations are built on the types, so the types cannot import them. A class names the function
-that a method is, and the module that defines the function installs it:
+    __mul__ = method("multiply")            in the class: x * y is jmask.numpy.multiply(x, y)
 
-    __mul__ = method("multiply")            in the class: x * y is multiply(x, y)
-    install(multiply=multiply)              in jmask.numpy
+The functions are made of the classes, so the classes find them when they are called.
 """
 
 import math
+from types import ModuleType
 from typing import TypeVar
 
 import jax
@@ -19,6 +18,7 @@ from jmask._base.types import (
     Argument,
     Function,
     HostArray,
+    IndexLike,
     PyTree,
     Scalar,
     Shape,
@@ -29,21 +29,24 @@ from jmask._base.types import (
 
 _T = TypeVar("_T")
 
-_installed: dict[str, Function] = {}
+
+def library() -> ModuleType:
+    """Return jmask, whose functions of tensors are imported after these classes."""
+    import jmask
+
+    return jmask
 
 
-def install(**functions: Function) -> None:
-    """Let methods of these names be these functions."""
-    _installed.update(functions)
+def install(**functions: Function) -> None: ...
 
 
 def call(name: str, *args: Argument, **kwargs: Argument) -> Tensor:
-    """Return the result of the function installed as `name`."""
-    return _installed[name](*args, **kwargs)
+    """Return the result of the function of `jmask.numpy` of this name."""
+    return getattr(library().numpy, name)(*args, **kwargs)
 
 
 def method(name: str, reflected: bool = False) -> Function:
-    """Return a method that is the function installed as `name`; reflected, of (other, self)."""
+    """Return the method that is the function `name`; reflected, of (other, self)."""
 
     def bound(self: Tensor, *args: Argument, **kwargs: Argument) -> Tensor:
         if kwargs.get("out", self) is None:
@@ -89,7 +92,7 @@ class TensorMethods:
     ) -> Tensor:
         """Run functions of NumPy by those in `jmask.numpy`: `np.sqrt(x)`, `array * x`."""
         name = ufunc.__name__
-        if how == "__call__" and not kwargs and name in _installed:
+        if how == "__call__" and not kwargs and hasattr(library().numpy, name):
             return call(name, *inputs)
         name = name if how == "__call__" else f"{name}.{how}"
         options = f" with {', '.join(map(repr, kwargs))}" if kwargs else ""
@@ -199,10 +202,17 @@ class MaskedMethods(TensorMethods):
 
     __slots__ = ()
 
-    __getitem__ = method("masked_getitem")
+    def __getitem__(self, index: IndexLike) -> Tensor:
+        """See `jmask._ops.indexing.masked_getitem`."""
+        return library()._ops.indexing.masked_getitem(self, index)
 
-    __repr__ = method("representation")
-    at = property(method("masked_at"))
+    @property
+    def at(self) -> Tensor:
+        """See `jmask._ops.indexing.At`."""
+        return library()._ops.indexing.At(self)
+
+    def __repr__(self) -> str:
+        return library()._tensors.conversions.representation(self)
 
     argsort = method("argsort")
     compressed = method("compressed")
@@ -220,12 +230,12 @@ class MaskedMethods(TensorMethods):
 
     def item(self, *index: int) -> Scalar | None:
         """Return the single entry, or that at `index`, as a Python number; None if masked."""
-        array = call("to_numpy_ma", self)
+        array = library().to_numpy_ma(self)
         return None if array.mask.item(*index) else array.data.item(*index)
 
     def tolist(self) -> PyTree:
         """Return the entries as nested lists of Python numbers; None where masked."""
-        return call("to_numpy_ma", self).tolist()
+        return library().to_numpy_ma(self).tolist()
 
     def __format__(self, spec: str) -> str:
         """Format the number that a scalar is; `--` if it is masked."""
@@ -245,7 +255,9 @@ class RowSparseMethods(TensorMethods):
 
     __slots__ = ()
 
-    __getitem__ = method("row_getitem")
+    def __getitem__(self, index: IndexLike) -> Tensor:
+        """See `jmask._ops.indexing.row_getitem`."""
+        return library()._ops.indexing.row_getitem(self, index)
 
     def __len__(self: Shaped) -> int:
         return self.shape[0]
@@ -258,7 +270,7 @@ class RowSparseMethods(TensorMethods):
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> HostArray:
         if copy is False:
             raise ValueError("`copy`=False: a RowSparse has no dense array to share.")
-        dense = call("cast_storage", self, "default")
+        dense = library().cast_storage(self, "default")
         if isinstance(dense, jax.core.Tracer):
             raise TypeError(
                 f"{self!r} is traced (under jit, vmap or grad) and no array: write x.todense() "

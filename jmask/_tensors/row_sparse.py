@@ -64,7 +64,7 @@ from jmask._tensors.interop import (
     register_in_flax,
     takes_plain_ids,
 )
-from jmask._tensors.methods import RowSparseMethods, call
+from jmask._tensors.methods import RowSparseMethods, library
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -311,7 +311,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
                 "RowSparse.fromdense: `nse`, the number of rows to store, must be given for a "
                 "traced `x` (under jit, vmap or grad)."
             )
-        return call("cast_storage", x, "row_sparse", nse=nse)
+        return library().cast_storage(x, "row_sparse", nse=nse)
 
     def todense(self) -> jax.Array:
         """Return the dense array (V, *row): zeros, with the stored rows added."""

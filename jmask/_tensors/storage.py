@@ -7,30 +7,24 @@
 | "coo"        | `jax.experimental.sparse.BCOO`    | (nse, *dense dimensions) |
 | "csr"        | `jax.experimental.sparse.BCSR`    | (nse, *dense dimensions) |
 
-Code that works on any storage needs few things of it, and every storage has them, a dense array
-too: its stored values, the same storage with other values, which stored values are entries and
-not padding, a dense array sampled at the stored positions, another tensor read there, and the
-dense array itself:
+Code for any storage needs few things of it, which a dense array has too: its stored values,
+the same storage with other values, which stored values are entries and not padding, a dense
+array sampled at the stored positions, and the dense array itself:
 
     x = BCOO of [[0, 3], [4, 0]]      stored_values(x)               [3, 4]
                                       is_entry(x)                    [T, T]
                                       sampled([[5, 6], [7, 8]], x)   [6, 7]
-                                      entries_at(BCOO of 9 at (1, 0), x)      [0, 9]
                                       as_dense(x)                    [[0, 3], [4, 0]]
 """
 
-import functools
-import operator
 from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._base.array_types import joint_dtype, sum_dtype, trailing
-from jmask._base.fallback import report_fallback
+from jmask._base.array_types import sum_dtype, trailing
 from jmask._base.types import Ids, Scalar, Shape, Tensor
 from jmask._base.validation import refuse_scipy
 from jmask._kernels.coalesce import coalesce_rows
@@ -209,111 +203,25 @@ def same_positions(x: Sparse, y: Sparse) -> bool:
     """Decide whether two sparse tensors surely store the same positions in the same order.
 
     True for shared index arrays; concrete ones are compared. Traced ones that are not shared
-    cannot be compared here, and count as different: where that changes a result, ask
-    `equal_positions` too.
+    cannot be compared, and count as different.
     """
-    if not _same_layout(x, y):
+    return tuple(x.shape) == tuple(y.shape) and same_index_arrays(x, y)
+
+
+def same_index_arrays(x: Sparse, y: Sparse) -> bool:
+    """Decide as `same_positions`, for tensors whose dense, trailing sizes may differ."""
+    if stype(x) != stype(y) or stored_values(x).shape[:1] != stored_values(y).shape[:1]:
+        return False
+    sparse = 1 if isinstance(x, RowSparse) else x.n_sparse
+    if x.ndim != y.ndim or x.shape[:sparse] != y.shape[:sparse]:
         return False
     return all(map(_same_array, _index_arrays(x), _index_arrays(y)))
-
-
-def equal_positions(x: Sparse, y: Sparse) -> jax.Array | bool:
-    """Compare positions as `same_positions`, in the program where they are traced.
-
-    Returns:
-        False where storages, shapes or numbers of stored values differ, else a scalar array.
-    """
-    if not _same_layout(x, y):
-        return False
-    pairs = zip(_index_arrays(x), _index_arrays(y), strict=True)
-    return functools.reduce(operator.and_, [(a == b).all() for a, b in pairs])
-
-
-def _same_layout(x: Sparse, y: Sparse) -> bool:
-    if stype(x) != stype(y) or x.shape != y.shape:
-        return False
-    return bool(stored_values(x).shape[:1] == stored_values(y).shape[:1])
-
-
-def values_at(x: Sparse, like: Sparse, *others: jax.Array) -> tuple[jax.Array, ...] | None:
-    """Read the stored values of `x` at the positions that `like` stores: a join.
-
-    Args:
-        x: sparse, with unique positions.
-        like: sparse, of the same shape; its positions may repeat.
-        *others: more arrays with one row for each stored value of `x`.
-
-    Returns:
-        Whether `x` stores each position of `like`, which it does of no padding; then its values
-        there and `others`, all with one row for each position and of no meaning where `x`
-        stores none. None if the two lay out their dimensions differently.
-    """
-    batches = getattr(x, "n_batch", 0) or getattr(like, "n_batch", 0)
-    if tuple(x.shape) != tuple(like.shape) or batches:
-        return None
-    left, right = coordinates(x), coordinates(like)
-    if len(left) != len(right):
-        return None
-    count = left[0].shape[0]
-    dtype = joint_dtype(*left, *right)
-    columns = [
-        jnp.concatenate([x_index.astype(dtype), like_index.astype(dtype)])
-        for x_index, like_index in zip(left, right, strict=True)
-    ]
-    # By columns, not by one number for each position, which in a large matrix has more than
-    # 32 bits. The entry is the last key: among equal positions the one of `x` comes first.
-    entries = lax.iota(jnp.int32, columns[0].shape[0])
-    *columns, order = lax.sort((*columns, entries), num_keys=len(columns) + 1)
-    starts = jnp.zeros(order.shape, bool).at[:1].set(True)
-    for column in columns:
-        starts = starts.at[1:].max(column[1:] != column[:-1])
-    first = order[lax.cummax(jnp.where(starts, entries, 0))]
-    place = jnp.zeros_like(order).at[order].set(first, unique_indices=True)[count:]
-    exists = (place < count) & _inside(right, like.shape)
-    place, values = jnp.where(exists, place, 0), stored_values(x)
-    # An index into nothing is out of bounds, whatever it is.
-    rows = [
-        a if a.shape[0] else jnp.zeros((1, *a.shape[1:]), a.dtype) for a in (values, *others)
-    ]
-    return (trailing(exists, values.ndim), *(a[place] for a in rows))
-
-
-def entries_at(
-    x: Storage, like: Storage, *others: jax.Array, otherwise: str = ""
-) -> tuple[jax.Array, ...]:
-    """Read a tensor at the positions that another one stores.
-
-    Args:
-        x: of the shape of `like`, or dense and broadcasting to it.
-        like: a storage, whose positions are unique.
-        *others: arrays of the shape of the stored values of `x`, read with them; `x` then has
-            unique positions.
-        otherwise: the warning if `x` has to be made dense: what it is, and why.
-
-    Returns:
-        The values of `x`, then `others`, in the shape of the stored values of `like`; zeros
-        where `x` stores nothing.
-    """
-    if is_sparse(x) and is_sparse(like):
-        if same_positions(x, like):
-            return (stored_values(x), *others)
-        # Equal positions are one entry, their sum.
-        at_positions = values_at(unique_positions(x), like, *others)
-        if at_positions is not None:
-            stored, *arrays = at_positions
-            return tuple(jnp.where(stored, a, jnp.zeros((), a.dtype)) for a in arrays)
-    if is_sparse(x) and otherwise:
-        report_fallback(otherwise)
-    arrays = [as_dense(with_stored_values(x, a)) for a in (stored_values(x), *others)]
-    return tuple(sampled(a, like) for a in arrays)
 
 
 def has_unique_positions(x: Storage) -> bool:
     """Decide whether it is known that no two stored values have one position."""
     if isinstance(x, RowSparse):
         return x.coalesced
-    if isinstance(x, BCSR) and x.n_batch:
-        return True
     return not isinstance(x, SPARSE) or x.unique_indices
 
 

@@ -1,0 +1,352 @@
+"""Formulas of reductions, in functions that keep masks and storages; `reduces` lifts them.
+
+Each takes a `MaskedTensor`, the axes to reduce and whether they stay, and is masked where no
+entry is valid. The derivative is 0 where a formula has none: `std` and `norm` at 0.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmask._base.array_types import is_nonzero, joint_dtype, wide
+from jmask._base.types import (
+    Argument,
+    ArrayFunction,
+    ArraysFunction,
+    Mask,
+    Numbers,
+    TensorLike,
+)
+from jmask._base.validation import checked_choice
+from jmask._ops import norms, reduce
+from jmask._ops.lift import entrywise, filled
+from jmask._ops.norms import where_nonzero
+from jmask._ops.order import sort
+from jmask._ops.reduce import (
+    count,
+    extremum,
+    on_values,
+    reduced,
+    result_dtype,
+    without_axes,
+)
+from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, joined
+from jmask._tensors.storage import stored_values
+
+Axes = tuple[int, ...]
+
+_add, _subtract = entrywise(jnp.add), entrywise(jnp.subtract)
+_multiply, _divide = entrywise(jnp.multiply), entrywise(jnp.true_divide)
+_exp, _squared = entrywise(jnp.exp), entrywise(norms.squared)
+
+
+# --- sums --------------------------------------------------------------------------------
+
+
+def total(
+    x: MaskedTensor, axis: Axes, keepdims: bool, promote_integers: bool = True
+) -> MaskedTensor:
+    return reduced(x, "sum", axis, keepdims)
+
+
+def product(
+    x: MaskedTensor, axis: Axes, keepdims: bool, promote_integers: bool = True
+) -> MaskedTensor:
+    return reduced(x, "prod", axis, keepdims)
+
+
+def mean(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
+    number = count(x, axis, keepdims).astype(x.dtype)
+    return _divide(reduced(x, "sum", axis, keepdims), number)
+
+
+def mean_with_zeros(x: MaskedTensor, axis: Axes, keepdims: bool) -> TensorLike:
+    """Return the mean of all entries of an ordinary sparse tensor."""
+    size = math.prod(x.shape[a] for a in axis)
+    return reduce.without_mask(on_values(lambda a: a / size, reduced(x, "sum", axis, keepdims)))
+
+
+def variance(
+    x: MaskedTensor,
+    axis: Axes,
+    keepdims: bool,
+    ddof: float = 0,
+    correction: float | None = None,
+    mean: TensorLike | None = None,
+) -> MaskedTensor:
+    """Return the mean square distance from the mean, masked where not more than `ddof` are."""
+    if correction is not None:
+        if ddof != 0:
+            raise ValueError("give `ddof` or `correction`, not both: they mean the same.")
+        ddof = correction
+    # Two passes: the mean of squares less the square of the mean cancels.
+    center = _mean(x, axis, True) if mean is None else as_tensor(mean).astype(x.dtype)
+    squares = reduced(_squared(_subtract(x, center)), "sum", axis, keepdims)
+    left = on_values(lambda n: n - ddof, count(x, axis, keepdims)).astype(squares.dtype)
+    exists = stored_values(left.storage) > 0
+    return _divide(squares, joined(left.storage, left.valid & exists))
+
+
+_mean = mean
+
+
+def deviation(x: MaskedTensor, axis: Axes, keepdims: bool, **options: float) -> MaskedTensor:
+    return entrywise(where_nonzero(jnp.sqrt))(variance(x, axis, keepdims, **options))
+
+
+def number_of_nonzero(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
+    return count(x, axis, keepdims, is_nonzero(stored_values(x.storage)))
+
+
+def number(a: MaskedTensor, axis: Axes = (), keepdims: bool = False) -> MaskedTensor:
+    return count(a, axis, keepdims)
+
+
+def some(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
+    return entrywise(lambda n: n > 0)(number_of_nonzero(x, axis, keepdims))
+
+
+def every(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
+    zero = ~is_nonzero(stored_values(x.storage))
+    return on_values(lambda n: n == 0, count(x, axis, keepdims, zero))
+
+
+# --- order -------------------------------------------------------------------------------
+
+
+def maximum(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
+    return extremum(x, axis, keepdims, "max")
+
+
+def minimum(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
+    return extremum(x, axis, keepdims, "min")
+
+
+def spread(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
+    return _subtract(maximum(x, axis, keepdims), minimum(x, axis, keepdims))
+
+
+def first_maximum(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
+    return reduce.first_index(x, axis, keepdims, "max")
+
+
+def first_minimum(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
+    return reduce.first_index(x, axis, keepdims, "min")
+
+
+# --- sums of powers of e -----------------------------------------------------------------
+
+
+def _peak(x: MaskedTensor, axis: Axes) -> MaskedTensor:
+    """Return the greatest (real part of an) entry as a constant; reduced axes stay."""
+    real = on_values(lambda a: lax.stop_gradient(jnp.real(a)), x)
+    return reduced(real, "max", axis, True).astype(x.dtype)
+
+
+def logsumexp(
+    a: MaskedTensor,
+    axis: Axes,
+    keepdims: bool,
+    b: TensorLike | None = None,
+    return_sign: bool = False,
+) -> MaskedTensor:
+    """Return the log of the sum of exp, without overflow; the derivative of log(0) is 0."""
+    if return_sign:
+        raise TypeError("`return_sign` is not supported for masked entries: take `b` positive.")
+    reduce.least(a.dtype)  # refuses complex numbers, which have no order
+    finite = lambda p: jnp.where(jnp.isfinite(p), p, jnp.zeros_like(p))
+    peak = on_values(finite, _peak(a, axis))
+    powers = _exp(_subtract(a, peak))
+    powers = powers if b is None else _multiply(powers, b)
+    log = entrywise(where_nonzero(jnp.log, -jnp.inf))
+    result = _add(log(reduced(powers, "sum", axis, True)), peak)
+    return without_axes(result, axis, keepdims)
+
+
+def softmax(x: MaskedTensor, axis: Axes) -> MaskedTensor:
+    powers = _exp(_subtract(x, _peak(x, axis)))
+    return _divide(powers, reduced(powers, "sum", axis, True))
+
+
+def log_softmax(x: MaskedTensor, axis: Axes) -> MaskedTensor:
+    shifted = _subtract(x, _peak(x, axis))
+    total = reduced(_exp(shifted), "sum", axis, True)
+    return _subtract(shifted, entrywise(jnp.log)(total))
+
+
+def logmeanexp(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
+    number = count(x, axis, keepdims).astype(x.dtype)
+    return _subtract(logsumexp(x, axis, keepdims), entrywise(jnp.log)(number))
+
+
+# --- norms -------------------------------------------------------------------------------
+
+
+def norm(x: MaskedTensor, axis: Axes, keepdims: bool, order: float) -> MaskedTensor:
+    return without_axes(norms.norm(x, axis, order), axis, keepdims)
+
+
+def normalize(
+    x: MaskedTensor,
+    ord: float | None = 2,  # noqa: A002
+    axis: Axes = (-1,),
+    eps: float = 1e-12,
+    where: Mask | None = None,
+) -> MaskedTensor:
+    """Return x divided by the norm of the valid entries of each slice, or by `eps` if less.
+
+    Ordinary sparse tensors become dense.
+
+    Args:
+        x: `MaskedTensor` on any storage, or array.
+        ord: of the norm, as in `jmask.numpy.norm`.
+        axis: the axes of a slice.
+        eps: the least number to divide by.
+        where: booleans that broadcast to `x`; other entries take no part.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.nn.normalize(jnp.array([3., 9., 4.]), where=jnp.array([True, False, True]))
+        Array([0.6, 0. , 0.8], dtype=float32)
+    """
+    # The norm comes with a power of two, so that squares neither overflow nor vanish; `eps` is
+    # scaled by it too.
+    parts = norms.norm_in_parts(x, axis, checked_order(ord))
+    size = _at_least(parts.size, on_values(lambda factor: factor * eps, parts.factor))
+    return _divide(parts.entries, size.astype(x.dtype))
+
+
+_at_least = entrywise(lambda size, least: jnp.where(size < least, least, size))
+
+
+def checked_order(order: float | None) -> float:
+    order = 2 if order is None else order
+    if not isinstance(order, int | float):
+        raise TypeError(f"`ord` must be a number that is not traced, got {order!r}.")
+    return order
+
+
+def standardize(
+    x: MaskedTensor,
+    axis: Axes,
+    mean: TensorLike | None = None,
+    variance: TensorLike | None = None,
+    epsilon: float = 1e-5,
+    algorithm: str = "fast",
+) -> MaskedTensor:
+    """Return x less the mean, by the standard deviation; each of them may be given."""
+    center = _mean(x, axis, True) if mean is None else as_tensor(mean).astype(x.dtype)
+    if variance is not None:
+        spread = as_tensor(variance).astype(x.dtype)
+    elif mean is None:
+        spread = _variance(x, axis, True).astype(x.dtype)
+    else:
+        # E[x**2] - mean**2 about the mean that was given, as in jax.nn.standardize; it is cut
+        # at 0, which rounding may cross.
+        spread = _less_square(_mean(entrywise(jnp.square)(x), axis, True), center)
+    return _scaled(x, center, spread, epsilon=epsilon)
+
+
+_variance = variance
+_less_square = entrywise(lambda x, mean: jnp.maximum(x - jnp.square(mean), 0))
+_scaled = entrywise(lambda x, mean, v, epsilon: (x - mean) * lax.rsqrt(v + epsilon))
+
+
+# --- quantiles ---------------------------------------------------------------------------
+
+
+def quantile(
+    a: MaskedTensor,
+    axis: Axes,
+    keepdims: bool,
+    q: Numbers,
+    method: str = "linear",
+    weights: None = None,
+) -> MaskedTensor:
+    """Return the entry below which a part `q` of the valid entries lies; nan if one is nan."""
+    checked_choice(method, "method", tuple(_WEIGHTS))
+    if weights is not None:
+        raise NotImplementedError("`weights` of quantiles are not supported.")
+    if not isinstance(q, jax.core.Tracer):
+        fractions = np.asarray(q)
+        if not np.all((fractions >= 0) & (fractions <= 1)):
+            raise ValueError(f"`q` must be from 0 to 1, got {q}.")
+
+    def one(q: jax.Array) -> MaskedTensor:
+        def rank(last: jax.Array) -> tuple[jax.Array, jax.Array]:
+            place = jnp.where((q >= 0) & (q <= 1), q, jnp.nan) * last.astype(q.dtype)
+            below = jnp.floor(place)
+            return below.astype(last.dtype), place - below
+
+        return _at_rank(a, axis, keepdims, rank, method)
+
+    q = jnp.asarray(q)
+    q = q.astype(joint_dtype(q, jnp.float32))
+    for _ in range(q.ndim):
+        one = jax.vmap(one)
+    return one(q)
+
+
+def percentile(
+    a: MaskedTensor, axis: Axes, keepdims: bool, q: Numbers, **options: Argument
+) -> MaskedTensor:
+    q = q if isinstance(q, jax.Array) else np.asarray(q)
+    return quantile(a, axis, keepdims, q / 100, **options)
+
+
+def median(a: MaskedTensor, axis: Axes, keepdims: bool, averaged: bool = True) -> MaskedTensor:
+    """Return the middle valid entry; of two the mean, or if not `averaged` the lower one."""
+    rank = lambda last: (last // 2, (last % 2) / 2)
+    return _at_rank(a, axis, keepdims, rank, "linear" if averaged else "lower")
+
+
+# The weight of the higher entry, by how far the quantile is from the lower one: 0 to 1.
+_WEIGHTS: dict[str, ArrayFunction] = {
+    "linear": lambda between: between,
+    "lower": jnp.zeros_like,
+    "higher": lambda between: jnp.where(between > 0, 1.0, 0.0),
+    "midpoint": lambda between: jnp.where(between > 0, 0.5, 0.0),
+    "nearest": lambda between: jnp.where(between > 0.5, 1.0, 0.0),
+}
+
+
+def _at_rank(
+    x: MaskedTensor, axis: Axes, keepdims: bool, rank: ArraysFunction, method: str
+) -> MaskedTensor:
+    """Read sorted entries at a rank, of the last entry's: rounded down, and the rest."""
+    reduce.least(x.dtype)  # refuses complex numbers, which have no order
+    dtype = result_dtype(jnp.mean, x.dtype)
+    # Booleans have no half where dtypes are not promoted; integers have.
+    x = x.astype(jnp.int8) if x.dtype == jnp.dtype(bool) else x
+    rest = tuple(a for a in range(x.ndim) if a not in axis)
+    size = math.prod(x.shape[a] for a in axis)
+    if size == 0:
+        return reduced(x.astype(dtype), "sum", axis, keepdims)
+    shape = (*(x.shape[a] for a in rest), size)
+    line = joined(*(jnp.transpose(a, rest + axis).reshape(shape) for a in (x.storage, x.valid)))
+    number = jnp.sum(line.valid, -1, keepdims=True)
+    last = jnp.maximum(number - 1, 0)
+    # One that does not exist is read as 0, and masked entries come last.
+    line = sort(joined(filled(line), line.valid)).storage
+    # nan is the greatest of the valid entries.
+    greatest = jnp.take_along_axis(line, last, -1)
+    bad = greatest != greatest
+
+    def entry(rank: jax.Array) -> jax.Array:
+        rank = jnp.where(bad, last, jnp.minimum(rank, last))
+        return jnp.take_along_axis(line, rank, -1).astype(wide(dtype))
+
+    below, between = rank(last)
+    weight = _WEIGHTS[method](between)
+    # A neighbour without weight is not read: it may be infinite.
+    low = jnp.where(weight == 1, 0, entry(below))
+    high = jnp.where(weight == 0, 0, entry(below + 1))
+    result = low * (1 - weight).astype(low.dtype) + high * weight.astype(low.dtype)
+    result = jnp.where(jnp.isnan(between), jnp.nan, result).astype(dtype)
+    shape = tuple(1 if a in axis else n for a, n in enumerate(x.shape))
+    return without_axes(
+        joined(result.reshape(shape), (number > 0).reshape(shape)), axis, keepdims
+    )

@@ -1,0 +1,301 @@
+"""Lift functions of `jax.numpy` to masked tensors, by four words.
+
+| word         | data of the result          | an entry of the result exists where           |
+|--------------|-----------------------------|-----------------------------------------------|
+| `entrywise`  | f(where(valid, x, safe))    | the entries of all operands do                |
+| `reduces`    | a formula of valid entries  | one entry of its group does (`reduce.py`)     |
+| `moves`      | f(x)                        | what is moved there does, or f brings it in   |
+| `contracts`  | f(where(valid, x, 0))       | one term of its sum of products does          |
+
+**No nan under a mask.** `where(valid, x, safe)` and `where(valid, f(...), fill)` stand on both
+sides of f, and the derivative of a selection sends exactly 0 to what was not selected, in both
+modes and at every order. `safe` only matters to `jax_debug_nans`: ½ lies in the domain of all
+functions of `jax.numpy` but arccosh.
+
+**Storages.** Functions of entries are applied to stored values if all sparse operands share the
+index arrays of one; dense operands are sampled there. What moves or contracts entries needs
+dense storage. Whatever becomes dense is reported.
+"""
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jmask._base.fallback import report_fallback
+from jmask._base.types import Argument, Function, PyTree, Storage, Tensor, TensorLike, Value
+from jmask._base.validation import refuse_scipy
+from jmask._ops.rows import Words, on_stored_values, where_or
+from jmask._tensors.conversions import from_numpy_ma
+from jmask._tensors.masked_tensor import (
+    MaskedTensor,
+    any_masked,
+    common_shape,
+    is_tensor,
+    joined,
+)
+from jmask._tensors.storage import (
+    as_dense,
+    is_sparse,
+    same_index_arrays,
+    sampled,
+    stored_values,
+    with_stored_values,
+)
+
+
+def adopted(x: Argument) -> Argument:
+    """Return a `MaskedTensor` in place of an array of numpy.ma, and anything else as it is."""
+    refuse_scipy("x", x)
+    return from_numpy_ma(x) if isinstance(x, np.ma.MaskedArray) else x
+
+
+def dense(x: TensorLike, name: str, why: str = "") -> Tensor:
+    """Return `x` on dense storage; report that the function `name` made a sparse one dense."""
+    storage = x.storage if isinstance(x, MaskedTensor) else x
+    if not is_sparse(storage):
+        return x
+    text = f"`{name}` made a sparse tensor of shape {np.shape(x)} dense, at O(size) cost"
+    report_fallback(f"{text}: {why}" if why else text)
+    return x.to_dense() if isinstance(x, MaskedTensor) else as_dense(x)
+
+
+def data_of(x: TensorLike) -> Tensor:
+    """Return the data of a masked tensor, and anything else as it is."""
+    return x.storage if isinstance(x, MaskedTensor) else x
+
+
+def is_hidden(x: TensorLike) -> jax.Array:
+    """Find where a dense masked tensor is masked: nowhere for an array."""
+    return ~x.valid if isinstance(x, MaskedTensor) else jnp.zeros(jnp.shape(x), bool)
+
+
+# --- entrywise ---------------------------------------------------------------------------
+
+
+def entrywise(
+    function: Function,
+    safe: float = 0.5,
+    *,
+    adds: bool = False,
+    scales: Sequence[tuple[int, ...]] = (),
+    vanishes: Sequence[tuple[int, ...]] = (),
+    by_arrays: bool = True,
+) -> Function:
+    """Lift a function whose result at an entry depends on the operands at this entry alone.
+
+    Args:
+        function: takes arrays that broadcast, by position or by name, and options.
+        safe: what floating operands are where an entry does not exist; the function and its
+            first two derivatives should be finite there. Integers are 1 there.
+        adds, scales, vanishes, by_arrays: what it makes of zeros that are not stored, as
+            `rows.py` says.
+
+    Returns:
+        A function that takes `MaskedTensor`, `RowSparse`, BCOO and BCSR in place of arrays.
+    """
+
+    @functools.wraps(function)
+    def lifted(*args: Argument, **kwargs: Argument) -> Tensor:
+        # None is an argument, as in clip(x, None, 1).
+        leaves, structure = jax.tree.flatten(
+            (args, kwargs), is_leaf=lambda x: not isinstance(x, tuple | dict)
+        )
+        leaves = [adopted(x) for x in leaves]
+        if not any(map(is_tensor, leaves)):
+            return function(*args, **kwargs)
+        places = [i for i, x in enumerate(leaves) if _is_operand(x)]
+
+        def of_operands(*operands: jax.Array) -> jax.Array:
+            arguments = list(leaves)
+            for i, x in zip(places, operands, strict=True):
+                arguments[i] = x
+            args, kwargs = jax.tree.unflatten(structure, arguments)
+            return function(*args, **kwargs)
+
+        operands = [leaves[i] for i in places]
+        name = getattr(function, "__name__", "a function")
+        if any_masked(*operands):
+            return _where_valid(of_operands, operands, name, safe)
+        # Words are about positions of arguments, some of which are options.
+        sets, more = (
+            [
+                {places.index(i) for i in one if i in places}
+                for one in several
+                if all(i in places or not leaves[i] for i in one)
+            ]
+            for several in (scales, vanishes)
+        )
+        words = Words(adds, list(filter(None, sets)), list(filter(None, more)), by_arrays)
+        return on_stored_values(of_operands, operands, name, safe, words)
+
+    return lifted
+
+
+def elementwise(function: Function, safe: float = 0.5) -> Function:
+    """Lift an elementwise JAX function to masked and sparse tensors.
+
+    Args:
+        function: takes one or more arrays that broadcast, by position or by name, and
+            options; each entry of its result depends on that entry of the arrays alone.
+        safe: a number at which the function and its derivatives are finite: floating
+            operands have it where entries do not exist. Only `jax_debug_nans` sees it.
+
+    Returns:
+        A function that takes `MaskedTensor`, `RowSparse`, BCOO, BCSR and arrays in place of
+        arrays: masks intersect, plain operands broadcast, masked entries get no gradient.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jmask
+        >>> x = jmask.masked_tensor(jnp.array([-1., 4.]), jnp.array([False, True]))
+        >>> jmask.numpy.elementwise(lambda x: jnp.sqrt(x) + 1)(x)
+        MaskedTensor([--, 3.0], dtype=float32)
+    """
+    return entrywise(function, safe)
+
+
+def _is_operand(x: Argument) -> bool:
+    """Decide whether an argument has entries; Python's numbers are options of all of them."""
+    return is_tensor(x) or isinstance(x, jax.Array | np.ndarray | list)
+
+
+# The mask of an operand that is not masked.
+_ALL: Value = np.ones((), bool)
+
+
+def aligned(
+    operands: Sequence[TensorLike], name: str
+) -> tuple[Storage | None, list[jax.Array], list[jax.Array]]:
+    """Bring operands to the stored positions of one of them.
+
+    Returns:
+        The sparse storage whose positions these are, None if all is dense; what each operand
+        is there; and its mask, a True of an operand that is not masked.
+    """
+    operands = [x if is_tensor(x) else jnp.asarray(x) for x in operands]
+    shape = common_shape([np.shape(x) for x in operands])
+    storages = [data_of(x) for x in operands]
+    masked = [x.storage for x in operands if isinstance(x, MaskedTensor)]
+    like = next((s for s in masked if is_sparse(s) and s.shape == shape), None)
+    if like is None or not all(same_index_arrays(s, like) for s in filter(is_sparse, storages)):
+        like, operands = None, [dense(x, name) for x in operands]
+
+    def at_positions(x: jax.Array) -> jax.Array:
+        return sampled(x, like, shape) if like is not None and jnp.ndim(x) else x
+
+    values, masks = [], []
+    for x in operands:
+        storage = data_of(x)
+        stored = is_sparse(storage)
+        values.append(stored_values(storage) if stored else at_positions(storage))
+        valid = x.valid if isinstance(x, MaskedTensor) else _ALL
+        masks.append(valid if stored else at_positions(valid))
+    return like, values, masks
+
+
+def _where_valid(
+    function: Function, operands: Sequence[TensorLike], name: str, safe: float
+) -> MaskedTensor:
+    like, values, masks = aligned(operands, name)
+    # Operands made from one tensor share its mask, which is then not read twice.
+    distinct = {id(mask): mask for mask in masks if mask is not _ALL}
+    valid = functools.reduce(operator.and_, distinct.values())
+    result = function(*[where_or(valid, x, safe) for x in values])
+    shape = jnp.broadcast_shapes(result.shape, valid.shape)
+    result, valid = jnp.broadcast_to(result, shape), jnp.broadcast_to(valid, shape)
+    return joined(result if like is None else with_stored_values(like, result), valid)
+
+
+# --- moves -------------------------------------------------------------------------------
+
+
+def moves(function: Function, *, variadic: bool = False) -> Function:
+    """Lift a function that moves entries: data and flags of masked entries move together.
+
+    The flags say "masked", not "valid", so that zeros a function brings in (`triu`, `diag`)
+    come out as valid entries. Sparse storage becomes dense.
+
+    Args:
+        function: its first argument is an array or a sequence of arrays; it returns arrays
+            of their entries (and zeros).
+        variadic: all positional arguments are arrays.
+    """
+    first = next(iter(inspect.signature(function).parameters))
+
+    @functools.wraps(function)
+    def lifted(*args: Argument, **kwargs: Argument) -> PyTree:
+        if not args and first in kwargs:
+            args = (kwargs.pop(first),)
+        operands, others = (args, ()) if variadic else (args[:1], args[1:])
+        operands = jax.tree.map(adopted, operands, is_leaf=is_tensor)
+        leaves = jax.tree.leaves(operands, is_leaf=is_tensor)
+        if not any(map(is_tensor, leaves)):
+            return function(*args, **kwargs)
+
+        def moved(part: Callable[[Tensor], jax.Array]) -> PyTree:
+            return function(*jax.tree.map(part, operands, is_leaf=is_tensor), *others, **kwargs)
+
+        operands = jax.tree.map(
+            lambda x: dense(x, function.__name__), operands, is_leaf=is_tensor
+        )
+        data = moved(data_of)
+        if not any_masked(*leaves):
+            return data
+        return jax.tree.map(lambda x, hidden: joined(x, ~hidden), data, moved(is_hidden))
+
+    return lifted
+
+
+# --- contracts ---------------------------------------------------------------------------
+
+
+def contracts(function: Function, first: int = 0, last: int | None = 2) -> Function:
+    """Lift a sum of products: masked entries add nothing, a sum exists where a term does.
+
+    This is masked semantics over the products that exist, like `sum(a * b)`. A valid inf or
+    nan meets masked entries as zeros, and inf * 0 is nan. Sparse storage becomes dense.
+
+    Args:
+        function: multiplies its arguments from `first` to `last` and sums the products.
+    """
+    why = "a product of two matrices, of which one is sparse, is jmask.dot"
+
+    @functools.wraps(function)
+    def lifted(*args: Argument, **kwargs: Argument) -> Tensor:
+        operands = [adopted(x) for x in args[first:last]]
+        if not any(map(is_tensor, operands)):
+            return function(*args, **kwargs)
+        operands = [dense(x, function.__name__, why) for x in operands]
+
+        def contracted(operands: Sequence[ArrayLike], **options: Argument) -> jax.Array:
+            others = () if last is None else args[last:]
+            return function(*args[:first], *operands, *others, **{**kwargs, **options})
+
+        if not any_masked(*operands):
+            return contracted(operands)
+        values = contracted([filled(x) for x in operands])
+        # Terms are counted in float32, whatever the values are summed in.
+        options = {"preferred_element_type": None} if "preferred_element_type" in kwargs else {}
+        return joined(values, contracted([existing(x) for x in operands], **options) > 0.5)
+
+    return lifted
+
+
+def filled(x: TensorLike) -> Tensor:
+    """Return a masked tensor's data with zeros where it is masked, on its storage."""
+    if not isinstance(x, MaskedTensor):
+        return x
+    values = stored_values(x.storage)
+    return with_stored_values(x.storage, jnp.where(x.valid, values, jnp.zeros_like(values)))
+
+
+def existing(x: TensorLike) -> Tensor:
+    """Return 1 where an entry exists and 0 elsewhere, on the storage of the tensor."""
+    if isinstance(x, MaskedTensor):
+        return with_stored_values(x.storage, x.valid.astype(jnp.float32))
+    return jnp.ones(jnp.shape(x), jnp.float32)

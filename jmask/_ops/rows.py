@@ -1,0 +1,267 @@
+"""Zero semantics of functions of entries: which sparse results they have, by three words.
+
+An entry that an ordinary sparse tensor does not store is a zero. What a function makes of it is
+said in its line of the table, or seen by evaluating the function at zeros:
+
+| word     | says of the function                        | example     | result            |
+|----------|---------------------------------------------|-------------|-------------------|
+| `scales` | linear in these operands, all others held   | x * d       | sparse: 0 * d = 0 |
+| `adds`   | linear in all operands together             | d + x       | d plus rows       |
+| neither  | f(0, ..., 0) is evaluated, as far as known  | sqrt, x > 1 | sparse if it is 0 |
+
+A few are 0 where some operands are 0, and not linear in them (`vanishes`): where(x > 0, d, 0).
+
+Everything else is dense, with the warning. The product with what is not stored is 0, as in
+every sparse library, also where the other factor is inf or nan: but for numbers that are known.
+
+Equal positions add. A linear function of one sparse operand is applied to each of them; before
+any other function they are summed. At padding, where entries do not exist, a function gets
+`safe` for the same reason as under a mask (`lift.py`).
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.sparse import BCOO, BCSR
+
+from jmask._base.array_types import adds_when_cast, trailing
+from jmask._base.fallback import report_fallback
+from jmask._base.types import Function, HostArray, Shape, Sparse, Tensor, TensorLike
+from jmask._tables.stored_table import add_to_dense
+from jmask._tensors.masked_tensor import common_shape
+from jmask._tensors.row_sparse import RowSparse
+from jmask._tensors.storage import (
+    as_dense,
+    compressed,
+    is_sparse,
+    is_stored,
+    same_positions,
+    sampled,
+    stored_values,
+    summed,
+    unique_positions,
+    with_stored_values,
+)
+
+
+class Words(NamedTuple):
+    """What a function makes of zeros.
+
+    Attributes:
+        adds: whether it is linear in all operands together.
+        scales: the sets of operands in which it is linear together.
+        vanishes: more sets of operands: it is 0 where all of one are.
+        by_arrays: whether that holds with arrays for the other operands: 0 / d may be nan.
+    """
+
+    adds: bool
+    scales: Sequence[set[int]]
+    vanishes: Sequence[set[int]]
+    by_arrays: bool
+
+
+def on_stored_values(
+    function: Function, operands: Sequence[TensorLike], name: str, safe: float, words: Words
+) -> Tensor:
+    """Apply a function of entries to operands of which some are sparse and none is masked."""
+    # Numbers of NumPy stay as they are: they are known under jit too.
+    operands = [x if is_sparse(x) or np.ndim(x) == 0 else jnp.asarray(x) for x in operands]
+    if any(isinstance(x, RowSparse) and x.leading > 1 for x in operands):
+        return _of_stacked_tables(function, operands, name, safe, words)
+    shape = common_shape([np.shape(x) for x in operands])
+    sparse = [x for x in operands if is_sparse(x)]
+    for x in sparse:
+        if isinstance(x, RowSparse):
+            x.check_single()
+    if _one_layout(sparse, shape):
+        keeps_zeros, is_linear = _at_zero(function, operands, words)
+        if keeps_zeros and is_linear and (len(sparse) == 1 or isinstance(sparse[0], RowSparse)):
+            return _each_alone(function, operands, shape)
+        if keeps_zeros:
+            return _on_common_positions(function, operands, safe, shape)
+        full = [x for x in operands if not is_sparse(x)]
+        is_sum = words.adds and len(full) == 1 and np.shape(full[0]) == shape
+        if is_sum and isinstance(sparse[0], RowSparse):
+            rows = _each_alone(
+                function, [x if is_sparse(x) else _zero(x) for x in operands], shape
+            )
+            without_rows = [_zero(x) if is_sparse(x) else x for x in operands]
+            # The array itself, if it can be: a copy of it would not be updated in place.
+            ones = [np.ones((), x.dtype) if x is full[0] else _zero(x) for x in operands]
+            is_array = _evaluated(function, ones) == 1
+            return add_to_dense(full[0] if is_array else function(*without_rows), rows)
+    report_fallback(
+        f"`{name}` made a sparse tensor of shape {tuple(sparse[0].shape)} dense, at O(size) "
+        "cost: it does not keep zeros, or combines storages"
+    )
+    return function(*map(as_dense, operands))
+
+
+def _one_layout(sparse: Sequence[Sparse], shape: Shape) -> bool:
+    """Decide whether the result can have the layout of the sparse operands."""
+    if all(isinstance(x, RowSparse) for x in sparse):
+        return all(x.ndim == len(shape) and x.shape[0] == shape[0] for x in sparse)
+    if not all(isinstance(x, BCOO | BCSR) and x.shape == shape for x in sparse):
+        return False
+    return not any(x.n_batch for x in sparse) and len({x.n_dense for x in sparse}) == 1
+
+
+# --- at zeros ----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def trial() -> Iterator[None]:
+    """Context in which a function is evaluated on numbers, also while something is traced.
+
+    What comes out may be nan, and `jax_debug_nans` is not to take it for a mistake.
+    """
+    with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
+        yield
+
+
+def _at_zero(
+    function: Function, operands: Sequence[TensorLike], words: Words
+) -> tuple[bool, bool]:
+    """Decide whether zeros stay zeros, and whether the function is linear in what is sparse."""
+    zeros = [_zero(x) for x in operands]
+    sparse = {i for i, x in enumerate(operands) if is_sparse(x)}
+    others = [x for x in operands if not is_sparse(x)]
+    known = {i for i, x in enumerate(operands) if _is_known(x)}
+    linear = words.adds or any(sparse <= one for one in words.scales)
+    if len(known) == len(others):
+        pairs = zip(operands, zeros, strict=True)
+        value = _evaluated(function, [zero if is_sparse(x) else x for x, zero in pairs])
+        zero = value is not None and not value.any()
+    else:
+        vanishing = sparse | {i for i in known if not np.asarray(operands[i]).any()}
+        fits = words.by_arrays or all(np.ndim(x) == 0 for x in others)
+        zero = fits and any(one <= vanishing for one in (*words.scales, *words.vanishes))
+    if zero and linear:
+        dtype = jax.eval_shape(function, *zeros).dtype
+        linear = all(adds_when_cast(operands[i].dtype, dtype) for i in sparse)
+    return zero, linear
+
+
+def _is_known(x: TensorLike) -> bool:
+    return not is_sparse(x) and np.ndim(x) == 0 and not isinstance(x, jax.core.Tracer)
+
+
+def _zero(x: TensorLike) -> HostArray:
+    return np.zeros((), x.dtype)
+
+
+def _evaluated(function: Function, numbers: Sequence[TensorLike]) -> HostArray | None:
+    """Return the function of numbers; None if its closure holds arrays that are traced."""
+    with trial():
+        value = function(*map(jnp.asarray, numbers))
+        return None if isinstance(value, jax.core.Tracer) else np.asarray(value)
+
+
+# --- at stored positions -----------------------------------------------------------------
+
+
+def _each_alone(function: Function, operands: Sequence[TensorLike], shape: Shape) -> Sparse:
+    """Return the rows that each sparse operand adds, side by side: not coalesced."""
+    places = [i for i, x in enumerate(operands) if is_sparse(x)]
+    sparse, results = [operands[i] for i in places], []
+    for place, x in zip(places, sparse, strict=True):
+        alone = [_zero(y) if i in places and i != place else y for i, y in enumerate(operands)]
+        part = function(*_sampled(alone, [stored_values(x)], x, shape))
+        results.append(_broadcast(part, x, shape))
+    if len(sparse) == 1:
+        return with_stored_values(sparse[0], results[0], shape)
+    ids = jnp.concatenate([x.row_ids() for x in sparse])
+    return RowSparse(ids, jnp.concatenate(results), shape)
+
+
+def _on_common_positions(
+    function: Function, operands: Sequence[TensorLike], safe: float, shape: Shape
+) -> Sparse:
+    """Apply the function where any operand stores an entry; equal positions are summed."""
+    sparse = [x for x in operands if is_sparse(x)]
+    is_compressed = all(isinstance(x, BCSR) for x in sparse)
+    if all(same_positions(sparse[0], x) for x in sparse[1:]):
+        sparse = [unique_positions(x) for x in sparse]
+    else:
+        sparse = _on_union(sparse)
+    like, values = sparse[0], [stored_values(x) for x in sparse]
+    exists = trailing(is_stored(like), values[0].ndim)
+    arrays = _sampled(operands, values, like, shape)
+    arrays = [x if _is_known(x) else where_or(exists, x, safe) for x in arrays]
+    result = function(*arrays)
+    result = jnp.where(exists, result, jnp.zeros((), result.dtype))
+    result = with_stored_values(like, _broadcast(result, like, shape), shape)
+    return compressed(result) if is_compressed and isinstance(result, BCOO) else result
+
+
+def where_or(valid: jax.Array, x: jax.Array, safe: float) -> jax.Array:
+    """Return `x` where `valid`, and elsewhere `safe`, or 1 of integers."""
+    number = safe if jnp.issubdtype(x.dtype, jnp.inexact) else 1
+    return jnp.where(valid, x, jnp.asarray(number, x.dtype))
+
+
+def _sampled(
+    operands: Sequence[TensorLike], values: Sequence[jax.Array], like: Sparse, shape: Shape
+) -> list[jax.Array]:
+    """Return the operands at the positions of `like`; `values` are those of the sparse ones."""
+    stored = iter(values)
+    return [
+        next(stored) if is_sparse(x) else sampled(x, like, shape) if np.ndim(x) else x
+        for x in operands
+    ]
+
+
+def _broadcast(values: jax.Array, like: Sparse, shape: Shape) -> jax.Array:
+    if not isinstance(like, RowSparse):
+        return values
+    return jnp.broadcast_to(values, (like.nse, *shape[1:]))
+
+
+def _on_union(sparse: Sequence[Sparse]) -> list[Sparse]:
+    """Return the tensors, each storing the positions that any of them stores, once."""
+    entries: list[Sparse] = [x.to_bcoo() if isinstance(x, BCSR) else x for x in sparse]
+    starts = np.cumsum([0, *(stored_values(x).shape[0] for x in entries)])
+
+    def among_all(x: Sparse, start: int) -> jax.Array:
+        values = stored_values(x)
+        after = starts[-1] - start - values.shape[0]
+        return jnp.pad(values, [(start, after), *[(0, 0)] * (values.ndim - 1)])
+
+    pairs = [(x, among_all(x, start)) for x, start in zip(entries, starts, strict=False)]
+    if isinstance(entries[0], RowSparse):
+        ids = jnp.concatenate([x.row_ids() for x in entries])
+        return [RowSparse(ids, values, x.shape).coalesce() for x, values in pairs]
+    indices = jnp.concatenate([x.indices for x in entries])
+    nse = indices.shape[0] if isinstance(indices, jax.core.Tracer) else None
+    return [summed(BCOO((values, indices), shape=x.shape), nse) for x, values in pairs]
+
+
+# --- stacked tables ----------------------------------------------------------------------
+
+
+def _of_stacked_tables(
+    function: Function, operands: Sequence[TensorLike], name: str, safe: float, words: Words
+) -> Tensor:
+    """Apply the function to tensors (M, V, *row), some of which store rows of (M * V, *row)."""
+    rows = [x for x in operands if isinstance(x, RowSparse)]
+    finest = max(rows, key=lambda x: x.leading)
+    flat = finest.flat().shape
+
+    def flattened(x: TensorLike) -> Tensor:
+        if np.ndim(x) and x.shape != finest.shape:
+            raise ValueError(
+                f"{finest!r} of stacked tables takes numbers and tensors of its shape, got "
+                f"shape {tuple(x.shape)}: broadcast that first, or use x.flat() or x.todense()."
+            )
+        if isinstance(x, RowSparse):
+            return x.with_leading(finest.leading).flat()
+        return x.reshape(flat) if np.ndim(x) else x
+
+    result = on_stored_values(function, list(map(flattened, operands)), name, safe, words)
+    if isinstance(result, RowSparse):
+        return result.stacked_as(finest)
+    return result.reshape(finest.shape)
