@@ -1,0 +1,473 @@
+"""`gradcheck`: the gradients of a function against differences, in a stated semantics.
+
+A function of a sparse tensor may take the entries that are not stored for zeros, which can
+change and have a gradient, or for nothing at all. The two have different gradients, and a
+check must say which it checks:
+
+    x = BCOO of [[-, 1],          d(x @ x)[0, 0] / dx[0, 0]      plain 2 x[0, 0] = 0, and
+                 [2, 3]]          d(x @ x)[0, 1] / dx[0, 0]      plain x[0, 1] = 1, masked 0
+
+The function becomes one of real vectors: a chart maps a vector to its arguments, and its results
+are read as a vector (see `chart`). Its Jacobian J (inputs, outputs) is computed twice:
+
+    f(x) = x0 * x1 at (2, 3)      numerical  [[3], [2]]     (f(2 + h, 3) - f(2 - h, 3)) / 2h = 3
+                                  reverse    [[3], [2]]     pullback(1) = (3, 2)
+                                  forward    [[3], [2]]     jvp along (1, 0) = 3, (0, 1) = 2
+
+An entry that is not stored is moved numerically in a tensor that stores every entry; JAX sees it
+by a placeholder (see `_tensors.specified`). The slow check compares all of J, the fast one its
+combinations along random directions. Order 2 is the check of
+
+    (x, c) -> J(x) c     the vjp, for a cotangent c; or the jvp, for a tangent
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmask._base.types import Function, HostArray, PyTree, Tensor
+from jmask._base.validation import check_flag, check_leaves, shown
+from jmask._gradcheck.chart import Chart, Leaf, Outputs, blocks
+from jmask._gradcheck.message import Coordinate, GradcheckError, Setting
+from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
+
+# Positive and negative, large and small. Powers of two: a right rule is rounded alike.
+MULTIPLES = (1.0, -1.0, 2.0**10, -(2.0**10), 2.0**-10, -(2.0**-10))
+EVERY_OUTPUT = Coordinate("all outputs", "specified", "at random")
+
+Rule = Callable[..., HostArray]
+
+
+def gradcheck(
+    fun: Function,
+    args: PyTree,
+    *,
+    masked: bool = False,
+    eps: float = 1e-6,
+    atol: float = 1e-5,
+    rtol: float = 1e-3,
+    modes: Sequence[str] = ("rev", "fwd"),
+    order: int = 1,
+    fast: bool = False,
+    raise_exception: bool = True,
+) -> bool:
+    """Check the gradients of a function against central differences.
+
+    Args:
+        fun: takes `args`, returns any pytree. It is run eagerly, in double precision; to
+            check it under `jit`, pass the jitted function.
+        args: a tuple of arguments, or a single one: pytrees of arrays, `MaskedTensor`, BCOO,
+            BCSR and `RowSparse`, real or complex. Integers and booleans stay as they are.
+        masked: the semantics. False: entries that are not specified are zeros, and every
+            entry is checked. True: only specified entries exist; the gradient at all others
+            must be exactly zero.
+        eps: the step of the differences, times the size of an entry if that is over 1.
+        atol, rtol: a derivative may differ by `atol + rtol * abs(numerical)`.
+        modes: "rev" for reverse mode (vjp), "fwd" for forward mode (jvp): a name, or both
+            in a tuple.
+        order: 2 checks gradients of gradients too, in every mode.
+        fast: compare along one random direction of each input, in place of every entry. It
+            takes a few evaluations whatever the size of the arguments, names no entry, and
+            misses faults that the tolerance of a sum allows.
+        raise_exception: whether to raise where the check fails, or return False.
+
+    Returns:
+        True if the gradients are right; False if not and `raise_exception` is False.
+
+    Raises:
+        GradcheckError: if a gradient is wrong, or does not exist: the function changes a
+            mask of its output, is not deterministic, or cannot be differentiated in one of
+            `modes`. The message names the input, the entry, and what to try.
+        TypeError, ValueError: if an argument of `gradcheck` is wrong, or nothing can be
+            differentiated.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> from jax.experimental.sparse import BCOO
+        >>> x = BCOO.fromdense(jnp.array([[0., 1.], [2., 3.]]))
+        >>> jmask.gradcheck(lambda x: x @ jnp.ones(2), x, masked=True)
+        True
+        >>> jmask.gradcheck(lambda x: jmask.todense(x) @ jnp.ones(2), x)
+        True
+        >>> jmask.gradcheck(lambda x: x @ jnp.ones(2), x, raise_exception=False)
+        False
+
+    References:
+        The two semantics are those of `torch.autograd.gradcheck` for sparse inputs.
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"`fun` must be a function, got {type(fun).__name__}: write "
+            "jmask.gradcheck(fun, args)."
+        )
+    modes = (modes,) if isinstance(modes, str) else modes
+    is_list = isinstance(modes, list | tuple) and len(modes) > 0
+    if not is_list or not all(isinstance(x, str) and x in ("rev", "fwd") for x in modes):
+        raise ValueError(f'`modes` must be ("rev",), ("fwd",) or both, got {shown(modes)}.')
+    for name, value in {"eps": eps, "atol": atol, "rtol": rtol}.items():
+        if not isinstance(value, int | float | np.number) or isinstance(value, bool):
+            raise TypeError(f"`{name}` must be a number, got {type(value).__name__}.")
+        if not (np.isfinite(value) and value >= 0) or (name == "eps" and value == 0):
+            raise ValueError(f"`{name}` must be a positive number, got {value!r}.")
+    if isinstance(order, bool) or not isinstance(order, int) or order not in (1, 2):
+        raise ValueError(f"`order` must be 1 or 2, got {shown(order)}.")
+    flags = {"masked": masked, "fast": fast, "raise_exception": raise_exception}
+    for name, flag in flags.items():
+        check_flag(name, flag)
+    args = args if type(args) is tuple else (args,)
+    check_leaves("args", args)
+
+    setting = Setting(masked, eps, atol, rtol)
+    try:
+        with jax.enable_x64(True):
+            problem = _problem(fun, args, setting)
+            smooth = _check(problem, modes, fast)
+            if order == 2:
+                gradient = _gradient_problem(problem, smooth, is_reverse="rev" in modes)
+                _check(gradient, modes, fast)
+    except GradcheckError:
+        if raise_exception:
+            raise
+        return False
+    return True
+
+
+# --- the function of real vectors --------------------------------------------------------
+
+
+class Problem(NamedTuple):
+    """A function of real vectors, to be differentiated at a point.
+
+    Attributes:
+        inputs, outputs: its coordinates in words.
+        near: its value at a point near by, for differences. It takes what the step is called
+            too, and raises a `GradcheckError` if there is no derivative.
+        stored: its value where every entry is stored; None if that is not asked.
+        smooth: the function that JAX differentiates, then what replaces it if JAX cannot.
+    """
+
+    setting: Setting
+    point: HostArray
+    inputs: list[Coordinate]
+    outputs: list[Coordinate]
+    near: Callable[[HostArray, str], HostArray]
+    stored: Callable[[str], HostArray] | None
+    smooth: Sequence[Function]
+
+    def vanishes(self, kind: str) -> bool:
+        """Decide whether derivatives along coordinates of this kind must be zero."""
+        return kind == "hidden" or (self.setting.masked and kind == "unspecified")
+
+
+def _problem(fun: Function, args: PyTree, setting: Setting) -> Problem:
+    """Return a function by the chart of its arguments."""
+    chart = Chart(args, "args")
+    run = lambda build, point: fun(*chart.arguments(point, build))
+    outputs = Outputs(run(Leaf.at, chart.point), setting)
+    every_entry = lambda what: outputs.checked(run(Leaf.with_every_entry, chart.point), what)
+    has_zeros = not setting.masked and any(x.kind == "unspecified" for x in chart.coordinates)
+    return Problem(
+        setting,
+        chart.point,
+        chart.coordinates,
+        outputs.coordinates,
+        near=lambda point, what: outputs.checked(run(Leaf.near, point), what),
+        stored=every_entry if has_zeros else None,
+        # A rule of the function (custom_vjp) may insist on the structure of its arguments. Then
+        # it has no gradient at entries that are not there, and needs no placeholders.
+        smooth=(
+            lambda point: outputs.vector(run(Leaf.with_placeholder, point)),
+            lambda point: outputs.vector(run(Leaf.at, point)),
+        ),
+    )
+
+
+def _gradient_problem(problem: Problem, smooth: Function, is_reverse: bool) -> Problem:
+    """Return the vjp of a checked function, or its jvp, as a function of point and vector."""
+    size = problem.point.size
+    renamed = lambda what, names: [x._replace(path=f"{what} of {x.path}") for x in names]
+
+    def gradient(point: jax.Array) -> jax.Array:
+        x, vector = point[:size], point[size:]
+        if is_reverse:
+            return jax.vjp(smooth, x)[1](vector)[0]
+        return jax.jvp(smooth, (x,), (vector,))[1]
+
+    if is_reverse:
+        vector = renamed("cotangent", problem.outputs)
+        outputs = renamed("gradient", problem.inputs)
+    else:
+        vector = renamed("tangent", problem.inputs)
+        outputs = renamed("tangent", problem.outputs)
+    return Problem(
+        dataclasses.replace(problem.setting, order=2),
+        np.concatenate([problem.point, _random(np.random.default_rng(1), len(vector))]),
+        problem.inputs + vector,
+        outputs,
+        near=lambda point, what: np.asarray(gradient(jnp.asarray(point))),
+        stored=None,
+        smooth=(gradient,),
+    )
+
+
+def _check_premises(problem: Problem) -> None:
+    """Check that the function has one value, which is no nan, stored zeros or not."""
+    what = "running the function again"
+    here, again = (problem.near(problem.point, what) for _ in range(2))
+    for at in np.flatnonzero((here != again) & ~(np.isnan(here) & np.isnan(again)))[:1]:
+        raise GradcheckError(
+            f"{problem.outputs[at]} was {here[at]:.9g} and then {again[at]:.9g} for the same "
+            "input: the function is not deterministic. To try: fix its random key or state."
+        )
+    for at in np.flatnonzero(np.isnan(here))[:1]:
+        raise GradcheckError(
+            f"{problem.outputs[at]} is nan at the given input, so it has no derivative there. "
+            "To try: an input at which the function is defined."
+        )
+    if problem.stored is None:
+        return
+    what, advice = "storing zeros at unspecified entries", f"\n{problem.setting.fields("mask")}"
+    try:
+        stored = problem.stored(what)
+    except GradcheckError:
+        raise
+    except Exception as reason:
+        raise GradcheckError(
+            f"{what} made the function raise {type(reason).__name__}: {reason}{advice}"
+        ) from reason
+    for at in np.flatnonzero(~np.isclose(here, stored, rtol=1e-9, atol=1e-9))[:1]:
+        raise GradcheckError(
+            f"{what} changed {problem.outputs[at]} from {here[at]:.9g} to {stored[at]:.9g}: the "
+            "function tells an unspecified entry from a zero, so it has no derivative there."
+            f"{advice}"
+        )
+
+
+# --- its derivatives ---------------------------------------------------------------------
+
+
+class Direction(NamedTuple):
+    """Steps along the coordinates at `at`; `name` is what a message calls them."""
+
+    name: Coordinate
+    at: HostArray
+    steps: HostArray
+
+    def dense(self, size: int) -> HostArray:
+        direction = np.zeros(size)
+        direction[self.at] = self.steps
+        return direction
+
+
+def _units(coordinates: Sequence[Coordinate]) -> list[Direction]:
+    return [Direction(x, np.array([i]), np.ones(1)) for i, x in enumerate(coordinates)]
+
+
+def _random(rng: np.random.Generator, size: int) -> HostArray:
+    """Numbers of random sign whose sizes are between 0.5 and 1.5: none is lost in a sum."""
+    return rng.choice([-1.0, 1.0], size) * rng.uniform(0.5, 1.5, size)
+
+
+def _combined(directions: Sequence[Direction], rows: HostArray) -> HostArray:
+    """Return the combination of rows, one for each coordinate, along each direction."""
+    return np.array([x.steps @ rows[x.at] for x in directions])
+
+
+def _differences(
+    problem: Problem, directions: Sequence[Direction], scales: HostArray
+) -> HostArray:
+    """Return the derivatives (directions, outputs) by differences; 0 where they must be."""
+    derivatives = np.zeros((len(directions), len(problem.outputs)))
+    for row, direction in zip(derivatives, directions, strict=True):
+        if problem.vanishes(direction.name.kind):
+            continue
+        h = problem.setting.eps * np.min(scales[direction.at] / np.abs(direction.steps))
+        step = h * direction.dense(problem.point.size)
+        what = f"a step in {direction.name}"
+        up, down = (problem.near(problem.point + s, what) for s in (step, -step))
+        with np.errstate(invalid="ignore"):  # 0 where both are the same infinity
+            row[:] = np.where(up == down, 0, up - down) / (2 * h)
+    return derivatives
+
+
+def _rules(problem: Problem, modes: Sequence[str]) -> tuple[Function, dict[str, Rule]]:
+    """Return the function that JAX differentiates, and its derivative rule in each mode."""
+    for smooth in problem.smooth:
+        rules: dict[str, Rule] = {}
+        try:
+            for mode in modes:
+                rules[mode] = _rule(problem, smooth, mode)
+            return smooth, rules
+        except Exception as error:
+            failed, reason = mode, error
+    raise problem.setting.unsupported(failed, reason) from reason
+
+
+def _rule(problem: Problem, smooth: Function, mode: str) -> Rule:
+    """Return what takes a cotangent to a gradient, or a tangent to that of the outputs."""
+    point = jnp.asarray(problem.point)
+    if mode == "rev":
+        _, pullback = jax.vjp(smooth, point)
+        size, rule = len(problem.outputs), lambda cotangent: pullback(cotangent)[0]
+    else:
+        _, rule = jax.linearize(smooth, point)
+        size = len(problem.inputs)
+    rule(jnp.zeros(size))  # custom rules are called here first, and may raise
+    return lambda direction, by=1.0: np.asarray(rule(by * direction.dense(size))) / by
+
+
+# --- their comparison --------------------------------------------------------------------
+
+
+def _check(problem: Problem, modes: Sequence[str], fast: bool) -> Function:
+    """Check a function, and return it in the form that JAX differentiates."""
+    _check_premises(problem)
+    smooth, rules = _rules(problem, modes)
+    rng, point = np.random.default_rng(0), problem.point
+    scales = np.where(np.isfinite(point), np.maximum(1, np.abs(point)), 1)
+    weights, steps = _random(rng, len(problem.outputs)), scales * _random(rng, point.size)
+    random_inputs = [
+        Direction(problem.inputs[at[0]]._replace(entry="a random direction"), at, steps[at])
+        for at in blocks(problem.inputs)
+    ]
+    random_outputs = [Direction(EVERY_OUTPUT, np.arange(weights.size), weights)]
+    inputs = random_inputs if fast else _units(problem.inputs)
+    outputs = _units(problem.outputs)
+    cotangents = random_outputs if fast else outputs
+
+    differences = _differences(problem, inputs, scales)
+    for mode, rule in rules.items():
+        if mode == "rev":
+            along, across, random = cotangents, inputs, random_outputs
+            numerical = _combined(cotangents, differences.T)
+        else:
+            along, across, random = inputs, outputs, random_inputs
+            numerical = differences
+        rows = lambda directions, by=1.0: _combined(
+            across, np.array([rule(x, by) for x in directions]).T
+        ).T
+        analytical = rows(along)
+        _compare(problem, mode, along, across, numerical, analytical)
+        # A rule may be right along each coordinate, and wrong along combinations and multiples.
+        expected = analytical if fast else _combined(random, analytical)
+        for by in MULTIPLES:
+            times = "" if by == 1 else f" (times {by:g}, and divided by it)"
+            named = [x._replace(name=x.name._replace(entry=x.name.entry + times)) for x in random]
+            _compare(problem, mode, named, across, expected, rows(random, by), "not linear")
+    return smooth
+
+
+def _compare(
+    problem: Problem,
+    mode: str,
+    along: Sequence[Direction],
+    across: Sequence[Direction],
+    numerical: HostArray,
+    analytical: HostArray,
+    fault: str = "",
+) -> None:
+    """Raise the error of the worst derivative of the first block that has a wrong one.
+
+    Args:
+        along, across: the directions of the rows and columns. In reverse mode the rows are
+            cotangents, in forward mode tangents.
+        fault: an item of `ADVICE`, if it is known.
+    """
+    setting = problem.setting
+    if mode == "rev":
+        along, across, numerical, analytical = across, along, numerical.T, analytical.T
+    inputs, outputs = ([x.name for x in directions] for directions in (along, across))
+    allowed = setting.atol + setting.rtol * np.abs(numerical)
+    allowed[[problem.vanishes(x.kind) for x in inputs]] = 0
+    with np.errstate(invalid="ignore"):
+        excess = np.abs(analytical - numerical) - allowed
+    excess[np.isnan(excess)] = np.inf
+    for rows in blocks(inputs):
+        for columns in blocks(outputs):
+            part = excess[np.ix_(rows, columns)]
+            if not (part > 0).any():
+                continue
+            # The first of the worst: rounding would decide which of several equal ones.
+            first = np.argmax(part >= 0.99 * part.max())
+            row, column = np.unravel_index(first, part.shape)
+            row, column = rows[row], columns[column]
+            raise problem.setting.mismatch(
+                mode,
+                (inputs[row], outputs[column]),
+                (numerical[row, column], analytical[row, column]),
+                part,
+                fault or inputs[row].kind,
+            )
+
+
+# --- masked functions --------------------------------------------------------------------
+
+
+def is_masked_function(fun: Function, x: PyTree) -> bool:
+    """Decide by trying whether f(x + dx) = f(sparse_mask(x + dx, x)) for small dx.
+
+    A `MaskedTensor` keeps its mask in x + dx: dx moves the values under it, and the zeros that
+    `todense` reads there. A sparse x + dx stores every entry. So a product `x @ y` of a sparse
+    x is no masked function, although its gradient in JAX has entries where x has: it takes
+    stored zeros for no entries. After `sparse_mask` it is one.
+
+    Args:
+        fun: takes `x`, returns any pytree.
+        x: a sparse or masked tensor, or a pytree with some; floating or complex.
+
+    Returns:
+        False if a random dx of size 0.01 or 0.0001 shows a difference. Entries that do not
+        exist in either result are not compared.
+
+    Raises:
+        ValueError: if `x` or the result holds no floating or complex numbers.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> from jax.experimental.sparse import BCOO
+        >>> x = BCOO.fromdense(jnp.array([[0., 1.], [2., 3.]]))
+        >>> jmask.is_masked_function(lambda y: y @ jnp.ones(2), x)
+        False
+        >>> jmask.is_masked_function(lambda y: jmask.sparse_mask(y, x) @ jnp.ones(2), x)
+        True
+
+    References:
+        Nikita Vedeneev's definition in pytorch/pytorch#95405.
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"`fun` must be a function, got {shown(fun)}: write "
+            "jmask.is_masked_function(fun, x)."
+        )
+    check_leaves("x", x)
+
+    def with_other_entries(leaf: Leaf, point: HostArray) -> Tensor:
+        if isinstance(leaf.tensor, MaskedTensor):
+            return leaf.with_placeholder(point)
+        return leaf.with_every_entry(point) if is_tensor(leaf.tensor) else leaf.at(point)
+
+    with jax.enable_x64(True):
+        chart, setting = Chart((x,), "x"), Setting(False, 1.0, 0.0, 0.0)
+        kinds = np.array([c.kind for c in chart.coordinates])
+        rng = np.random.default_rng(0)
+        for size in (1e-2, 1e-2, 1e-4, 1e-4):
+            steps = size * _random(rng, kinds.size)
+            # Values under a mask are replaced: they may be nan, and stay so in a sum.
+            near = np.where(kinds == "hidden", steps, chart.point + steps)
+            masked = np.where(kinds == "specified", near, chart.point)
+            result = fun(*chart.arguments(masked, Leaf.at))
+            outputs = Outputs(result, setting)
+            expected = np.asarray(outputs.vector(result))
+            try:
+                result = fun(*chart.arguments(near, with_other_entries))
+                moved = outputs.checked(result, "moving other entries")
+            except GradcheckError:
+                return False
+            scale = np.max(np.abs(expected), initial=1, where=np.isfinite(expected))
+            if not np.allclose(moved, expected, rtol=1e-11, atol=1e-12 * scale, equal_nan=True):
+                return False
+    return True
