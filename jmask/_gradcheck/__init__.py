@@ -1,8 +1,6 @@
 """`jmask.gradcheck`: gradients against differences, in plain and in masked semantics.
 
-gradcheck           the check, and gradients of gradients
-problem             the function with its arguments, and the premises of a check
-entries             the entries of its inputs, which are moved
-jacobian            derivatives by differences and by JAX: every entry, random directions
+check               the check, gradients of gradients, and `is_masked_function`
+chart               arguments and results as real vectors
 message             the errors
 """

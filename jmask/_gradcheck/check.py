@@ -7,21 +7,22 @@ check must say which it checks:
     x = BCOO of [[-, 1],          d(x @ x)[0, 0] / dx[0, 0]      plain 2 x[0, 0] = 0, and
                  [2, 3]]          d(x @ x)[0, 1] / dx[0, 0]      plain x[0, 1] = 1, masked 0
 
-The function becomes one of real vectors: a chart maps a vector to its arguments, and its results
-are read as a vector (see `chart`). Its Jacobian J (inputs, outputs) is computed twice:
+The function becomes one of real vectors: a chart maps a vector to its arguments, and its
+results are read as a vector (see `chart`). Its Jacobian (inputs, outputs) is computed twice:
 
     f(x) = x0 * x1 at (2, 3)      numerical  [[3], [2]]     (f(2 + h, 3) - f(2 - h, 3)) / 2h = 3
                                   reverse    [[3], [2]]     pullback(1) = (3, 2)
                                   forward    [[3], [2]]     jvp along (1, 0) = 3, (0, 1) = 2
 
-An entry that is not stored is moved numerically in a tensor that stores every entry; JAX sees it
-by a placeholder (see `_tensors.specified`). The slow check compares all of J, the fast one its
-combinations along random directions. Order 2 is the check of
-
-    (x, c) -> J(x) c     the vjp, for a cotangent c; or the jvp, for a tangent
+An entry that is not stored is moved numerically in a tensor that stores every entry; JAX sees
+it by a placeholder (see `_tensors.specified`). The fast check compares combinations of the
+Jacobian along random directions. Order 2 is the check of the vjp (x, cotangent) -> gradient as
+a function, or of the jvp.
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -121,10 +122,13 @@ def gradcheck(
     args = args if type(args) is tuple else (args,)
     check_leaves("args", args)
 
-    setting = Setting(masked, eps, atol, rtol)
     try:
         with jax.enable_x64(True):
-            problem = _problem(fun, args, setting)
+            chart = Chart(args, "args")
+            run = lambda build, point: fun(*chart.arguments(build, point))
+            problem = Problem(
+                run, chart.point, chart.coordinates, Setting(masked, eps, atol, rtol)
+            )
             smooth = _check(problem, modes, fast)
             if order == 2:
                 gradient = _gradient_problem(problem, smooth, is_reverse="rev" in modes)
@@ -139,111 +143,84 @@ def gradcheck(
 # --- the function of real vectors --------------------------------------------------------
 
 
-class Problem(NamedTuple):
-    """A function of real vectors, to be differentiated at a point.
+class Problem:
+    """A function of a real vector, to be differentiated at a point.
 
     Attributes:
-        inputs, outputs: its coordinates in words.
-        near: its value at a point near by, for differences. It takes what the step is called
-            too, and raises a `GradcheckError` if there is no derivative.
-        stored: its value where every entry is stored; None if that is not asked.
-        smooth: the function that JAX differentiates, then what replaces it if JAX cannot.
+        run: run(build, point) is its result, with arguments as a method of `Leaf` builds them.
+        inputs, outputs: the coordinates of the point and of the result, in words.
     """
 
-    setting: Setting
-    point: HostArray
-    inputs: list[Coordinate]
-    outputs: list[Coordinate]
-    near: Callable[[HostArray, str], HostArray]
-    stored: Callable[[str], HostArray] | None
-    smooth: Sequence[Function]
+    def __init__(
+        self, run: Function, point: HostArray, inputs: list[Coordinate], setting: Setting
+    ):
+        self.run, self.point, self.inputs, self.setting = run, point, inputs, setting
+        self._outputs = Outputs(run(Leaf.at, point), setting)
+        self.outputs = self._outputs.coordinates
+
+    def near(
+        self, point: HostArray, what: str, build: Callable[..., Tensor] = Leaf.near
+    ) -> HostArray:
+        """Return the value for differences; `what` is what the step is called in errors."""
+        return self._outputs.checked(self.run(build, point), what)
+
+    def smooth(self, build: Callable[..., Tensor], point: jax.Array) -> jax.Array:
+        """Return the value for JAX to differentiate."""
+        return self._outputs.vector(self.run(build, point))
 
     def vanishes(self, kind: str) -> bool:
         """Decide whether derivatives along coordinates of this kind must be zero."""
         return kind == "hidden" or (self.setting.masked and kind == "unspecified")
 
 
-def _problem(fun: Function, args: PyTree, setting: Setting) -> Problem:
-    """Return a function by the chart of its arguments."""
-    chart = Chart(args, "args")
-    run = lambda build, point: fun(*chart.arguments(point, build))
-    outputs = Outputs(run(Leaf.at, chart.point), setting)
-    every_entry = lambda what: outputs.checked(run(Leaf.with_every_entry, chart.point), what)
-    has_zeros = not setting.masked and any(x.kind == "unspecified" for x in chart.coordinates)
-    return Problem(
-        setting,
-        chart.point,
-        chart.coordinates,
-        outputs.coordinates,
-        near=lambda point, what: outputs.checked(run(Leaf.near, point), what),
-        stored=every_entry if has_zeros else None,
-        # A rule of the function (custom_vjp) may insist on the structure of its arguments. Then
-        # it has no gradient at entries that are not there, and needs no placeholders.
-        smooth=(
-            lambda point: outputs.vector(run(Leaf.with_placeholder, point)),
-            lambda point: outputs.vector(run(Leaf.at, point)),
-        ),
-    )
-
-
 def _gradient_problem(problem: Problem, smooth: Function, is_reverse: bool) -> Problem:
     """Return the vjp of a checked function, or its jvp, as a function of point and vector."""
-    size = problem.point.size
     renamed = lambda what, names: [x._replace(path=f"{what} of {x.path}") for x in names]
-
-    def gradient(point: jax.Array) -> jax.Array:
-        x, vector = point[:size], point[size:]
-        if is_reverse:
-            return jax.vjp(smooth, x)[1](vector)[0]
-        return jax.jvp(smooth, (x,), (vector,))[1]
-
     if is_reverse:
         vector = renamed("cotangent", problem.outputs)
         outputs = renamed("gradient", problem.inputs)
+        gradient = lambda x, c: jax.vjp(smooth, x)[1](c)[0]
     else:
         vector = renamed("tangent", problem.inputs)
         outputs = renamed("tangent", problem.outputs)
-    return Problem(
-        dataclasses.replace(problem.setting, order=2),
-        np.concatenate([problem.point, _random(np.random.default_rng(1), len(vector))]),
-        problem.inputs + vector,
-        outputs,
-        near=lambda point, what: np.asarray(gradient(jnp.asarray(point))),
-        stored=None,
-        smooth=(gradient,),
-    )
+        gradient = lambda x, t: jax.jvp(smooth, (x,), (t,))[1]
+    point = np.concatenate([problem.point, _random(np.random.default_rng(1), len(vector))])
+    run = lambda build, p: gradient(*jnp.split(jnp.asarray(p), [problem.point.size]))
+    setting = dataclasses.replace(problem.setting, order=2)
+    result = Problem(run, point, problem.inputs + vector, setting)
+    result.outputs = outputs
+    return result
 
 
 def _check_premises(problem: Problem) -> None:
-    """Check that the function has one value, which is no nan, stored zeros or not."""
+    """Check that the function has one value, no nan, and takes stored zeros for zeros."""
     what = "running the function again"
     here, again = (problem.near(problem.point, what) for _ in range(2))
-    for at in np.flatnonzero((here != again) & ~(np.isnan(here) & np.isnan(again)))[:1]:
+    for at in np.flatnonzero((here != again) & ~(np.isnan(here) & np.isnan(again))):
         raise GradcheckError(
             f"{problem.outputs[at]} was {here[at]:.9g} and then {again[at]:.9g} for the same "
             "input: the function is not deterministic. To try: fix its random key or state."
         )
-    for at in np.flatnonzero(np.isnan(here))[:1]:
+    for at in np.flatnonzero(np.isnan(here)):
         raise GradcheckError(
             f"{problem.outputs[at]} is nan at the given input, so it has no derivative there. "
             "To try: an input at which the function is defined."
         )
-    if problem.stored is None:
+    if problem.setting.masked or all(x.kind != "unspecified" for x in problem.inputs):
         return
-    what, advice = "storing zeros at unspecified entries", f"\n{problem.setting.fields("mask")}"
+    what, advice = "storing zeros at unspecified entries", problem.setting.fields("mask")
     try:
-        stored = problem.stored(what)
+        stored = problem.near(problem.point, what, Leaf.with_every_entry)
     except GradcheckError:
         raise
     except Exception as reason:
         raise GradcheckError(
-            f"{what} made the function raise {type(reason).__name__}: {reason}{advice}"
+            f"{what} made the function raise {type(reason).__name__}: {reason}\n{advice}"
         ) from reason
-    for at in np.flatnonzero(~np.isclose(here, stored, rtol=1e-9, atol=1e-9))[:1]:
+    for at in np.flatnonzero(~np.isclose(here, stored, rtol=1e-9, atol=1e-9)):
         raise GradcheckError(
-            f"{what} changed {problem.outputs[at]} from {here[at]:.9g} to {stored[at]:.9g}: the "
-            "function tells an unspecified entry from a zero, so it has no derivative there."
-            f"{advice}"
+            f"{what} changed {problem.outputs[at]} from {here[at]:.9g} to {stored[at]:.9g}: "
+            f"the function tells an unspecified entry from a zero.\n{advice}"
         )
 
 
@@ -274,7 +251,8 @@ def _random(rng: np.random.Generator, size: int) -> HostArray:
 
 def _combined(directions: Sequence[Direction], rows: HostArray) -> HostArray:
     """Return the combination of rows, one for each coordinate, along each direction."""
-    return np.array([x.steps @ rows[x.at] for x in directions])
+    combinations = [x.steps @ rows[x.at] for x in directions]
+    return np.reshape(combinations, (len(directions), *rows.shape[1:]))
 
 
 def _differences(
@@ -296,8 +274,10 @@ def _differences(
 
 def _rules(problem: Problem, modes: Sequence[str]) -> tuple[Function, dict[str, Rule]]:
     """Return the function that JAX differentiates, and its derivative rule in each mode."""
-    for smooth in problem.smooth:
-        rules: dict[str, Rule] = {}
+    # A rule of the function (custom_vjp) may insist on the structure of its arguments. Then it
+    # has no gradient at entries that are not there, and needs no placeholders.
+    for build in (Leaf.with_placeholder, Leaf.at):
+        smooth, rules = functools.partial(problem.smooth, build), {}
         try:
             for mode in modes:
                 rules[mode] = _rule(problem, smooth, mode)
@@ -308,16 +288,23 @@ def _rules(problem: Problem, modes: Sequence[str]) -> tuple[Function, dict[str, 
 
 
 def _rule(problem: Problem, smooth: Function, mode: str) -> Rule:
-    """Return what takes a cotangent to a gradient, or a tangent to that of the outputs."""
+    """Return what gives derivatives (directions, coordinates) along multiples of directions."""
     point = jnp.asarray(problem.point)
     if mode == "rev":
         _, pullback = jax.vjp(smooth, point)
-        size, rule = len(problem.outputs), lambda cotangent: pullback(cotangent)[0]
+        along, size = lambda cotangent: pullback(cotangent)[0], len(problem.outputs)
     else:
-        _, rule = jax.linearize(smooth, point)
+        _, along = jax.linearize(smooth, point)
         size = len(problem.inputs)
-    rule(jnp.zeros(size))  # custom rules are called here first, and may raise
-    return lambda direction, by=1.0: np.asarray(rule(by * direction.dense(size))) / by
+    other_size = along(
+        jnp.zeros(size)
+    ).size  # custom rules are called here first, and may raise
+
+    def derivatives(directions: Sequence[Direction], by: float = 1.0) -> HostArray:
+        rows = [np.asarray(along(jnp.asarray(by * x.dense(size)))) / by for x in directions]
+        return np.reshape(rows, (len(directions), other_size))
+
+    return derivatives
 
 
 # --- their comparison --------------------------------------------------------------------
@@ -330,34 +317,33 @@ def _check(problem: Problem, modes: Sequence[str], fast: bool) -> Function:
     rng, point = np.random.default_rng(0), problem.point
     scales = np.where(np.isfinite(point), np.maximum(1, np.abs(point)), 1)
     weights, steps = _random(rng, len(problem.outputs)), scales * _random(rng, point.size)
+    random_outputs = [Direction(EVERY_OUTPUT, np.arange(weights.size), weights)]
     random_inputs = [
         Direction(problem.inputs[at[0]]._replace(entry="a random direction"), at, steps[at])
         for at in blocks(problem.inputs)
     ]
-    random_outputs = [Direction(EVERY_OUTPUT, np.arange(weights.size), weights)]
     inputs = random_inputs if fast else _units(problem.inputs)
     outputs = _units(problem.outputs)
-    cotangents = random_outputs if fast else outputs
-
     differences = _differences(problem, inputs, scales)
     for mode, rule in rules.items():
+        # A vjp goes along cotangents and is read across the inputs; a jvp the other way round.
+        along, across, random = inputs, outputs, random_inputs
+        numerical = differences
         if mode == "rev":
-            along, across, random = cotangents, inputs, random_outputs
-            numerical = _combined(cotangents, differences.T)
-        else:
-            along, across, random = inputs, outputs, random_inputs
-            numerical = differences
-        rows = lambda directions, by=1.0: _combined(
-            across, np.array([rule(x, by) for x in directions]).T
-        ).T
-        analytical = rows(along)
+            along, across, random = random_outputs if fast else outputs, inputs, random_outputs
+            numerical = _combined(along, differences.T)
+        derivatives = lambda *args, rule=rule, to=across: _combined(to, rule(*args).T).T
+        analytical = derivatives(along)
         _compare(problem, mode, along, across, numerical, analytical)
         # A rule may be right along each coordinate, and wrong along combinations and multiples.
         expected = analytical if fast else _combined(random, analytical)
         for by in MULTIPLES:
             times = "" if by == 1 else f" (times {by:g}, and divided by it)"
-            named = [x._replace(name=x.name._replace(entry=x.name.entry + times)) for x in random]
-            _compare(problem, mode, named, across, expected, rows(random, by), "not linear")
+            named = [
+                x._replace(name=x.name._replace(entry=x.name.entry + times)) for x in random
+            ]
+            found = derivatives(random, by)
+            _compare(problem, mode, named, across, expected, found, "not linear")
     return smooth
 
 
@@ -368,14 +354,13 @@ def _compare(
     across: Sequence[Direction],
     numerical: HostArray,
     analytical: HostArray,
-    fault: str = "",
+    advice: str = "",
 ) -> None:
     """Raise the error of the worst derivative of the first block that has a wrong one.
 
     Args:
-        along, across: the directions of the rows and columns. In reverse mode the rows are
-            cotangents, in forward mode tangents.
-        fault: an item of `ADVICE`, if it is known.
+        along, across: the directions of the rows and columns; see `_check`.
+        advice: if that for the kind of the input is not enough.
     """
     setting = problem.setting
     if mode == "rev":
@@ -386,22 +371,15 @@ def _compare(
     with np.errstate(invalid="ignore"):
         excess = np.abs(analytical - numerical) - allowed
     excess[np.isnan(excess)] = np.inf
-    for rows in blocks(inputs):
-        for columns in blocks(outputs):
-            part = excess[np.ix_(rows, columns)]
-            if not (part > 0).any():
-                continue
+    for rows, columns in itertools.product(blocks(inputs), blocks(outputs)):
+        part = excess[np.ix_(rows, columns)]
+        if (part > 0).any():
             # The first of the worst: rounding would decide which of several equal ones.
-            first = np.argmax(part >= 0.99 * part.max())
-            row, column = np.unravel_index(first, part.shape)
-            row, column = rows[row], columns[column]
-            raise problem.setting.mismatch(
-                mode,
-                (inputs[row], outputs[column]),
-                (numerical[row, column], analytical[row, column]),
-                part,
-                fault or inputs[row].kind,
-            )
+            worst = np.unravel_index(np.argmax(part >= 0.99 * part.max()), part.shape)
+            row, column = rows[worst[0]], columns[worst[1]]
+            names = inputs[row], outputs[column]
+            values = numerical[row, column], analytical[row, column]
+            raise setting.mismatch(mode, names, values, part, advice or inputs[row].kind)
 
 
 # --- masked functions --------------------------------------------------------------------
@@ -459,11 +437,11 @@ def is_masked_function(fun: Function, x: PyTree) -> bool:
             # Values under a mask are replaced: they may be nan, and stay so in a sum.
             near = np.where(kinds == "hidden", steps, chart.point + steps)
             masked = np.where(kinds == "specified", near, chart.point)
-            result = fun(*chart.arguments(masked, Leaf.at))
+            result = fun(*chart.arguments(Leaf.at, masked))
             outputs = Outputs(result, setting)
             expected = np.asarray(outputs.vector(result))
             try:
-                result = fun(*chart.arguments(near, with_other_entries))
+                result = fun(*chart.arguments(with_other_entries, near))
                 moved = outputs.checked(result, "moving other entries")
             except GradcheckError:
                 return False

@@ -18,14 +18,14 @@ _ADVICE = {
     "casts (with float32 inside: eps=1e-2, atol=1e-2) and custom derivative rules",
     "unspecified, masked": "if the function treats unspecified entries as zeros, check it with "
     "masked=False; or apply jmask.sparse_mask to its input first",
-    "unspecified, plain": "read the input by jmask.todense(x) for a gradient at every entry, or "
-    "check with masked=True; if the function mixes both, apply jmask.sparse_mask to its input",
+    "unspecified, plain": "read the input by jmask.todense(x) for a gradient everywhere, or check "
+    "it with masked=True; if it mixes both, apply jmask.sparse_mask to its input first",
     "hidden": "what lies under a mask and in padding may not reach a gradient: select before "
     "the function, f(jnp.where(mask, x, safe)), not after it",
     "not linear": "the rule is right for single entries and wrong for their combination or "
     "their multiples: it must be linear in the cotangent (vjp) or tangent (jvp), and use it",
     "mask": "an input at which no entry is at the border of being masked; if unspecified "
-    "entries are not meant to be zeros, masked=True; if they are, fill them by jmask.todense(x)",
+    "entries are not meant to be zeros, masked=True; or fill them first: jmask.todense(x)",
 }
 
 
