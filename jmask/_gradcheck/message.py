@@ -18,8 +18,8 @@ _ADVICE = {
     "casts (with float32 inside: eps=1e-2, atol=1e-2) and custom derivative rules",
     "unspecified, masked": "if the function treats unspecified entries as zeros, check it with "
     "masked=False; or apply jmask.sparse_mask to its input first",
-    "unspecified, plain": "read the input by jmask.todense(x) for a gradient everywhere, or check "
-    "it with masked=True; if it mixes both, apply jmask.sparse_mask to its input first",
+    "unspecified, plain": "read the input by jmask.todense(x) for a gradient everywhere, or "
+    "check with masked=True; a function that mixes both needs jmask.sparse_mask on its input",
     "hidden": "what lies under a mask and in padding may not reach a gradient: select before "
     "the function, f(jnp.where(mask, x, safe)), not after it",
     "not linear": "the rule is right for single entries and wrong for their combination or "
