@@ -18,13 +18,13 @@ one for its imaginary part. `Outputs` reads the function's result as such a vect
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.types import HostArray, PyTree, Tensor, TensorLike
+from jmask._base.types import Function, HostArray, PyTree, PyTreeDef, Tensor, TensorLike
 from jmask._gradcheck.message import Coordinate, GradcheckError, Setting
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
@@ -130,11 +130,7 @@ class Chart:
         self.point = np.concatenate([x.point for x in leaves])
         self.coordinates = [name for x in leaves for name in x.coordinates()]
 
-    def arguments(
-        self,
-        build: Callable[[Leaf, jax.Array | HostArray], Tensor],
-        point: jax.Array | HostArray,
-    ) -> PyTree:
+    def arguments(self, build: Function, point: jax.Array | HostArray) -> PyTree:
         """Return the arguments at a point; `build` is a method of `Leaf`, or like one."""
         leaves, start = list(self._leaves), 0
         for number, x in enumerate(leaves):
@@ -152,6 +148,7 @@ class Outputs:
     """
 
     def __init__(self, result: PyTree, setting: Setting):
+        self._treedef: PyTreeDef
         flat, self._treedef = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_tensor)
         self._setting = setting
         self._masks: dict[int, tuple[str, HostArray]] = {}
@@ -239,21 +236,19 @@ def stored_positions(x: TensorLike) -> HostArray:
     Raises:
         ValueError: if one stored value stands for several entries.
     """
-    # `todense` is linear in the stored values: its transpose reads a dense array at each.
-    values, size = values_of(x), math.prod(x.shape)
-    _, read = jax.vjp(lambda v: todense(with_values_of(x, v)), jnp.zeros(values.shape))
-    times, numbers = (
-        np.ravel(read(dense.reshape(x.shape))[0]).astype(int)
-        for dense in (jnp.ones(size), jnp.arange(float(size)))
-    )
-    if (times > 1).any():
+    shape, batch = values_of(x).shape, getattr(x, "n_batch", 0)
+    if shape[:batch] != x.shape[:batch]:
         raise ValueError(
             f"a {type(x).__name__} of shape {x.shape} stores one value for several entries: "
-            f"its data of shape {values.shape} broadcasts over batch dimensions."
+            f"its data of shape {shape} broadcasts over batch dimensions."
         )
-    if is_sparse(x) and not getattr(x, "n_batch", 0):  # JAX wraps negative indices of padding
-        times = np.where(np.ravel(is_entry(x)), times, 0)
-    return np.where(times == 1, numbers, -1)
+    # `todense` is linear in the stored values: its transpose reads a dense array at each.
+    _, read = jax.vjp(lambda values: todense(with_values_of(x, values)), jnp.zeros(shape))
+    numbers = jnp.arange(1.0, math.prod(x.shape) + 1).reshape(x.shape)
+    positions = np.ravel(read(numbers)[0]).astype(int) - 1
+    if is_sparse(x) and not batch:  # JAX wraps negative indices, which are padding here
+        positions[~np.ravel(is_entry(x))] = -1
+    return positions
 
 
 def _mask_of(y: TensorLike, masked: bool) -> HostArray:
@@ -268,8 +263,9 @@ def _fully_specified(x: Tensor) -> Tensor:
     if isinstance(x, MaskedTensor):
         storage = _fully_specified(x.storage)
         return joined(storage, jnp.ones(values_of(storage).shape, bool))
-    if isinstance(x, RowSparse):
-        return RowSparse(np.arange(x.shape[0]), jnp.ones(x.shape), x.shape, coalesced=True)
+    ones = jnp.ones(x.shape)
     if not is_sparse(x):
-        return jnp.ones(x.shape)
-    return type(x).fromdense(jnp.ones(x.shape), n_batch=x.n_batch, n_dense=x.n_dense)
+        return ones
+    if isinstance(x, RowSparse):
+        return RowSparse(np.arange(x.shape[0]), ones, x.shape, coalesced=True)
+    return type(x).fromdense(ones, n_batch=x.n_batch, n_dense=x.n_dense)

@@ -23,7 +23,7 @@ a function, or of the jvp.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -39,8 +39,6 @@ from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
 # Positive and negative, large and small. Powers of two: a right rule is rounded alike.
 MULTIPLES = (1.0, -1.0, 2.0**10, -(2.0**10), 2.0**-10, -(2.0**-10))
 EVERY_OUTPUT = Coordinate("all outputs", "specified", "at random")
-
-Rule = Callable[..., HostArray]
 
 
 def gradcheck(
@@ -124,11 +122,9 @@ def gradcheck(
 
     try:
         with jax.enable_x64(True):
-            chart = Chart(args, "args")
+            chart, setting = Chart(args, "args"), Setting(masked, eps, atol, rtol)
             run = lambda build, point: fun(*chart.arguments(build, point))
-            problem = Problem(
-                run, chart.point, chart.coordinates, Setting(masked, eps, atol, rtol)
-            )
+            problem = Problem(run, chart.point, chart.coordinates, setting)
             smooth = _check(problem, modes, fast)
             if order == 2:
                 gradient = _gradient_problem(problem, smooth, is_reverse="rev" in modes)
@@ -158,13 +154,11 @@ class Problem:
         self._outputs = Outputs(run(Leaf.at, point), setting)
         self.outputs = self._outputs.coordinates
 
-    def near(
-        self, point: HostArray, what: str, build: Callable[..., Tensor] = Leaf.near
-    ) -> HostArray:
+    def near(self, point: HostArray, what: str, build: Function = Leaf.near) -> HostArray:
         """Return the value for differences; `what` is what the step is called in errors."""
         return self._outputs.checked(self.run(build, point), what)
 
-    def smooth(self, build: Callable[..., Tensor], point: jax.Array) -> jax.Array:
+    def smooth(self, build: Function, point: jax.Array) -> jax.Array:
         """Return the value for JAX to differentiate."""
         return self._outputs.vector(self.run(build, point))
 
@@ -272,7 +266,7 @@ def _differences(
     return derivatives
 
 
-def _rules(problem: Problem, modes: Sequence[str]) -> tuple[Function, dict[str, Rule]]:
+def _rules(problem: Problem, modes: Sequence[str]) -> tuple[Function, dict[str, Function]]:
     """Return the function that JAX differentiates, and its derivative rule in each mode."""
     # A rule of the function (custom_vjp) may insist on the structure of its arguments. Then it
     # has no gradient at entries that are not there, and needs no placeholders.
@@ -287,7 +281,7 @@ def _rules(problem: Problem, modes: Sequence[str]) -> tuple[Function, dict[str, 
     raise problem.setting.unsupported(failed, reason) from reason
 
 
-def _rule(problem: Problem, smooth: Function, mode: str) -> Rule:
+def _rule(problem: Problem, smooth: Function, mode: str) -> Function:
     """Return what gives derivatives (directions, coordinates) along multiples of directions."""
     point = jnp.asarray(problem.point)
     if mode == "rev":
