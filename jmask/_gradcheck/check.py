@@ -24,7 +24,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +37,6 @@ from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
 
 # Positive and negative, large and small. Powers of two: a right rule is rounded alike.
 MULTIPLES = (1.0, -1.0, 2.0**10, -(2.0**10), 2.0**-10, -(2.0**-10))
-EVERY_OUTPUT = Coordinate("all outputs", "specified", "at random")
 
 
 def gradcheck(
@@ -145,6 +143,7 @@ class Problem:
     Attributes:
         run: run(build, point) is its result, with arguments as a method of `Leaf` builds them.
         inputs, outputs: the coordinates of the point and of the result, in words.
+        scales: the size of each coordinate of the point, but at least 1.
     """
 
     def __init__(
@@ -153,6 +152,7 @@ class Problem:
         self.run, self.point, self.inputs, self.setting = run, point, inputs, setting
         self._outputs = Outputs(run(Leaf.at, point), setting)
         self.outputs = self._outputs.coordinates
+        self.scales = np.where(np.isfinite(point), np.maximum(1, np.abs(point)), 1)
 
     def near(self, point: HostArray, what: str, build: Function = Leaf.near) -> HostArray:
         """Return the value for differences; `what` is what the step is called in errors."""
@@ -221,46 +221,25 @@ def _check_premises(problem: Problem) -> None:
 # --- its derivatives ---------------------------------------------------------------------
 
 
-class Direction(NamedTuple):
-    """Steps along the coordinates at `at`; `name` is what a message calls them."""
-
-    name: Coordinate
-    at: HostArray
-    steps: HostArray
-
-    def dense(self, size: int) -> HostArray:
-        direction = np.zeros(size)
-        direction[self.at] = self.steps
-        return direction
-
-
-def _units(coordinates: Sequence[Coordinate]) -> list[Direction]:
-    return [Direction(x, np.array([i]), np.ones(1)) for i, x in enumerate(coordinates)]
-
-
 def _random(rng: np.random.Generator, size: int) -> HostArray:
     """Numbers of random sign whose sizes are between 0.5 and 1.5: none is lost in a sum."""
     return rng.choice([-1.0, 1.0], size) * rng.uniform(0.5, 1.5, size)
 
 
-def _combined(directions: Sequence[Direction], rows: HostArray) -> HostArray:
-    """Return the combination of rows, one for each coordinate, along each direction."""
-    combinations = [x.steps @ rows[x.at] for x in directions]
-    return np.reshape(combinations, (len(directions), *rows.shape[1:]))
-
-
 def _differences(
-    problem: Problem, directions: Sequence[Direction], scales: HostArray
+    problem: Problem, names: Sequence[Coordinate], directions: HostArray
 ) -> HostArray:
-    """Return the derivatives (directions, outputs) by differences; 0 where they must be."""
+    """Return the derivatives along directions by differences; 0 where they must be."""
     derivatives = np.zeros((len(directions), len(problem.outputs)))
-    for row, direction in zip(derivatives, directions, strict=True):
-        if problem.vanishes(direction.name.kind):
+    for row, name, direction in zip(derivatives, names, directions, strict=True):
+        if problem.vanishes(name.kind):
             continue
-        h = problem.setting.eps * np.min(scales[direction.at] / np.abs(direction.steps))
-        step = h * direction.dense(problem.point.size)
-        what = f"a step in {direction.name}"
-        up, down = (problem.near(problem.point + s, what) for s in (step, -step))
+        moves = direction != 0
+        h = problem.setting.eps * np.min(problem.scales[moves] / np.abs(direction[moves]))
+        up, down = (
+            problem.near(problem.point + step * direction, f"a step in {name}")
+            for step in (h, -h)
+        )
         with np.errstate(invalid="ignore"):  # 0 where both are the same infinity
             row[:] = np.where(up == down, 0, up - down) / (2 * h)
     return derivatives
@@ -282,23 +261,16 @@ def _rules(problem: Problem, modes: Sequence[str]) -> tuple[Function, dict[str, 
 
 
 def _rule(problem: Problem, smooth: Function, mode: str) -> Function:
-    """Return what gives derivatives (directions, coordinates) along multiples of directions."""
-    point = jnp.asarray(problem.point)
+    """Return what takes cotangents (n, outputs) to (n, inputs), or tangents the other way."""
+    point, sizes = jnp.asarray(problem.point), (len(problem.inputs), len(problem.outputs))
     if mode == "rev":
         _, pullback = jax.vjp(smooth, point)
-        along, size = lambda cotangent: pullback(cotangent)[0], len(problem.outputs)
+        along, sizes = lambda cotangent: pullback(cotangent)[0], sizes[::-1]
     else:
         _, along = jax.linearize(smooth, point)
-        size = len(problem.inputs)
-    other_size = along(
-        jnp.zeros(size)
-    ).size  # custom rules are called here first, and may raise
-
-    def derivatives(directions: Sequence[Direction], by: float = 1.0) -> HostArray:
-        rows = [np.asarray(along(jnp.asarray(by * x.dense(size)))) / by for x in directions]
-        return np.reshape(rows, (len(directions), other_size))
-
-    return derivatives
+    along(jnp.zeros(sizes[0]))  # custom rules are called here first, and may raise
+    rule = lambda rows: [along(jnp.asarray(row)) for row in rows]
+    return lambda rows: np.reshape(rule(rows), (len(rows), sizes[1]))
 
 
 # --- their comparison --------------------------------------------------------------------
@@ -308,72 +280,66 @@ def _check(problem: Problem, modes: Sequence[str], fast: bool) -> Function:
     """Check a function, and return it in the form that JAX differentiates."""
     _check_premises(problem)
     smooth, rules = _rules(problem, modes)
-    rng, point = np.random.default_rng(0), problem.point
-    scales = np.where(np.isfinite(point), np.maximum(1, np.abs(point)), 1)
-    weights, steps = _random(rng, len(problem.outputs)), scales * _random(rng, point.size)
-    random_outputs = [Direction(EVERY_OUTPUT, np.arange(weights.size), weights)]
-    random_inputs = [
-        Direction(problem.inputs[at[0]]._replace(entry="a random direction"), at, steps[at])
-        for at in blocks(problem.inputs)
-    ]
-    inputs = random_inputs if fast else _units(problem.inputs)
-    outputs = _units(problem.outputs)
-    differences = _differences(problem, inputs, scales)
+    inputs, outputs = problem.inputs, problem.outputs
+    # Random directions: one of each block of inputs, and one of all outputs.
+    rng, members = np.random.default_rng(0), blocks(inputs)
+    weights = _random(rng, len(outputs))
+    steps = np.zeros((len(members), len(inputs)))
+    for row, at in zip(steps, members, strict=True):
+        row[at] = problem.scales[at] * _random(rng, at.size)
+    random_inputs = [inputs[at[0]]._replace(entry="a random direction") for at in members]
+    random_output = Coordinate("all outputs", "specified", "at random")
+
+    read, directions = (random_inputs, steps) if fast else (inputs, np.eye(len(inputs)))
+    differences = _differences(problem, read, directions)
     for mode, rule in rules.items():
-        # A vjp goes along cotangents and is read across the inputs; a jvp the other way round.
-        along, across, random = inputs, outputs, random_inputs
-        numerical = differences
-        if mode == "rev":
-            along, across, random = random_outputs if fast else outputs, inputs, random_outputs
-            numerical = _combined(along, differences.T)
-        derivatives = lambda *args, rule=rule, to=across: _combined(to, rule(*args).T).T
-        analytical = derivatives(along)
-        _compare(problem, mode, along, across, numerical, analytical)
+        is_reverse, expected = mode == "rev", differences
+        if not fast:
+            jacobian = rule(np.eye(len(outputs))).T if is_reverse else rule(directions)
+            _compare(problem, mode, inputs, outputs, differences, jacobian)
+            expected = jacobian if is_reverse else steps @ jacobian
         # A rule may be right along each coordinate, and wrong along combinations and multiples.
-        expected = analytical if fast else _combined(random, analytical)
         for by in MULTIPLES:
             times = "" if by == 1 else f" (times {by:g}, and divided by it)"
-            named = [
-                x._replace(name=x.name._replace(entry=x.name.entry + times)) for x in random
-            ]
-            found = derivatives(random, by)
-            _compare(problem, mode, named, across, expected, found, "not linear")
+            renamed = lambda x, times=times: x._replace(entry=x.entry + times)
+            advice = "" if fast and by == 1 else "not linear"
+            if is_reverse:
+                (gradient,) = rule(by * weights[None]) / by
+                along, names = (
+                    directions @ gradient if fast else gradient,
+                    [renamed(random_output)],
+                )
+                sums = expected @ weights
+                _compare(problem, mode, read, names, sums[:, None], along[:, None], advice)
+            else:
+                names, tangents = list(map(renamed, random_inputs)), rule(by * steps) / by
+                _compare(problem, mode, names, outputs, expected, tangents, advice)
     return smooth
 
 
 def _compare(
     problem: Problem,
     mode: str,
-    along: Sequence[Direction],
-    across: Sequence[Direction],
+    inputs: Sequence[Coordinate],
+    outputs: Sequence[Coordinate],
     numerical: HostArray,
     analytical: HostArray,
     advice: str = "",
 ) -> None:
-    """Raise the error of the worst derivative of the first block that has a wrong one.
-
-    Args:
-        along, across: the directions of the rows and columns; see `_check`.
-        advice: if that for the kind of the input is not enough.
-    """
-    setting = problem.setting
-    if mode == "rev":
-        along, across, numerical, analytical = across, along, numerical.T, analytical.T
-    inputs, outputs = ([x.name for x in directions] for directions in (along, across))
-    allowed = setting.atol + setting.rtol * np.abs(numerical)
+    """Raise the error of the worst derivative of the first block that has a wrong one."""
+    allowed = problem.setting.atol + problem.setting.rtol * np.abs(numerical)
     allowed[[problem.vanishes(x.kind) for x in inputs]] = 0
     with np.errstate(invalid="ignore"):
         excess = np.abs(analytical - numerical) - allowed
     excess[np.isnan(excess)] = np.inf
-    for rows, columns in itertools.product(blocks(inputs), blocks(outputs)):
-        part = excess[np.ix_(rows, columns)]
+    for block in itertools.product(blocks(inputs), blocks(outputs)):
+        part = excess[np.ix_(*block)]
         if (part > 0).any():
             # The first of the worst: rounding would decide which of several equal ones.
             worst = np.unravel_index(np.argmax(part >= 0.99 * part.max()), part.shape)
-            row, column = rows[worst[0]], columns[worst[1]]
-            names = inputs[row], outputs[column]
-            values = numerical[row, column], analytical[row, column]
-            raise setting.mismatch(mode, names, values, part, advice or inputs[row].kind)
+            at = block[0][worst[0]], block[1][worst[1]]
+            names, values = (inputs[at[0]], outputs[at[1]]), (numerical[at], analytical[at])
+            raise problem.setting.mismatch(mode, names, values, part, advice or names[0].kind)
 
 
 # --- masked functions --------------------------------------------------------------------

@@ -93,13 +93,13 @@ def test_example(name, storage):
         run = lambda build, point: function(*chart.arguments(build, point))
         setting = Setting(False, 1e-6, 1e-5, 1e-3)
         problem = checks.Problem(run, chart.point, chart.coordinates, setting)
-        inputs, outputs = map(checks._units, (problem.inputs, problem.outputs))
         _, rules = checks._rules(problem, ("rev", "fwd"))
+        each_input, each_output = (np.eye(len(x)) for x in (problem.inputs, problem.outputs))
         specified, unspecified = blocks(problem.inputs)[:2]
-        for jacobian in (rules["rev"](outputs).T, rules["fwd"](inputs)):
+        for jacobian in (rules["rev"](each_output).T, rules["fwd"](each_input)):
             np.testing.assert_array_equal(jacobian[specified], SPECIFIED)
             np.testing.assert_array_equal(jacobian[unspecified], [analytical])
-        differences = checks._differences(problem, inputs, np.ones(chart.point.size))
+        differences = checks._differences(problem, problem.inputs, each_input)
         np.testing.assert_allclose(differences[specified], SPECIFIED, rtol=1e-8)
         np.testing.assert_allclose(differences[unspecified], [numerical], rtol=1e-8, atol=1e-8)
     # A product of MaskedTensors knows of the valid entries alone.
