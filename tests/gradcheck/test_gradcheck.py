@@ -15,8 +15,9 @@ from jax.experimental.sparse import BCOO, BCSR
 import jmask
 import jmask.numpy as jnm
 from jmask._gradcheck import check as checks
-from jmask._gradcheck.chart import Chart, Leaf, blocks
+from jmask._gradcheck.chart import Chart, blocks
 from jmask._gradcheck.message import Setting
+from tests.expressions import functions
 from tests.sparse_arrays import coo, csr
 
 pytestmark = pytest.mark.sampled(15)
@@ -131,19 +132,29 @@ def test_message_in_full():
 # --- what it accepts ---------------------------------------------------------------------
 
 COO, ROWS, MASKED = (STORAGES[storage] for storage in ("coo", "rows", "masked"))
-Z = np.array([1 + 2j, -0.5 + 0.3j], np.complex64)
-COMPLEX = BCOO.fromdense(jnp.array([[0, 1 + 1j], [2j, 0]]))
-DENSE_DIMENSIONS = np.arange(24, dtype=np.float32).reshape(2, 3, 2, 2) % 5
-DENSE_DIMENSIONS[:, 1] = 0
-BATCHED = BCSR.fromdense(jnp.asarray(DENSE_DIMENSIONS), n_batch=1, n_dense=1)
-WEIGHTS = np.random.default_rng(0).normal(size=BATCHED.shape)
 W = jnp.array([[2.0, -1.0], [0.5, 1.0]])
+Z = np.array([1 + 2j, -0.5 + 0.3j], np.complex64)
+COMPLEX = coo(np.array([[0, 1 + 1j], [2j, 0]], np.complex64))
+NUMBERS = np.arange(24.0, dtype=np.float32).reshape(2, 3, 2, 2)
+NUMBERS *= NUMBERS % 3 == 1
+WEIGHTS = np.random.default_rng(0).normal(size=NUMBERS.shape)
+LAYOUTS = [
+    *(coo(NUMBERS[0, 0], 4), csr(NUMBERS[0, 0], 4), csr(NUMBERS[0, 0])),
+    *(
+        kind.fromdense(jnp.asarray(dense), n_batch=1, n_dense=dense.ndim - 3)
+        for kind in (BCOO, BCSR)
+        for dense in (NUMBERS, NUMBERS[0])
+    ),
+    *(jmask.RowSparse(at, NUMBERS[[1, 0, 0]], NUMBERS.shape) for at in ([1, 7, 0], [1, 0, 1])),
+    jmask.masked_tensor(coo(NUMBERS[0, 0], 4)),
+]
+WRAPS = BCOO((jnp.array([1.0, 9, 9]), jnp.array([[0, 1], [-1, 0], [2, 0]])), shape=(2, 2))
 EMPTY, ALL_MASKED = jmask.RowSparse.zeros((3, 2)), jmask.masked_tensor([jnp.nan], [False])
-
-
-def of_complex(z, x):
-    product = jmask.todense(x) @ z
-    return product * z.conj(), jnp.abs(product) ** 2
+TREE = (
+    {"w": np.float32([[1, 2], [3, 4]]), "ids": jnp.array([1, 0]), "flag": True},
+    [COO, ROWS],
+    (MASKED, 2.0, 3, None),
+)
 
 
 def of_a_tree(params, sparse, others):
@@ -151,11 +162,17 @@ def of_a_tree(params, sparse, others):
     assert params["flag"] is True
     assert power == 3
     rows = params["w"][params["ids"]] ** power * scale
+    totals = rows @ (sparse[0] @ jnp.ones((2, 2)))
     return {
-        "total": rows @ (sparse[0] @ jnp.ones((2, 2))),
+        "total": totals,
         "squares": jnm.square(sparse[1]),
-        "masked": [jnm.exp(masked) * scale, jnp.arange(3)],
+        "x": [jnm.exp(masked) * scale, 3],
     }
+
+
+def of_complex(z, x):
+    product = jmask.todense(x) @ z
+    return product * z.conj(), jnp.abs(product) ** 2
 
 
 @jax.jit
@@ -172,41 +189,61 @@ def at_its_positions(x):
     return jmask.todense(x, masked_grad=True)
 
 
-TREE = (
-    {"w": np.float32([[1, 2], [3, 4]]), "ids": jnp.array([1, 0]), "flag": True},
-    [COO, ROWS],
-    (MASKED, 2.0, 3, None),
-)
+@jax.custom_vjp
+def of_a_structure(x):
+    """Its rule cannot take a placeholder: the gradient is that of the stored values."""
+    return x.data.sum()
+
+
+def _structured(x, c):
+    zeros = np.zeros(x.indices.shape, jax.dtypes.float0)
+    return (jax.tree.unflatten(jax.tree.structure(x), [jnp.full_like(x.data, c), zeros]),)
+
+
+of_a_structure.defvjp(lambda x: (of_a_structure(x), x), _structured)
+STRUCTURED = BCOO(COO.tree_flatten()[0], shape=(2, 2))
 in_float32 = lambda x: jnp.sin(x.astype(jnp.float32))
-of_batches = lambda x: jnp.vdot(jmask.todense(x), WEIGHTS)
-of_batches_masked = lambda x: jnp.vdot(jmask.todense(x, masked_grad=True), WEIGHTS)
-powers = lambda x, w: jmask.todense(x) ** 2 @ w**3
-masked_powers = lambda x, w: jmask.todense(x, masked_grad=True) ** 2 @ w**3
 tensors = lambda x: {"x": x, "y": jnm.multiply(jnm.sin(x), 2)}
-RIGHT = [
-    (of_a_tree, TREE, {"masked": True}),
-    (of_complex, (Z, COMPLEX), {}),
-    (lambda z: z**2 * z.conj(), Z, {"order": 2}),
-    (of_batches, BATCHED, {"modes": "rev"}),
-    (of_batches_masked, BATCHED, {"modes": "rev", "masked": True}),
-    *((powers, (COO, W), {"order": 2, "modes": mode}) for mode in ("rev", "fwd")),
+weighed = lambda x, **how: jmask.todense(x, **how).ravel() @ WEIGHTS.ravel()[: np.prod(x.shape)]
+reads_itself = lambda x: x[np.asarray(jax.lax.stop_gradient(x)) >= 1.0]
+
+
+def cases(*calls):
+    """check(function, args, **options), from each text of its arguments."""
+    read = lambda function, args, **options: (function, args, options)
+    return [eval(f"read({call})", globals(), {"read": read}) for call in calls]
+
+
+RIGHT = cases(
+    "of_a_tree, TREE, masked=True",
+    "of_complex, (Z, COMPLEX)",
+    "lambda z: z**2 * z.conj(), Z, order=2",
+    "under_transformations, COO",
+    "lambda a, b: a**2 * b, (2.0, 3.0)",
+    "lambda params: params[0] * params[1], [2.0, 3.0]",
+    "lambda x: x**2, jnp.array([1e8, 1e-8])",
+    "lambda x, y: (jmask.todense(x), y), (EMPTY, jnp.zeros(0))",
+    "jnm.log, ALL_MASKED, masked=True",
+    "lambda x: jnp.where(jnp.array([True, False]), x, -jnp.inf), jnp.array([0.5, 2.0])",
+    "in_float32, 0.5, eps=1e-2, atol=1e-2",
+    "at_its_positions, COO, masked=True",
+    "of_a_structure, STRUCTURED, masked=True, modes=('rev',)",
+    "lambda x, w: jmask.dot(x, w, masked_grad=False), (WRAPS, W)",
+    *(f"lambda x: x, STORAGES['{storage}']" for storage in ("coo", "csr", "rows")),
+    *(f"tensors, STORAGES['{storage}'], masked=True" for storage in STORAGES),
+    *(f"tensors, {x}, masked=True, order=2" for x in ("ROWS", "MASKED")),
     *(
-        (masked_powers, (COO, W), {"order": 2, "modes": m, "masked": True})
-        for m in ("rev", "fwd")
+        f"lambda x, w: jmask.todense(x, masked_grad={m}) ** 2 @ w**3, (COO, W), order=2, "
+        f"masked={m}, modes='{mode}'"
+        for m in (False, True)
+        for mode in ("rev", "fwd")
     ),
-    *((tensors, x, {"masked": True}) for x in STORAGES.values()),
-    *((tensors, x, {"masked": True, "order": 2}) for x in (ROWS, MASKED)),
-    *((lambda x: x, STORAGES[storage], {}) for storage in ("coo", "csr", "rows")),
-    (under_transformations, COO, {}),
-    (lambda a, b: a**2 * b, (2.0, 3.0), {}),
-    (lambda params: params[0] * params[1], [2.0, 3.0], {}),
-    (lambda x: x**2, jnp.array([1e8, 1e-8]), {}),
-    (lambda x, y: (jmask.todense(x), y), (EMPTY, jnp.zeros(0)), {}),
-    (jnm.log, ALL_MASKED, {"masked": True}),
-    (lambda x: jnp.where(jnp.array([True, False]), x, -jnp.inf), jnp.array([0.5, 2.0]), {}),
-    (in_float32, 0.5, {"eps": 1e-2, "atol": 1e-2}),
-    (at_its_positions, COO, {"masked": True}),
-]
+    *(f"weighed, LAYOUTS[{i}], modes='rev'" for i in range(len(LAYOUTS))),
+    *(
+        f"lambda x: weighed(x, masked_grad=True), LAYOUTS[{i}], modes='rev', masked=True"
+        for i in range(len(LAYOUTS))
+    ),
+)
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -218,58 +255,33 @@ def test_right_gradient(case, fast):
 
 def test_double_precision_is_local():
     seen = set()
-    function = lambda x: seen.add(x.dtype) or jnp.sin(x)
-    assert jmask.gradcheck(function, jnp.float32(0.5))
+    assert jmask.gradcheck(lambda x: seen.add(x.dtype) or jnp.sin(x), jnp.float32(0.5))
     assert seen == {jnp.dtype("float64")}
     assert jnp.asarray(1.0).dtype == jnp.float32
 
 
-def test_rule_that_knows_the_structure_of_its_argument():
-    """It cannot be given a placeholder: its gradient is that of the stored values."""
-
-    @jax.custom_vjp
-    def total(x):
-        return x.data.sum()
-
-    def pullback(x, c):
-        zeros = np.zeros(x.indices.shape, jax.dtypes.float0)
-        _, structure = jax.tree.flatten(x)
-        return (jax.tree.unflatten(structure, [jnp.full_like(x.data, c), zeros]),)
-
-    total.defvjp(lambda x: (total(x), x), pullback)
-    x = BCOO(COO.tree_flatten()[0], shape=(2, 2))
-    assert jmask.gradcheck(total, x, masked=True, modes=("rev",))
-    with pytest.raises(jmask.GradcheckError, match=r"modes=\('rev',\)"):
-        jmask.gradcheck(total, x, masked=True)
-
-
 # --- what it refuses ---------------------------------------------------------------------
 
-reads_itself = lambda x: x[np.asarray(jax.lax.stop_gradient(x)) >= 1.0]
+REFUSED = {
+    r"output, entry \(1,\) is nan": "jnp.log, jnp.array([1.0, -1.0])",
+    r"args\[0\], entry \(1,\)\n.*\n.*0\.5\n.*0\n": "jax.nn.relu, jnp.array([1.0, 0.0])",
+    "casts .with float32": "in_float32, 0.5",
+    "which is not specified": "lambda x: weighed(x, masked_grad=True), LAYOUTS[3], modes='rev'",
+    r"real part of entry \(0, 0\), which": "of_complex, (Z, COMPLEX), masked=True, modes='rev'",
+    r"changed the mask of output.*\n.*plain.*\n.*masked=True": "jnm.sin, MASKED",
+    "tells an unspecified entry from a zero": "jnm.mean, MASKED",
+    "changed the structure": "lambda x: {'a': x} if x > 1 else [x], 1.0",
+    "changed the shape": "reads_itself, jnp.array([1.0, 2.0])",
+    "made the function raise ValueError": "at_its_positions, COO",
+    r"modes=\('rev',\)": "of_a_structure, STRUCTURED, masked=True",
+}
 
 
-@pytest.mark.parametrize(
-    ("function", "args", "message"),
-    [
-        (jnp.log, jnp.array([1.0, -1.0]), r"output, entry \(1,\) is nan"),
-        (jax.nn.relu, jnp.array([1.0, 0.0]), r"args\[0\], entry \(1,\)\n.*\n.*0\.5\n.*0\n"),
-        (in_float32, 0.5, "float32"),
-        (of_batches_masked, BATCHED, "which is not specified"),
-        (jnm.sin, MASKED, r"changed the mask of output.*\n.*plain.*\n.*masked=True"),
-        (jnm.mean, MASKED, "tells an unspecified entry from a zero"),
-        (lambda x: {"a": x} if x > 1 else [x], 1.0, "changed the structure"),
-        (reads_itself, jnp.array([1.0, 2.0]), "changed the shape"),
-        (at_its_positions, COO, "made the function raise ValueError"),
-    ],
-)
-def test_refused(function, args, message):
-    with pytest.raises(jmask.GradcheckError, match=message):
-        jmask.gradcheck(function, args, modes="rev")
-
-
-def test_refused_in_masked_semantics():
-    with pytest.raises(jmask.GradcheckError, match=r"real part of entry \(0, 0\), which"):
-        jmask.gradcheck(of_complex, (Z, COMPLEX), masked=True, modes="rev")
+@pytest.mark.parametrize("says", REFUSED)
+def test_refused(says):
+    ((function, args, options),) = cases(REFUSED[says])
+    with pytest.raises(jmask.GradcheckError, match=says):
+        jmask.gradcheck(function, args, **options)
 
 
 def test_errors_of_the_function_are_its_own():
@@ -277,70 +289,28 @@ def test_errors_of_the_function_are_its_own():
         jmask.gradcheck(lambda x: {}["mine"], 0.5, raise_exception=False)
 
 
-# --- the chart, and masked functions -----------------------------------------------------
-
-NUMBERS = np.arange(24.0, dtype=np.float32).reshape(2, 3, 2, 2)
-NUMBERS *= NUMBERS % 3 == 1
-LAYOUTS = [
-    *(
-        kind.fromdense(jnp.asarray(dense), n_batch=batch, n_dense=trailing)
-        for kind in (BCOO, BCSR)
-        for batch, trailing, dense in (
-            (0, 0, NUMBERS[0, 0]),
-            (1, 1, NUMBERS),
-            (1, 0, NUMBERS[0]),
-        )
-    ),
-    jmask.RowSparse([1, 7, 0], NUMBERS[[1, 0, 0]], NUMBERS.shape),  # with padding
-    jmask.RowSparse([1, 0, 1], NUMBERS[[1, 0, 0]], NUMBERS.shape),  # with duplicates
-    BCOO((jnp.array([1.0, 9, 9]), jnp.array([[2], [-1], [4]])), shape=(4,)),  # with padding
-    jmask.masked_tensor(NUMBERS[0], NUMBERS[0] > 0),
-]
-
-
-@pytest.mark.parametrize("case", range(len(LAYOUTS)))
-def test_entries_of_stored_values(case):
-    """A `Leaf` knows which entry each stored value is, and the tensor with every entry."""
-    x = LAYOUTS[case]
-    with jax.enable_x64(True):
-        leaf = Leaf("x", x)
-        kinds = np.array([name.kind for name in leaf.coordinates()])
-        full = leaf.with_every_entry(leaf.point + (kinds == "unspecified"))
-        assert (Leaf("x", full).positions >= 0).sum() == leaf.size
-        stored, every = (np.asarray(jmask.todense(y)).ravel() for y in (leaf.tensor, full))
-    entries = leaf.positions >= 0
-    expected = np.zeros(leaf.size)
-    np.add.at(expected, leaf.positions[entries], np.ravel(leaf.values)[entries])
-    if case != len(LAYOUTS) - 2:  # JAX reads a negative index from the end
-        np.testing.assert_array_equal(expected, stored)
-    covered = np.union1d(leaf.positions[entries], leaf.unspecified)
-    np.testing.assert_array_equal(covered, np.arange(leaf.size))
-    expected[leaf.unspecified] = 1
-    assert type(full) is type(x)
-    np.testing.assert_array_equal(every, expected)
-
+# --- masked functions --------------------------------------------------------------------
 
 ARGS = {"x": ROWS, "w": jnp.ones(4)}
 of_args = lambda p: jmask.todense(jmask.sparse_mask(p["x"], ROWS)) @ p["w"]
+functions_of = lambda *texts: functions("x", globals())(";".join(texts)).values()
+IS_MASKED = [
+    (MASKED, True, functions_of("jnm.sin(x); jnm.sum(x); jmask.nn.softmax(x); x @ x")),
+    (MASKED, True, functions_of("x.to_tensor(0)")),
+    (MASKED, False, functions_of("jmask.todense(x); x.data.sum()")),
+    (COO, False, functions_of("x; jnp.sum(jmask.todense(x) ** 2)")),
+    (COO, True, functions_of("jmask.sparse_mask(x, COO); jmask.sparse_mask(x, MASKED)")),
+    (COO, True, functions_of("jmask.sparse_mask(x, STORAGES['csr'])")),
+    (COO, True, functions_of("jmask.sparse_mask(x, DENSE != 0)")),
+    (ARGS, True, functions_of("of_args(x)")),
+    (ARGS, False, functions_of("of_args(x) + jnp.sum(jmask.todense(x['x']) ** 3)")),
+    (jnp.ones(3), True, functions_of("jnp.sin(x)")),
+]
 
 
-@pytest.mark.parametrize(
-    ("function", "x", "is_masked"),
-    [
-        *((f, MASKED, True) for f in (jnm.sin, jnm.sum, jmask.nn.softmax, lambda x: x @ x)),
-        (lambda x: x.to_tensor(0), MASKED, True),
-        (jmask.todense, MASKED, False),
-        (lambda x: x.data.sum(), MASKED, False),
-        (lambda x: x, COO, False),
-        (lambda x: jnp.sum(jmask.todense(x) ** 2), COO, False),
-        *(
-            (lambda y, mask=mask: jmask.sparse_mask(y, mask), COO, True)
-            for mask in (COO, STORAGES["csr"], MASKED, DENSE != 0)
-        ),
-        (of_args, ARGS, True),
-        (lambda p: of_args(p) + jnp.sum(jmask.todense(p["x"]) ** 3), ARGS, False),
-        (jnp.sin, jnp.ones(3), True),
-    ],
-)
-def test_is_masked_function(function, x, is_masked):
-    assert jmask.is_masked_function(function, x) == is_masked
+@pytest.mark.parametrize("case", range(len(IS_MASKED)))
+def test_is_masked_function(case):
+    x, is_masked, tried = IS_MASKED[case]
+    assert [jmask.is_masked_function(function, x) for function in tried] == [is_masked] * len(
+        tried
+    )
