@@ -31,6 +31,8 @@ from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.specified import todense, values_of, with_placeholder, with_values_of
 from jmask._tensors.storage import is_entry, is_sparse
 
+_NOTHING = "whose gradient could be checked."
+
 
 class Leaf:
     """One differentiable leaf of the arguments, in double precision.
@@ -96,15 +98,16 @@ class Leaf:
     def coordinates(self) -> list[Coordinate]:
         hidden = "under the mask" if isinstance(self.tensor, MaskedTensor) else "padding"
         index = lambda number, shape: tuple(map(int, np.unravel_index(number, shape)))
-        names = []
+        names, times = [], np.bincount(self.positions + 1, minlength=1)
         for number, position in enumerate(self.positions):
             stored = f"stored value {index(number, self.values.shape)}"
             if position < 0:
                 names.append(("hidden", f"{stored}, which is {hidden}"))
                 continue
-            is_alone = np.count_nonzero(self.positions == position) == 1
             entry = f"entry {index(position, self.tensor.shape)}"
-            names.append(("specified", entry if is_alone else f"{entry}, {stored}"))
+            names.append(
+                ("specified", entry if times[position + 1] == 1 else f"{entry}, {stored}")
+            )
         for position in self.unspecified:
             entry = f"entry {index(position, self.tensor.shape)}, which is not specified"
             names.append(("unspecified", entry))
@@ -193,9 +196,6 @@ class Outputs:
             for entry in np.argwhere(now != mask).tolist():
                 return f"mask of {path}, at entry {tuple(entry)} first"
         return ""
-
-
-_NOTHING = "whose gradient could be checked."
 
 
 def blocks(coordinates: Sequence[Coordinate]) -> list[HostArray]:

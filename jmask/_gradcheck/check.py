@@ -305,12 +305,9 @@ def _check(problem: Problem, modes: Sequence[str], fast: bool) -> Function:
             advice = "" if fast and by == 1 else "not linear"
             if is_reverse:
                 (gradient,) = rule(by * weights[None]) / by
-                along, names = (
-                    directions @ gradient if fast else gradient,
-                    [renamed(random_output)],
-                )
-                sums = expected @ weights
-                _compare(problem, mode, read, names, sums[:, None], along[:, None], advice)
+                sums, gradient = expected @ weights, directions @ gradient if fast else gradient
+                names = [renamed(random_output)]
+                _compare(problem, mode, read, names, sums[:, None], gradient[:, None], advice)
             else:
                 names, tangents = list(map(renamed, random_inputs)), rule(by * steps) / by
                 _compare(problem, mode, names, outputs, expected, tangents, advice)

@@ -228,7 +228,7 @@ RIGHT = cases(
     "in_float32, 0.5, eps=1e-2, atol=1e-2",
     "at_its_positions, COO, masked=True",
     "of_a_structure, STRUCTURED, masked=True, modes=('rev',)",
-    "lambda x, w: jmask.dot(x, w, masked_grad=False), (WRAPS, W)",
+    "lambda x, w: jmask.dot(x, w), (WRAPS, W), masked=True",
     *(f"lambda x: x, STORAGES['{storage}']" for storage in ("coo", "csr", "rows")),
     *(f"tensors, STORAGES['{storage}'], masked=True" for storage in STORAGES),
     *(f"tensors, {x}, masked=True, order=2" for x in ("ROWS", "MASKED")),

@@ -40,14 +40,7 @@ TWICE = jmask.RowSparse([2, 0, 2], jnp.array([[1.0], [2.0], [3.0]]), (3, 1))
 
 @dataclasses.dataclass(frozen=True)
 class Wrong:
-    """A wrong gradient.
-
-    Attributes:
-        wrong, right: the function with and without its fault.
-        args: of both.
-        says: what the message must say of the input, as a regular expression.
-        masked, modes, order: of the check.
-    """
+    """A function with and without its fault; `says`: a regular expression for the message."""
 
     wrong: Callable[..., Any]
     right: Callable[..., Any]
@@ -87,13 +80,11 @@ def one_mode(forward, backward):
 softmax = lambda x: jnp.exp(x) / jnp.sum(jnp.exp(x))
 product = lambda x, w: w @ x
 rows_added = lambda values: jnp.zeros((3, 1)).at[jnp.array([2, 0, 2])].add(values)
-# A function of a RowSparse by one of its stored values.
+# A function of a tensor by one of its stored values, of its data, of the dense array.
 of_values = lambda function: lambda x: function(x.values)
-# A function of a MaskedTensor by one of its data.
 of_data = lambda function: lambda x: function(x.data)
-kept = lambda dense: jnp.where(np.array([False, True, False, True]), dense, 0)
-# A function of a sparse tensor by one of the dense array.
 of_dense = lambda function: lambda x: function(jmask.todense(x))
+kept = lambda dense: jnp.where(np.array([False, True, False, True]), dense, 0)
 total_square = lambda x: jnp.sum(x**2)
 huge_and_tiny = lambda x: jnp.sum(jnp.array([1e4, 1e-2, 1e4]) * x)
 clipped_lookup = lambda x: jnp.take(x, jnp.array([0, 7, 1]), mode="clip")
