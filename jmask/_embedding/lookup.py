@@ -49,7 +49,6 @@ from jmask._kernels.rows import gather_rows, set_rows
 from jmask._ops.norms import shortened
 from jmask._tables.stored_table import StoredTable, is_stored_table, looked_up
 from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._tensors.methods import install
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import stored_at
 
@@ -460,4 +459,3 @@ def _missing(dtype: DTypeLike) -> HostArray:
     return np.asarray(limits.min or limits.max, dtype)
 
 
-install(lookup=embedding_lookup)

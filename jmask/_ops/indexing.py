@@ -234,7 +234,7 @@ def row_getitem(x: RowSparse, key: IndexLike) -> Tensor:
         return rows[(slice(None),) * first.ndim + tuple(rest)]
     # One array of columns stays where it is, unless an integer beside it is an array too.
     is_slice = isinstance(first, slice) and first == slice(None)
-    all_rows = is_slice or (first is Ellipsis and len(rest) < x.ndim)
+    all_rows = is_slice or (first is Ellipsis and sum(map(_consumed, rest)) < x.ndim)
     if all_rows and (all(parts) or len(rest) == 1):
         key = (first, *rest)
         like = jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -177,8 +177,14 @@ def refuse_output(options: dict[str, Argument]) -> None:
 
 def result_dtype(function: Function, kind: DTypeLike, dtype: DTypeLike | None = None) -> DType:
     """Return the dtype that a function of JAX, such as `jnp.sum`, gives for a dtype."""
-    if dtype is not None:
-        function = functools.partial(function, dtype=dtype)
+    return _result_dtype(function, kind, dtype, jax.config.read("jax_enable_x64"))
+
+
+@functools.lru_cache(maxsize=256)  # of functions of the table and dtypes, never of closures
+def _result_dtype(
+    function: Function, kind: DTypeLike, dtype: DTypeLike | None, x64: bool
+) -> DType:
+    function = function if dtype is None else functools.partial(function, dtype=dtype)
     return jax.eval_shape(function, jax.ShapeDtypeStruct((1,), kind)).dtype
 
 

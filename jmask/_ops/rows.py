@@ -132,6 +132,7 @@ def _at_zero(
     others = [x for x in operands if not is_sparse(x)]
     known = {i for i, x in enumerate(operands) if _is_known(x)}
     linear = words.adds or any(sparse <= one for one in words.scales)
+    value = None
     if len(known) == len(others):
         pairs = zip(operands, zeros, strict=True)
         value = _evaluated(function, [zero if is_sparse(x) else x for x, zero in pairs])
@@ -141,7 +142,7 @@ def _at_zero(
         fits = words.by_arrays or all(np.ndim(x) == 0 for x in others)
         zero = fits and any(one <= vanishing for one in (*words.scales, *words.vanishes))
     if zero and linear:
-        dtype = jax.eval_shape(function, *zeros).dtype
+        dtype = (jax.eval_shape(function, *zeros) if value is None else value).dtype
         linear = all(adds_when_cast(operands[i].dtype, dtype) for i in sparse)
     return zero, linear
 

@@ -27,7 +27,6 @@ from jmask._base.validation import checked_array, checked_choice, checked_path
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.checks import checked_capacity, fit_or_poison
 from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, joined
-from jmask._tensors.methods import install
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
     as_dense,
@@ -258,7 +257,6 @@ def cast_storage(x: TensorLike, stype: str, *, nse: int | None = None) -> Tensor
 
 
 _TO_SPARSE = {"row_sparse": to_row_sparse, "coo": to_coo, "csr": to_csr}
-install(cast_storage=cast_storage, to_numpy_ma=to_numpy_ma)
 
 
 def _check_castable(x: TensorLike, stype: str) -> None:
@@ -472,4 +470,3 @@ def _edges(x: jax.Array | HostArray, axis: int, edge: int) -> jax.Array | HostAr
         return module.concatenate(parts, axis)
 
 
-install(representation=representation)

@@ -1,17 +1,18 @@
-"""Methods and operators of tensors: the functions of `jmask.numpy`, by name.
+"""Methods and operators of tensors: the functions of `jmask.numpy` of the same names.
 
-    __mul__ = method("multiply")            in the class: x * y is jmask.numpy.multiply(x, y)
+    x * y        np.multiply(x, y), which NumPy hands to `__array_ufunc__`: jmask.numpy.multiply
+    x.mean(0)    jmask.numpy.mean(x, 0)
 
-The functions are made of the classes, so the classes find them when they are called.
+These functions are made of the classes, so the classes look them up when they are called.
 """
 
 import math
 from types import ModuleType
-from typing import TypeVar
 
 import jax
 import numpy as np
 from jax.typing import DTypeLike
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from jmask._base.fallback import report_fallback
 from jmask._base.types import (
@@ -27,8 +28,6 @@ from jmask._base.types import (
     TensorLike,
 )
 
-_T = TypeVar("_T")
-
 
 def library() -> ModuleType:
     """Return jmask, whose functions of tensors are imported after these classes."""
@@ -37,32 +36,17 @@ def library() -> ModuleType:
     return jmask
 
 
-def install(**functions: Function) -> None: ...
-
-
-def call(name: str, *args: Argument, **kwargs: Argument) -> Tensor:
-    """Return the result of the function of `jmask.numpy` of this name."""
-    return getattr(library().numpy, name)(*args, **kwargs)
-
-
-def method(name: str, reflected: bool = False) -> Function:
-    """Return the method that is the function `name`; reflected, of (other, self)."""
+def method(name: str) -> Function:
+    """Return the method that is the function `name` of `jmask.numpy`."""
 
     def bound(self: Tensor, *args: Argument, **kwargs: Argument) -> Tensor:
         if kwargs.get("out", self) is None:
             del kwargs["out"]  # NumPy's functions pass it to methods: np.sum(x)
-        if reflected:
-            return call(name, args[0], self, **kwargs)
-        return call(name, self, *args, **kwargs)
+        return getattr(library().numpy, name)(self, *args, **kwargs)
 
     bound.__name__ = name
     bound.__doc__ = f"See `jmask.numpy.{name}`."
     return bound
-
-
-def one_or_several(values: tuple[_T, ...]) -> _T | tuple[_T, ...]:
-    """Return the arguments of `x.reshape(2, 3)` and of `x.reshape((2, 3))`."""
-    return values[0] if len(values) == 1 else values
 
 
 def is_comparable(x: object) -> bool:
@@ -70,7 +54,7 @@ def is_comparable(x: object) -> bool:
     return not (x is None or isinstance(x, str | bytes))
 
 
-class TensorMethods:
+class TensorMethods(NDArrayOperatorsMixin):
     """Methods of both `MaskedTensor` and `RowSparse`; see the functions named."""
 
     __slots__ = ()
@@ -92,8 +76,10 @@ class TensorMethods:
     ) -> Tensor:
         """Run functions of NumPy by those in `jmask.numpy`: `np.sqrt(x)`, `array * x`."""
         name = ufunc.__name__
+        if kwargs.get("out") == (inputs[0],):  # x += y: `x` is the result from now on
+            del kwargs["out"]
         if how == "__call__" and not kwargs and hasattr(library().numpy, name):
-            return call(name, *inputs)
+            return getattr(library().numpy, name)(*inputs)
         name = name if how == "__call__" else f"{name}.{how}"
         options = f" with {', '.join(map(repr, kwargs))}" if kwargs else ""
         raise TypeError(
@@ -103,97 +89,50 @@ class TensorMethods:
 
     __hash__ = None  # type: ignore[assignment]
 
-    # --- operators: the functions of jmask.numpy ----------------------------------------
-
-    __add__ = method("add")
-    __radd__ = method("add", reflected=True)
-    __sub__ = method("subtract")
-    __rsub__ = method("subtract", reflected=True)
-    __mul__ = method("multiply")
-    __rmul__ = method("multiply", reflected=True)
-    __truediv__ = method("true_divide")
-    __rtruediv__ = method("true_divide", reflected=True)
-    __floordiv__ = method("floor_divide")
-    __rfloordiv__ = method("floor_divide", reflected=True)
-    __mod__ = method("remainder")
-    __rmod__ = method("remainder", reflected=True)
-    __pow__ = method("power")
-    __rpow__ = method("power", reflected=True)
-    __matmul__ = method("matmul")
-    __rmatmul__ = method("matmul", reflected=True)
-    __and__ = method("bitwise_and")
-    __rand__ = method("bitwise_and", reflected=True)
-    __or__ = method("bitwise_or")
-    __ror__ = method("bitwise_or", reflected=True)
-    __xor__ = method("bitwise_xor")
-    __rxor__ = method("bitwise_xor", reflected=True)
-    __lshift__ = method("left_shift")
-    __rlshift__ = method("left_shift", reflected=True)
-    __rshift__ = method("right_shift")
-    __rrshift__ = method("right_shift", reflected=True)
-    __neg__ = method("negative")
-    __pos__ = method("positive")
-    __abs__ = method("abs")
-    __invert__ = method("bitwise_not")
-
     def __eq__(self, other: object) -> Tensor:
-        return call("equal", self, other) if is_comparable(other) else NotImplemented
+        return np.equal(self, other) if is_comparable(other) else NotImplemented
 
     def __ne__(self, other: object) -> Tensor:
-        return call("not_equal", self, other) if is_comparable(other) else NotImplemented
-
-    __lt__ = method("less")
-    __le__ = method("less_equal")
-    __gt__ = method("greater")
-    __ge__ = method("greater_equal")
+        return np.not_equal(self, other) if is_comparable(other) else NotImplemented
 
     def block_until_ready(self) -> Tensor:
         """Wait until the arrays are computed, and return the tensor."""
         return jax.block_until_ready(self)
 
-    # --- elementwise --------------------------------------------------------------------
-
-    clip = method("clip")
-    conj = method("conj")
-    conjugate = method("conj")
-    imag = property(method("imag"))
-    real = property(method("real"))
-    round = method("round")
-
-    # --- shapes -------------------------------------------------------------------------
-
-    copy = method("copy")
-    flatten = method("ravel")
-    ravel = method("ravel")
-    squeeze = method("squeeze")
-    swapaxes = method("swapaxes")
-    take = method("take")
-
     def reshape(self, *shape: int | Shape, **kwargs: Argument) -> Tensor:
         """See `jmask.numpy.reshape`; the sizes as a tuple or as separate arguments."""
-        return call("reshape", self, one_or_several(shape), **kwargs)
+        sizes = shape[0] if len(shape) == 1 else shape
+        return library().numpy.reshape(self, sizes, **kwargs)
 
     def transpose(self, *axes: int | Shape) -> Tensor:
         """See `jmask.numpy.transpose`; the axes as a tuple or as separate arguments."""
-        return call("transpose", self, one_or_several(axes) if axes else None)
+        return library().numpy.transpose(self, axes[0] if len(axes) == 1 else axes or None)
 
     T = property(method("transpose"))
     mT = property(method("matrix_transpose"))  # noqa: N815
-
-    # --- reductions ---------------------------------------------------------------------
+    imag = property(method("imag"))
+    real = property(method("real"))
 
     all = method("all")
     any = method("any")
     argmax = method("argmax")
     argmin = method("argmin")
+    clip = method("clip")
+    conj = conjugate = method("conj")
+    copy = method("copy")
     cumprod = method("cumprod")
     cumsum = method("cumsum")
+    flatten = ravel = method("ravel")
     max = method("max")
     mean = method("mean")
     min = method("min")
     prod = method("prod")
+    round = method("round")
+    squeeze = method("squeeze")
     std = method("std")
     sum = method("sum")
+    swapaxes = method("swapaxes")
+    take = method("take")
     var = method("var")
 
 
@@ -225,8 +164,6 @@ class MaskedMethods(TensorMethods):
     repeat = method("repeat")
     sort = method("sort")
     trace = method("trace")
-
-    # --- Python values ------------------------------------------------------------------
 
     def item(self, *index: int) -> Scalar | None:
         """Return the single entry, or that at `index`, as a Python number; None if masked."""

@@ -129,27 +129,6 @@ PADDED = BCOO(
     unique_indices=True,
 )
 COO = jmask.masked_tensor(PADDED, [True, False, True, True])
-COO_MOVES = [
-    ("reshape", (2, 6)), ("reshape", -1), ("reshape", (1, 3, 4, 1)), ("ravel",), ("squeeze",),
-    ("expand_dims", 0), ("transpose",), ("swapaxes", 0, 1), ("moveaxis", 0, -1),
-    ("permute_dims", (1, 0)), ("matrix_transpose",),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", COO_MOVES, ids=cases.case_id)
-def test_coordinates_stay_sparse(case):
-    name, *args = case
-    function = lambda x: getattr(jn, name)(x, *args)
-    for result in (function(COO), jax.jit(function)(COO)):
-        assert result.stype == "coo"
-        mask = np.eye(3, 4, dtype=bool)
-        mask[1, 1] = False
-        move = lambda a: getattr(np, name)(a, *args)
-        assert_masked(result, move(np.eye(3, 4)), move(mask))
-        # Padding stays padding.
-        assert result.storage.todense().sum() == 3
-
-
 def test_other_sparse_operations_say_so():
     for operation in (
         jn.flip,
