@@ -457,5 +457,3 @@ def _missing(dtype: DTypeLike) -> HostArray:
         return np.asarray(True)
     limits = jnp.iinfo(dtype)
     return np.asarray(limits.min or limits.max, dtype)
-
-

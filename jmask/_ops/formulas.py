@@ -4,6 +4,7 @@ Each takes a `MaskedTensor`, the axes to reduce and whether they stay, and is ma
 entry is valid. The derivative is 0 where a formula has none: `std` and `norm` at 0.
 """
 
+import functools
 import math
 
 import jax
@@ -46,27 +47,19 @@ _exp, _squared = entrywise(jnp.exp), entrywise(norms.squared)
 # --- sums --------------------------------------------------------------------------------
 
 
-def total(
-    x: MaskedTensor, axis: Axes, keepdims: bool, promote_integers: bool = True
-) -> MaskedTensor:
-    return reduced(x, "sum", axis, keepdims)
-
-
-def product(
-    x: MaskedTensor, axis: Axes, keepdims: bool, promote_integers: bool = True
-) -> MaskedTensor:
-    return reduced(x, "prod", axis, keepdims)
+total = functools.partial(reduced, kind="sum")
+product = functools.partial(reduced, kind="prod")
 
 
 def mean(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
     number = count(x, axis, keepdims).astype(x.dtype)
-    return _divide(reduced(x, "sum", axis, keepdims), number)
+    return _divide(reduced(x, axis, keepdims, "sum"), number)
 
 
 def mean_with_zeros(x: MaskedTensor, axis: Axes, keepdims: bool) -> TensorLike:
     """Return the mean of all entries of an ordinary sparse tensor."""
     size = math.prod(x.shape[a] for a in axis)
-    return reduce.without_mask(on_values(lambda a: a / size, reduced(x, "sum", axis, keepdims)))
+    return reduce.without_mask(on_values(lambda a: a / size, reduced(x, axis, keepdims, "sum")))
 
 
 def variance(
@@ -84,7 +77,7 @@ def variance(
         ddof = correction
     # Two passes: the mean of squares less the square of the mean cancels.
     center = _mean(x, axis, True) if mean is None else as_tensor(mean).astype(x.dtype)
-    squares = reduced(_squared(_subtract(x, center)), "sum", axis, keepdims)
+    squares = reduced(_squared(_subtract(x, center)), axis, keepdims, "sum")
     left = on_values(lambda n: n - ddof, count(x, axis, keepdims)).astype(squares.dtype)
     exists = stored_values(left.storage) > 0
     return _divide(squares, joined(left.storage, left.valid & exists))
@@ -117,24 +110,14 @@ def every(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
 # --- order -------------------------------------------------------------------------------
 
 
-def maximum(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
-    return extremum(x, axis, keepdims, "max")
-
-
-def minimum(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
-    return extremum(x, axis, keepdims, "min")
+maximum, minimum = (functools.partial(extremum, kind=kind) for kind in ("max", "min"))
+first_maximum, first_minimum = (
+    functools.partial(reduce.first_index, kind=kind) for kind in ("max", "min")
+)
 
 
 def spread(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
     return _subtract(maximum(x, axis, keepdims), minimum(x, axis, keepdims))
-
-
-def first_maximum(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
-    return reduce.first_index(x, axis, keepdims, "max")
-
-
-def first_minimum(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
-    return reduce.first_index(x, axis, keepdims, "min")
 
 
 # --- sums of powers of e -----------------------------------------------------------------
@@ -143,7 +126,7 @@ def first_minimum(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
 def _peak(x: MaskedTensor, axis: Axes) -> MaskedTensor:
     """Return the greatest (real part of an) entry as a constant; reduced axes stay."""
     real = on_values(lambda a: lax.stop_gradient(jnp.real(a)), x)
-    return reduced(real, "max", axis, True).astype(x.dtype)
+    return reduced(real, axis, True, "max").astype(x.dtype)
 
 
 def logsumexp(
@@ -162,18 +145,18 @@ def logsumexp(
     powers = _exp(_subtract(a, peak))
     powers = powers if b is None else _multiply(powers, b)
     log = entrywise(where_nonzero(jnp.log, -jnp.inf))
-    result = _add(log(reduced(powers, "sum", axis, True)), peak)
+    result = _add(log(reduced(powers, axis, True, "sum")), peak)
     return without_axes(result, axis, keepdims)
 
 
 def softmax(x: MaskedTensor, axis: Axes) -> MaskedTensor:
     powers = _exp(_subtract(x, _peak(x, axis)))
-    return _divide(powers, reduced(powers, "sum", axis, True))
+    return _divide(powers, reduced(powers, axis, True, "sum"))
 
 
 def log_softmax(x: MaskedTensor, axis: Axes) -> MaskedTensor:
     shifted = _subtract(x, _peak(x, axis))
-    total = reduced(_exp(shifted), "sum", axis, True)
+    total = reduced(_exp(shifted), axis, True, "sum")
     return _subtract(shifted, entrywise(jnp.log)(total))
 
 
@@ -324,7 +307,7 @@ def _at_rank(
     rest = tuple(a for a in range(x.ndim) if a not in axis)
     size = math.prod(x.shape[a] for a in axis)
     if size == 0:
-        return reduced(x.astype(dtype), "sum", axis, keepdims)
+        return reduced(x.astype(dtype), axis, keepdims, "sum")
     shape = (*(x.shape[a] for a in rest), size)
     line = joined(*(jnp.transpose(a, rest + axis).reshape(shape) for a in (x.storage, x.valid)))
     number = jnp.sum(line.valid, -1, keepdims=True)

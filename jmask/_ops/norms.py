@@ -85,9 +85,8 @@ def norm_in_parts(x: MaskedTensor, axis: tuple[int, ...], order: float) -> Norm:
     # --- the greatest power, near which all are brought ----------------------------------
     # Powers of negative order are greatest where the entry is least.
     taken = size if order > 0 else joined(size.storage, size.valid & nonzero)
-    pivot = reduced(
-        on_values(lax.stop_gradient, taken), "max" if order > 0 else "min", axis, True
-    )
+    extreme = "max" if order > 0 else "min"
+    pivot = reduced(on_values(lax.stop_gradient, taken), axis, True, extreme)
     pivot = on_values(
         lambda a: jnp.where(jnp.isfinite(a) & (a > 0), a, jnp.ones_like(a)), pivot
     )
@@ -98,13 +97,13 @@ def norm_in_parts(x: MaskedTensor, axis: tuple[int, ...], order: float) -> Norm:
 
     # --- the norm of what they are then --------------------------------------------------
     if math.isinf(order):
-        result = extremum(size, axis, True, "max" if order > 0 else "min")
+        result = extremum(size, axis, True, extreme)
     elif order == 2:
-        result = _root(reduced(_squared(x), "sum", axis, True))
+        result = _root(reduced(_squared(x), axis, True, "sum"))
     else:
         pivot = on_values(jnp.ones_like, pivot) if order == 1 else _multiply(pivot, factor)
         powers = entrywise(where_nonzero(lambda a: a**order))(_divide(size, pivot))
-        total = reduced(powers, "sum", axis, True)
+        total = reduced(powers, axis, True, "sum")
         root = where_nonzero(lambda a: a ** (1 / order), 0 if order > 0 else jnp.inf)
         result = _multiply(entrywise(root)(total), pivot)
     if order < 0:  # a single 0 makes the sum infinite and the norm 0

@@ -144,7 +144,8 @@ def reduces(
         rule = zeros if plain and callable(zeros) else formula
         dtype = None
         if like is not None:
-            dtype = result_dtype(like, x.dtype, options.pop("dtype", None))
+            kinds = {k: options.pop(k) for k in ("dtype", "promote_integers") if k in options}
+            dtype = result_dtype(like, x.dtype, **kinds)
             x = x.astype(wide(joint_dtype(x.dtype, dtype)))
         result = rule(x, axis=axes, **options)
         if dtype is not None:
@@ -152,7 +153,7 @@ def reduces(
         if not masked and isinstance(result, MaskedTensor):
             nothing = empty(result.dtype) if callable(empty) else empty
             if absent is not None:
-                exists = reduced(x.with_values(x.valid), "max", axes, keepdims=True).valid
+                exists = reduced(x.with_values(x.valid), axes, True, "max").valid
                 left_out = jnp.where(exists, absent, nothing).astype(result.dtype)
                 result = jnp.where(result.valid, result.storage, left_out)
             elif plain:
@@ -175,16 +176,17 @@ def refuse_output(options: dict[str, Argument]) -> None:
             raise NotImplementedError(f"`{name}` is not supported: results are new arrays.")
 
 
-def result_dtype(function: Function, kind: DTypeLike, dtype: DTypeLike | None = None) -> DType:
+def result_dtype(function: Function, kind: DTypeLike, **options: Argument) -> DType:
     """Return the dtype that a function of JAX, such as `jnp.sum`, gives for a dtype."""
-    return _result_dtype(function, kind, dtype, jax.config.read("jax_enable_x64"))
+    x64 = jax.config.read("jax_enable_x64")
+    return _result_dtype(function, jnp.dtype(kind), x64, tuple(options.items()))
 
 
 @functools.lru_cache(maxsize=256)  # of functions of the table and dtypes, never of closures
 def _result_dtype(
-    function: Function, kind: DTypeLike, dtype: DTypeLike | None, x64: bool
+    function: Function, kind: DType, x64: bool, options: tuple[tuple[str, Argument], ...]
 ) -> DType:
-    function = function if dtype is None else functools.partial(function, dtype=dtype)
+    function = functools.partial(function, **dict(options))
     return jax.eval_shape(function, jax.ShapeDtypeStruct((1,), kind)).dtype
 
 
@@ -291,7 +293,7 @@ _IDENTITY: dict[str, Callable[[DType], Scalar]] = {
 }
 
 
-def reduced(x: MaskedTensor, kind: str, axes: Sequence[int], keepdims: bool) -> MaskedTensor:
+def reduced(x: MaskedTensor, axis: Sequence[int], keepdims: bool, kind: str) -> MaskedTensor:
     """Return the sum, product, maximum or minimum of the valid entries, in their dtype.
 
     The derivative of a maximum is shared with entries of a group that are not valid and equal
@@ -301,14 +303,12 @@ def reduced(x: MaskedTensor, kind: str, axes: Sequence[int], keepdims: bool) -> 
     identity = _IDENTITY[kind](x.dtype)
     values = jnp.where(x.valid, stored_values(storage), identity)
     shape = tuple(
-        1 if axis in axes else size
-        for axis, size in enumerate(x.shape)
-        if keepdims or axis not in axes
+        1 if a in axis else size for a, size in enumerate(x.shape) if keepdims or a not in axis
     )
-    reduced_sparse = [axis for axis in range(sparse) if axis in axes]
-    kept = [axis for axis in range(sparse) if axis not in axes]
+    reduced_sparse = [a for a in range(sparse) if a in axis]
+    kept = [a for a in range(sparse) if a not in axis]
     # Stored values have one axis in place of the sparse ones.
-    inner = tuple(axis - sparse + (sparse > 0) for axis in axes if axis >= sparse)
+    inner = tuple(a - sparse + (sparse > 0) for a in axis if a >= sparse)
     along = ((0,) if reduced_sparse and not kept else ()) + inner
     result, exists = _slices(kind, values, along), x.valid.any(along)
     if kept and reduced_sparse:
@@ -417,7 +417,7 @@ def count(
     """Count the valid entries of each group, or those of which `holds` is true."""
     ones = x.valid if holds is None else x.valid & holds
     storage = with_stored_values(x.storage, ones.astype(_integer()))
-    return reduced(joined(storage, x.valid), "sum", axis, keepdims)
+    return reduced(joined(storage, x.valid), axis, keepdims, "sum")
 
 
 def on_values(function: Function, x: MaskedTensor) -> MaskedTensor:
@@ -454,7 +454,7 @@ def _with_slope_of_jvp(primals: JvpArgs, tangents: JvpArgs) -> tuple[jax.Array, 
 
 def extremum(x: MaskedTensor, axis: Sequence[int], keepdims: bool, kind: str) -> MaskedTensor:
     """Return the maximum or minimum, with a derivative shared by valid entries equal to it."""
-    result = reduced(on_values(lax.stop_gradient, x), kind, axis, True)
+    result = reduced(on_values(lax.stop_gradient, x), axis, True, kind)
     if jnp.issubdtype(x.dtype, jnp.floating):
         # The mean of the ties is the result, but for rounding, and has the derivative wanted.
         # That of a maximum would be shared with equal fills.
@@ -462,7 +462,7 @@ def extremum(x: MaskedTensor, axis: Sequence[int], keepdims: bool, kind: str) ->
         number = count(x, axis, True, ties)
         number = on_values(lambda n: jnp.maximum(n, 1).astype(x.dtype), number)
         tied = _divide(joined(x.storage, x.valid & ties), number)
-        mean = stored_values(reduced(tied, "sum", axis, True).storage)
+        mean = stored_values(reduced(tied, axis, True, "sum").storage)
         result = on_values(lambda value: _with_slope_of(value, mean), result)
     return without_axes(result, axis, keepdims)
 
@@ -472,9 +472,9 @@ def first_index(
 ) -> MaskedTensor:
     """Return where in `axis` the first valid entry is that equals the maximum or minimum."""
     x = on_values(lax.stop_gradient, x)
-    ties = stored_values(_ties(x, reduced(x, kind, axis, True)).storage)
+    ties = stored_values(_ties(x, reduced(x, axis, True, kind)).storage)
     places = positions(x, axis)
-    first = reduced(joined(places.storage, x.valid & ties), "min", axis, keepdims)
+    first = reduced(joined(places.storage, x.valid & ties), axis, keepdims, "min")
     return on_values(lambda i: jnp.where(first.valid, i, jnp.zeros_like(i)), first)
 
 

@@ -241,7 +241,7 @@ def take(
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> x = jmask.masked_tensor(jnp.array([1, 2]), jnp.array([True, False]))
-        >> jmask.numpy.take(x, jnp.array([0, 1, 5]))
+        >>> jmask.numpy.take(x, jnp.array([0, 1, 5]))
         MaskedTensor([1, --, --], dtype=int32)
     """
 

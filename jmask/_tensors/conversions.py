@@ -468,5 +468,3 @@ def _edges(x: jax.Array | HostArray, axis: int, edge: int) -> jax.Array | HostAr
     with jax.ensure_compile_time_eval():  # a constant may be printed while tracing
         parts = [x[(*at, slice(edge))], x[(*at, slice(last, None))]]
         return module.concatenate(parts, axis)
-
-
