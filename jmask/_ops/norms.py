@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.types import Function, Scalar
-from jmask._ops.lift import entrywise
+from jmask._base.types import Function, Scalar, Tensor
+from jmask._ops.lift import data_of, entrywise
 from jmask._ops.reduce import count, extremum, on_values, reduced
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.storage import stored_values
@@ -33,9 +33,9 @@ class Norm(NamedTuple):
         factor: powers of two, of the shape of `size`.
     """
 
-    entries: MaskedTensor
-    size: MaskedTensor
-    factor: MaskedTensor
+    entries: Tensor
+    size: Tensor
+    factor: Tensor
 
 
 def factor_for(greatest: jax.Array) -> jax.Array:
@@ -69,35 +69,37 @@ def where_nonzero(function: Function, otherwise: float = 0) -> Function:
     return guarded
 
 
-def norm_in_parts(x: MaskedTensor, axis: tuple[int, ...], order: float) -> Norm:
-    """Return the norms of the valid entries along `axis`, kept from overflow.
+def norm_in_parts(x: Tensor, axis: tuple[int, ...], order: float) -> Norm:
+    """Return the norms of an array, or of valid entries, along `axis`, kept from overflow.
 
     Args:
         x: floating or complex, of 32 bits at least.
         order: p of the p-norm, of any sign; inf and -inf too.
     """
     size = _size(x)
-    nonzero = stored_values(size.storage) != 0
+    nonzero = stored_values(data_of(size)) != 0
     if order == 0:
         number = on_values(lambda a: a.astype(size.dtype), count(x, axis, True, nonzero))
         return Norm(x, number, on_values(jnp.ones_like, number))
 
     # --- the greatest power, near which all are brought ----------------------------------
     # Powers of negative order are greatest where the entry is least.
-    taken = size if order > 0 else joined(size.storage, size.valid & nonzero)
+    taken = size if order > 0 else _masked_where_zero(size)
     extreme = "max" if order > 0 else "min"
     pivot = reduced(on_values(lax.stop_gradient, taken), axis, True, extreme)
     pivot = on_values(
         lambda a: jnp.where(jnp.isfinite(a) & (a > 0), a, jnp.ones_like(a)), pivot
     )
-    pivot = joined(pivot.storage, jnp.ones_like(pivot.valid))  # 1 where all entries are 0
+    if isinstance(pivot, MaskedTensor):
+        pivot = joined(pivot.storage, jnp.ones_like(pivot.valid))  # 1 where all entries are 0
     factor = on_values(factor_for, pivot)
     x = _multiply(x, factor.astype(x.dtype))
     size = _multiply(size, factor)
 
     # --- the norm of what they are then --------------------------------------------------
     if math.isinf(order):
-        result = extremum(size, axis, True, extreme)
+        exact = extremum if isinstance(size, MaskedTensor) else reduced
+        result = exact(size, axis, True, extreme)
     elif order == 2:
         result = _root(reduced(_squared(x), axis, True, "sum"))
     else:
@@ -110,6 +112,12 @@ def norm_in_parts(x: MaskedTensor, axis: tuple[int, ...], order: float) -> Norm:
         has_zero = count(x, axis, True, ~nonzero)
         result = _where(entrywise(lambda number: number > 0)(has_zero), result)
     return Norm(x, result, factor)
+
+
+def _masked_where_zero(size: Tensor) -> Tensor:
+    if not isinstance(size, MaskedTensor):
+        return jnp.where(size != 0, size, jnp.inf)
+    return joined(size.storage, size.valid & (stored_values(size.storage) != 0))
 
 
 def norm(x: MaskedTensor, axis: tuple[int, ...], order: float) -> MaskedTensor:
@@ -134,8 +142,7 @@ def shortened(
         order: p of the p-norm, above 0; may be inf.
         eps: added to the norm.
     """
-    parts = norm_in_parts(MaskedTensor(rows), tuple(range(batch, rows.ndim)), order)
-    entries, norm, factor = (x.storage for x in parts)
+    entries, norm, factor = norm_in_parts(rows, tuple(range(batch, rows.ndim)), order)
     size = norm + eps * factor
     # A row that is short enough may be 0, by which its direction is divided.
     exceeds = norm / factor > max_norm

@@ -293,12 +293,14 @@ _IDENTITY: dict[str, Callable[[DType], Scalar]] = {
 }
 
 
-def reduced(x: MaskedTensor, axis: Sequence[int], keepdims: bool, kind: str) -> MaskedTensor:
+def reduced(x: Tensor, axis: Sequence[int], keepdims: bool, kind: str) -> Tensor:
     """Return the sum, product, maximum or minimum of the valid entries, in their dtype.
 
     The derivative of a maximum is shared with entries of a group that are not valid and equal
-    the identity: `extremum` has one that is not.
+    the identity: `extremum` has one that is not. An array is reduced as it is.
     """
+    if not isinstance(x, MaskedTensor):
+        return _slices(kind, x, tuple(axis), keepdims)
     storage, sparse = x.storage, sparse_dimensions(x.storage)
     identity = _IDENTITY[kind](x.dtype)
     values = jnp.where(x.valid, stored_values(storage), identity)
@@ -310,7 +312,7 @@ def reduced(x: MaskedTensor, axis: Sequence[int], keepdims: bool, kind: str) -> 
     # Stored values have one axis in place of the sparse ones.
     inner = tuple(a - sparse + (sparse > 0) for a in axis if a >= sparse)
     along = ((0,) if reduced_sparse and not kept else ()) + inner
-    result, exists = _slices(kind, values, along), x.valid.any(along)
+    result, exists = _slices(kind, values, along, False), x.valid.any(along)
     if kept and reduced_sparse:
         ids, number = _segments(storage, kept)
         some = max(number, 1)
@@ -322,10 +324,11 @@ def reduced(x: MaskedTensor, axis: Sequence[int], keepdims: bool, kind: str) -> 
     return joined(result.reshape(shape), exists.reshape(shape))
 
 
-def _slices(kind: str, values: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+def _slices(kind: str, values: jax.Array, axes: tuple[int, ...], keepdims: bool) -> jax.Array:
+    function, dtype = getattr(jnp, kind), values.dtype
     if kind in ("sum", "prod"):
-        return getattr(jnp, kind)(values, axes, dtype=values.dtype)
-    return getattr(jnp, kind)(values, axes, initial=_IDENTITY[kind](values.dtype))
+        return function(values, axes, dtype=dtype, keepdims=keepdims)
+    return function(values, axes, keepdims=keepdims, initial=_IDENTITY[kind](dtype))
 
 
 def _segmented(kind: str, values: jax.Array, ids: jax.Array, number: int) -> jax.Array:
@@ -420,8 +423,10 @@ def count(
     return reduced(joined(storage, x.valid), axis, keepdims, "sum")
 
 
-def on_values(function: Function, x: MaskedTensor) -> MaskedTensor:
-    """Apply a function to all stored values, also under the mask."""
+def on_values(function: Function, x: Tensor) -> Tensor:
+    """Apply a function to an array, or to all stored values, also under the mask."""
+    if not isinstance(x, MaskedTensor):
+        return function(x)
     return joined(with_stored_values(x.storage, function(stored_values(x.storage))), x.valid)
 
 
