@@ -74,6 +74,7 @@ def combined(rows, bag, weights, combiner, cotangent):
             result.out[number] = r[first, columns]
             result.in_rows[members[first], columns] = ct
             continue
+        out, r = (w[:, None] * r).sum(0), np.nan_to_num(r, nan=0)  # what is not read is constant
         total = (w[:, None] * r).sum(0)
         if combiner == "sum":
             scale, in_scale = 1, 0
@@ -83,7 +84,7 @@ def combined(rows, bag, weights, combiner, cotangent):
                 continue
             of_scale = 1 if combiner == "mean" else w / scale
             in_scale = -(total * ct).sum() / scale**2 * of_scale
-        result.out[number] = total / scale
+        result.out[number] = out / scale
         result.in_rows[members] = w[:, None] * ct / scale
         result.in_weights[members] = r @ ct / scale + in_scale
     return result

@@ -13,25 +13,31 @@ With r the rows of a bag and w their weights (1 if there are none):
 
 Padding is in no bag, and a bag with nothing in it is zeros. So is a mean of total weight 0,
 and its derivative is 0. The gradient of max goes to the first entry that attains it.
+
+Every form of bags is brought to three arrays first: for each entry the row that it reads, its
+bag, and its weight. V is no row, and reads zeros; b, the number of bags, is no bag; bags are
+None where each line of entries is one; padding has weight 0:
+
+    position  2 0 1 V        bag  0 0 1 b        weight  1 1 1 0
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.typing import DTypeLike
 
 from jmask._base.array_types import (
     explicit_sharding,
+    joint_dtype,
+    sum_dtype,
     trailing,
     varying_axes,
-    wide,
     with_whole_rows,
 )
 from jmask._base.row_ids import canonical
-from jmask._base.types import Ids, JvpArgs, Mask, Numbers, Scalar, Table, TensorLike
+from jmask._base.types import DType, Ids, Numbers, Scalar, Table, TensorLike
 from jmask._base.validation import (
     check_flag,
     checked_array,
@@ -52,24 +58,12 @@ from jmask._embedding.lookup import (
     narrowed,
     positions_of,
 )
-from jmask._embedding.pad_bags import (
-    PaddedBags,
-    check_weights,
-    checked_offsets,
-)
+from jmask._embedding.pad_bags import PaddedBags, check_weights, checked_offsets
 from jmask._kernels.bag_sum import bag_sum
-from jmask._ops.groups import BySegments, BySlices
+from jmask._kernels.rows import add_rows
 from jmask._tensors.storage import row_of_each
 
 COMBINERS = ("sum", "mean", "sqrtn", "max")
-
-Bags = BySlices | BySegments
-"""Which entries, arrays (*entries, ...), `embedding_bag` makes one row of.
-
-    ids       [[4, 1],        ids       [4, 1, 7, 2]
-               [7, 2]]        segments  [0, 0, 1, 1]
-    `BySlices`                `BySegments`
-"""
 
 
 @naming_arguments(
@@ -99,7 +93,7 @@ def embedding_bag(
     `offsets`; or `ids` (n,) with `segment_ids`.
 
     Args:
-        table (V, *row): a real, floating array, or a `RowSparse`.
+        table (V, *row): an array, or a `RowSparse`. Integers have sums and maxima only.
         ids (..., L) or (n,): integers of any dtype, or a list; or `PaddedBags`, which bring
             their offsets and weights.
         offsets (b,): where each bag begins in `ids`; ascending from 0, equal ones for an
@@ -120,9 +114,9 @@ def embedding_bag(
         max_norm, norm_type: as in `embedding_lookup`, before the rows are weighted.
 
     Returns:
-        One row for each bag (..., *row) or (b, *row), in the dtype of the table; float16
-        and bfloat16 are summed in float32. nan, if traced `offsets` are not ascending from
-        0 to n at most.
+        One row for each bag (..., *row) or (b, *row), in the dtype of the table; floating
+        numbers of 16 or 8 bits are summed in float32, and narrow integers in int32, which the
+        result then is. nan, if traced `offsets` are not ascending from 0 to n at most.
 
     Raises:
         IndexError: in mode "raise", for concrete ids outside the table.
@@ -143,14 +137,14 @@ def embedding_bag(
                [0., 0.],
                [3., 4.]], dtype=float32)
     """
+    # --- arguments ---------------------------------------------------------------------
     check_flag("include_last_offset", include_last_offset)
     if isinstance(mode, str) and mode in COMBINERS:
         raise ValueError(
             f"`mode` says what an id outside the table gives, got {mode!r}: how the rows of a "
             f"bag are combined is `combiner`={mode!r}."
         )
-    bags: Bags
-    bag_of_entry, number, valid = None, 0, None
+    bag_of_entry = None
     if isinstance(ids, PaddedBags):
         others = (offsets, include_last_offset, segment_ids, num_segments, weights)
         if any(x is not None and x is not False for x in others):
@@ -159,149 +153,104 @@ def embedding_bag(
                 "and to `embedding_bag` neither them nor segments."
             )
         offsets, weights, bag_of_entry = ids.offsets, ids.weights, ids.bag_of_entry
-        number, include_last_offset = ids.offsets.shape[0] - 1, True
-        ids = ids.ids
+        ids, include_last_offset = ids.ids, True
     table = checked_table(table, ids, "embedding_bag(table, ids)")
     mode = checked_choice(mode, "mode", MODES)
     ids = checked_integers(ids, "ids", mode)
     combiner = checked_choice(combiner, "combiner", COMBINERS)
-    if not jnp.issubdtype(table.dtype, jnp.inexact):
-        raise TypeError(
-            f"`table` must be floating or complex, got {table.dtype}: pass "
-            "`table.astype(jnp.float32)`."
+    dtype = _sum_dtype(table.dtype, combiner, weights is not None)
+    bound = checked_bound(table, max_norm, norm_type)
+    if weights is not None:
+        weights = checked_array("weights", weights)
+        check_weights(weights, ids)
+        weights = weights.astype(dtype)
+
+    # --- position, bag, weight -----------------------------------------------------------
+    forms = (segment_ids, num_segments, offsets, include_last_offset)
+    bags = _bags(ids, bag_of_entry, *forms, mode)
+    absent, padding = bags.left_out, is_padding(ids, padding_id)
+    if padding is not None:
+        absent = padding if absent is None else padding | absent
+    entries = entries_of(ids, absent, mode, table.shape)
+    if weights is not None and entries.absent is not None:
+        weights = jnp.where(entries.absent, 0, weights)
+
+    # --- combined ------------------------------------------------------------------------
+    if combiner == "max":
+        rows = looked_up_rows(table, entries, bound)
+        result = _max(rows, bags, _present(entries))
+    else:
+        result = _sums(table, bags, entries, weights, bound, dtype)
+        if combiner != "sum":
+            counted = _present(entries).astype(dtype) if weights is None else weights
+            size = bags.sum(counted if combiner == "mean" else counted * counted)
+            # Over infinity, unlike 0 / 0, an empty bag is 0, and so is every derivative; and a
+            # nan in a bag of weight 0 is not hidden.
+            size = trailing(jnp.where(size == 0, jnp.inf, size), result.ndim)
+            result = result / (size if combiner == "mean" else jnp.sqrt(size))
+        if entries.outside is not None and not _fills_in(bags, entries, weights, dtype):
+            invalid = trailing(bags.sum(entries.outside.astype(jnp.int32)) > 0, result.ndim)
+            if jnp.issubdtype(dtype, jnp.inexact):
+                # A constant, which is added: derivatives are those of the rows that there are.
+                result = result + jnp.where(invalid, jnp.nan, 0).astype(result.dtype)
+            else:
+                result = jnp.where(invalid, _missing(dtype), result)
+    if bags.valid is not None:
+        result = jnp.where(bags.valid, result, _missing(result.dtype))
+    if bags.ids is not None and not bags.number:
+        result = result[:0]
+    is_integer = jnp.issubdtype(table.dtype, jnp.integer) or table.dtype == jnp.dtype(bool)
+    return result if is_integer else result.astype(table.dtype)
+
+
+def _sum_dtype(kind: DType, combiner: str, has_weights: bool) -> DType:
+    """Return the dtype in which rows of this one are combined; refuse what has no meaning."""
+    if has_weights and combiner == "max":
+        raise ValueError(
+            "`weights` have no meaning for `combiner` 'max': leave them out, or use 'sum', "
+            "'mean' or 'sqrtn'."
         )
-    if combiner == "max" and jnp.issubdtype(table.dtype, jnp.complexfloating):
+    if combiner == "max" and jnp.issubdtype(kind, jnp.complexfloating):
         raise TypeError(
-            f'`combiner`="max" needs an order, which {table.dtype} has not: take "sum", "mean" '
+            f'`combiner`="max" needs an order, which {kind} has not: take "sum", "mean" '
             'or "sqrtn", or the maximum of `jnp.abs` of the rows looked up.'
         )
-    dtype = wide(table.dtype)
-    bound = checked_bound(table, max_norm, norm_type)
-    weights = _checked_weights(weights, ids, combiner, dtype)
-    if segment_ids is not None or num_segments is not None:
-        if offsets is not None or include_last_offset:
-            raise ValueError(
-                "`offsets` (with `include_last_offset`) and `segment_ids` (with "
-                "`num_segments`) are two ways to give the bags: give one of them."
-            )
-        bags, left_out, valid = _segment_bags(ids, segment_ids, num_segments, mode)
-    elif bag_of_entry is not None:
-        bag_of_entry = checked_integers(bag_of_entry, "bag_of_entry", mode)
-        bags, left_out = BySegments(jnp.asarray(bag_of_entry), number), bag_of_entry == number
-    elif offsets is not None:
-        bags, left_out, valid = _offset_bags(ids, offsets, include_last_offset, mode)
-    else:
-        bags, left_out, valid = _line_bags(ids, include_last_offset)
-    padding = is_padding(ids, padding_id)
-    absent = (
-        left_out if padding is None else padding if left_out is None else padding | left_out
-    )
-    entries = entries_of(ids, absent, mode, table.shape)
-    if combiner == "max":
-        operands = (looked_up_rows(table, entries, bound), bags, _present(entries))
-        if isinstance(bags, BySegments):  # a bag may have entries on every device
-            operands = jax.tree.map(with_whole_rows, operands)
-        result = _max(*operands)
-        result = result if valid is None else jnp.where(valid, result, jnp.nan)
-    else:
-        if weights is not None and entries.absent is not None:
-            weights = jnp.where(entries.absent, 0, weights)
-        result = _sums(table, bags, entries, weights, valid, bound)
-        result = _scaled(result, bags, weights, entries, combiner)
-    if isinstance(bags, BySegments) and not bags.number:
-        result = result[:0]
-    return result.astype(table.dtype)
+    if jnp.issubdtype(kind, jnp.inexact):
+        return sum_dtype(kind)
+    if has_weights or combiner in ("mean", "sqrtn"):
+        what = "`weights`" if has_weights else f"`combiner`={combiner!r}"
+        raise TypeError(
+            f"{what} of a `table` of {kind} would be rounded: pass `table.astype(jnp.float32)`."
+        )
+    return joint_dtype(kind, jnp.int32) if combiner == "sum" else kind
 
 
-# --- combiners ---------------------------------------------------------------------------
+# --- sums --------------------------------------------------------------------------------
 
 
-def _sums(
-    table: Table,
-    bags: Bags,
-    entries: Entries,
-    weights: jax.Array | None,
-    valid: jax.Array | None,
-    bound: Bound | None,
-) -> jax.Array:
-    """Compute Σ w r of each bag: nan where `valid` is False."""
-    dtype = wide(table.dtype)
-    positions, absent, outside = entries
-    arrays = [x for x in (table, positions, weights) if isinstance(x, jax.Array)]
-    is_ragged = isinstance(bags, BySegments)
-    shape = (bags.number,) if isinstance(bags, BySegments) else positions.shape[:-1]
-    if isinstance(bags, BySegments) and absent is not None:
-        bags = BySegments(jnp.where(absent, bags.number, bags.ids), bags.number)
-    if (
-        not isinstance(table, jax.Array)
-        or bound is not None
-        or 0 in (*positions.shape, *shape, *table.shape)
-        or any(explicit_sharding(x) is not None or varying_axes(x) for x in arrays)
-    ):
-        if is_ragged and weights is None and bound is None:
-            # What is in no bag need not be zeros, which would be one more pass over all rows.
-            entries = entries._replace(absent=None)
-        rows = looked_up_rows(table, entries, bound).astype(dtype)
-        total = bags.sum(rows if weights is None else rows * trailing(weights, rows.ndim))
-        return total if valid is None else jnp.where(valid, total, jnp.nan)
-    fills_in = outside is not None and (is_ragged or absent is None)
-    number = math.prod(shape)
-    entry_shape = (-1,) if is_ragged else (number, -1)
-    total = bag_sum(
-        table,
-        positions.reshape(entry_shape),
-        bags.ids if isinstance(bags, BySegments) else None,
-        None if weights is None else weights.reshape(entry_shape),
-        valid,
-        number,
-        math.nan if fills_in else 0,
-    ).reshape(*shape, *table.shape[1:])
-    if outside is None or fills_in:
-        return total
-    missing = jnp.where(outside, jnp.asarray(jnp.nan, dtype), 0)
-    if weights is not None:  # weights of other entries get no nan from here
-        missing = missing * jnp.where(outside, weights, 0)
-    return total + trailing(bags.sum(missing), total.ndim)
+class Bags(NamedTuple):
+    """The bags that entries are in.
 
+    Attributes:
+        ids (n,): the bag of each entry, `number` where it is in none; None where each line of
+            the entries (*shape, L) is a bag.
+        number: how many bags there are.
+        left_out: which entries are in none; None if all are in one.
+        valid: whether traced offsets ascend from 0 to n at most; None if that is known.
+    """
 
-def _scaled(
-    total: jax.Array, bags: Bags, weights: jax.Array | None, entries: Entries, combiner: str
-) -> jax.Array:
-    """Divide the sums Σ w r as "mean" and "sqrtn" say."""
-    if combiner == "sum":
-        return total
-    if weights is None:
-        weights = _present(entries).astype(total.dtype)
-    scale = bags.sum(weights if combiner == "mean" else weights * weights)
-    # Over infinity, unlike 0 / 0, an empty bag is 0, and so is every derivative; and a nan
-    # in a bag of weight 0 is not hidden.
-    scale = trailing(jnp.where(scale == 0, jnp.inf, scale), total.ndim)
-    return total / (scale if combiner == "mean" else jnp.sqrt(scale))
+    ids: jax.Array | None
+    number: int
+    left_out: Ids | None = None
+    valid: jax.Array | None = None
 
-
-@jax.custom_jvp
-def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
-    """Return the maximum of each column of a bag, 0 where the bag is empty."""
-    greatest = _greatest(rows, bags, present)
-    return jnp.where(trailing(bags.any(present), greatest.ndim), greatest, 0)
-
-
-@_max.defjvp
-def _max_jvp(primals: JvpArgs, tangents: JvpArgs) -> tuple[jax.Array, jax.Array]:
-    """Differentiate in the first entry that attains the maximum, as a nan does."""
-    rows, bags, present = primals
-    attains = (rows == bags.spread(_greatest(rows, bags, present))) | jnp.isnan(rows)
-    attains &= trailing(present, rows.ndim)
-    last = present.ndim - 1  # along which entries of a bag are numbered
-    shape = tuple(size if d == last else 1 for d, size in enumerate(rows.shape))
-    numbers = lax.broadcasted_iota(jnp.int32, shape, last)
-    first = bags.min(jnp.where(attains, numbers, np.iinfo(np.int32).max))
-    tangent = bags.sum(jnp.where(numbers == bags.spread(first), tangents[0], 0))
-    return _max(rows, bags, present), tangent
-
-
-def _greatest(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
-    return bags.max(jnp.where(trailing(present, rows.ndim), rows, -jnp.inf))
+    def sum(self, x: jax.Array, line: int | None = None) -> jax.Array:
+        """Sum entries (n, ...) bag by bag; those (*shape, L, ...) along `line`, the last."""
+        if self.ids is None:
+            return jnp.sum(x, x.ndim - 1 if line is None else line, dtype=x.dtype)
+        # One row at least, from which nothing is read.
+        zeros = jnp.zeros((max(self.number, 1), *x.shape[1:]), x.dtype)
+        return add_rows(zeros, self.ids, x)
 
 
 def _present(entries: Entries) -> jax.Array:
@@ -310,15 +259,124 @@ def _present(entries: Entries) -> jax.Array:
     return jnp.ones(shape, bool) if absent is None else jnp.logical_not(absent)
 
 
+def _missing(dtype: DType) -> jax.Array:
+    """Return what stands for a row that there is not: nan, or of integers as in `jnp.take`."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.asarray(jnp.nan, dtype)
+    limits = jnp.iinfo(dtype)
+    return jnp.asarray(limits.min if limits.min < 0 else limits.max, dtype)
+
+
+def _fills_in(bags: Bags, entries: Entries, weights: jax.Array | None, dtype: DType) -> bool:
+    """Decide whether ids out of range read nan, which then is in the sums of their bags."""
+    if weights is not None or not jnp.issubdtype(dtype, jnp.inexact):
+        return False
+    return bags.ids is not None or entries.absent is None
+
+
+def _sums(
+    table: Table,
+    bags: Bags,
+    entries: Entries,
+    weights: jax.Array | None,
+    bound: Bound | None,
+    dtype: DType,
+) -> jax.Array:
+    """Compute Σ w r of each bag."""
+    positions, absent, outside = entries
+    fills_in = outside is not None and _fills_in(bags, entries, weights, dtype)
+    if bags.ids is not None and absent is not None:
+        bags = bags._replace(ids=jnp.where(absent, bags.number, bags.ids))
+    arrays = [x for x in (table, positions, weights) if isinstance(x, jax.Array)]
+    shape = (bags.number,) if bags.ids is not None else positions.shape[:-1]
+    if (
+        not isinstance(table, jax.Array)
+        or not jnp.issubdtype(table.dtype, jnp.inexact)
+        or bound is not None
+        or 0 in (*positions.shape, *shape, *table.shape)
+        or any(explicit_sharding(x) is not None or varying_axes(x) for x in arrays)
+    ):
+        if bags.ids is not None and weights is None and bound is None:
+            # What is in no bag need not be zeros, which would be one more pass over all rows.
+            entries = entries._replace(absent=None)
+        if not fills_in:
+            entries = entries._replace(outside=None)
+            if outside is not None:
+                absent = outside if absent is None else outside | absent
+                entries = entries._replace(absent=absent)
+        rows = looked_up_rows(table, entries, bound).astype(dtype)
+        line = positions.ndim - 1
+        return bags.sum(rows if weights is None else rows * trailing(weights, rows.ndim), line)
+    lines = (-1,) if bags.ids is not None else (math.prod(shape), -1)
+    return bag_sum(
+        table,
+        positions.reshape(lines),
+        bags.ids,
+        None if weights is None else weights.reshape(lines),
+        None,
+        math.prod(shape),
+        math.nan if fills_in else 0,
+    ).reshape(*shape, *table.shape[1:])
+
+
+# --- maxima ------------------------------------------------------------------------------
+
+
+def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
+    """Return the maximum of each column of a bag, 0 where the bag is empty.
+
+    It is read from the first entry that attains it, as a nan does: so goes its derivative.
+    """
+    if bags.ids is not None:  # a bag may have entries on every device
+        rows, present = with_whole_rows(rows), with_whole_rows(present)
+    line, exists = present.ndim - 1, trailing(present, rows.ndim)
+    constant = jax.lax.stop_gradient(rows)
+    least = -jnp.inf if jnp.issubdtype(rows.dtype, jnp.inexact) else jnp.iinfo(rows.dtype).min
+    keys = jnp.where(exists, constant, jnp.asarray(least, rows.dtype))
+    if bags.ids is None:
+        if not rows.shape[line]:
+            return jnp.sum(rows, line, dtype=rows.dtype)
+        greatest = jnp.max(keys, line, keepdims=True)
+        attains = exists & ((constant == greatest) | (constant != constant))
+        first = jnp.argmax(attains, line, keepdims=True)
+        result = jnp.squeeze(jnp.take_along_axis(rows, first, line), line)
+        return jnp.where(jnp.any(exists, line), result, jnp.zeros_like(result))
+    number, count = max(bags.number, 1), rows.shape[0]
+    greatest = jax.ops.segment_max(keys, bags.ids, number)
+    greatest = greatest.at[bags.ids].get(mode="clip")
+    attains = exists & ((constant == greatest) | (constant != constant))
+    numbers = trailing(jnp.arange(count, dtype=jnp.int32), rows.ndim)
+    first = jax.ops.segment_min(jnp.where(attains, numbers, count), bags.ids, number)
+    # An entry of zeros, for bags in which nothing is.
+    rows = jnp.concatenate([rows, jnp.zeros_like(rows[:1], shape=(1, *rows.shape[1:]))])
+    return jnp.take_along_axis(rows, jnp.minimum(first, count), 0)
+
+
 # --- the forms of bags -------------------------------------------------------------------
 
 
-# The bags; which ids are in none of them, None if all are in one; and whether the bags are well
-# formed, None if that is known.
-_Form = tuple[Bags, Mask, jax.Array | None]
-
-
-def _line_bags(ids: Ids, include_last_offset: bool) -> _Form:
+def _bags(
+    ids: Ids,
+    bag_of_entry: Ids | None,
+    segment_ids: TensorLike,
+    num_segments: int | None,
+    offsets: TensorLike,
+    include_last_offset: bool,
+    mode: str,
+) -> Bags:
+    if segment_ids is not None or num_segments is not None:
+        if offsets is not None or include_last_offset:
+            raise ValueError(
+                "`offsets` (with `include_last_offset`) and `segment_ids` (with "
+                "`num_segments`) are two ways to give the bags: give one of them."
+            )
+        return _of_segments(ids, segment_ids, num_segments, mode)
+    if bag_of_entry is not None:
+        number = offsets.shape[0] - 1
+        bag_of_entry = jnp.asarray(checked_integers(bag_of_entry, "bag_of_entry", mode))
+        return Bags(bag_of_entry, number, bag_of_entry == number)
+    if offsets is not None:
+        return _of_offsets(ids, offsets, include_last_offset, mode)
     if include_last_offset:
         raise ValueError("`include_last_offset` is about `offsets`, and they are missing.")
     if ids.ndim < 2:
@@ -326,10 +384,10 @@ def _line_bags(ids: Ids, include_last_offset: bool) -> _Form:
             f"`ids` of shape {ids.shape} are no bags yet: give `offsets` or `segment_ids` "
             "with `ids` (n,), or `ids` (b, L), each line a bag."
         )
-    return BySlices((ids.ndim - 1,), False), None, None
+    return Bags(None, math.prod(ids.shape[:-1]))
 
 
-def _segment_bags(ids: Ids, segment_ids: Ids, num_segments: int | None, mode: str) -> _Form:
+def _of_segments(ids: Ids, segment_ids: Ids, num_segments: int | None, mode: str) -> Bags:
     if segment_ids is None:
         raise ValueError("`num_segments` is about `segment_ids`, and they are missing.")
     segment_ids = checked_integers(segment_ids, "segment_ids", mode)
@@ -349,7 +407,7 @@ def _segment_bags(ids: Ids, segment_ids: Ids, num_segments: int | None, mode: st
     if number < 0:
         raise ValueError(f"`num_segments` must be >= 0, got {number}.")
     bag_of_entry = positions_of(segment_ids, None, number)
-    left_out: Mask = bag_of_entry == number
+    left_out: Ids = bag_of_entry == number
     if isinstance(segment_ids, np.ndarray):
         if np.max(segment_ids, initial=0) > number:
             raise ValueError(
@@ -358,10 +416,10 @@ def _segment_bags(ids: Ids, segment_ids: Ids, num_segments: int | None, mode: st
                 "or as `num_segments`."
             )
         left_out = (segment_ids < 0) | (segment_ids >= number)
-    return BySegments(bag_of_entry, number), left_out, None
+    return Bags(bag_of_entry, number, left_out)
 
 
-def _offset_bags(ids: Ids, offsets: Ids, include_last_offset: bool, mode: str) -> _Form:
+def _of_offsets(ids: Ids, offsets: Ids, include_last_offset: bool, mode: str) -> Bags:
     offsets = checked_offsets(offsets, ids, include_last_offset, mode)
     count, number = ids.shape[0], offsets.shape[0] - bool(include_last_offset)
     starts: Ids
@@ -376,19 +434,4 @@ def _offset_bags(ids: Ids, offsets: Ids, include_last_offset: bool, mode: str) -
     bag_of_entry = canonical(row_of_each(starts, count), number)
     if valid is not None:  # otherwise there are no entries, and no derivatives
         bag_of_entry = jnp.where(valid, bag_of_entry, number)
-    return BySegments(bag_of_entry, number), left_out, valid
-
-
-def _checked_weights(
-    weights: TensorLike, ids: Ids, combiner: str, dtype: DTypeLike
-) -> jax.Array | None:
-    if weights is None:
-        return None
-    if combiner == "max":
-        raise ValueError(
-            "`weights` have no meaning for `combiner` 'max': leave them out, or use 'sum', "
-            "'mean' or 'sqrtn'."
-        )
-    weights = checked_array("weights", weights)
-    check_weights(weights, ids)
-    return weights.astype(dtype)
+    return Bags(bag_of_entry, number, left_out, valid)

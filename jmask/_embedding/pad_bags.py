@@ -30,7 +30,7 @@ _LOG = logging.getLogger("jmask")
 
 
 @jax.tree_util.register_pytree_with_keys_class
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class PaddedBags:
     """Bags as `pad_bags` makes them: a pytree of arrays, for `embedding_bag` in place of ids.
 
@@ -107,7 +107,8 @@ def pad_bags(
 
     Args:
         ids: a list of bags, each a list of integers; or with `offsets` integers (n,). Or a
-            dict of such, of a table each.
+            dict of such, of a table each. What has more than 32 bits is out of range, and
+            stays so, unless 64-bit types are enabled in JAX.
         offsets, include_last_offset: where bags begin, as in `embedding_bag`; in a dict if
             `ids` are.
         weights: floating, of the form of `ids`.
@@ -220,7 +221,11 @@ def _padded_bags(
         starts, number = np.pad(starts, (0, missing), mode="edge"), num_bags
     bag_of_entry = np.repeat(np.arange(number, dtype=np.int32), np.diff(starts))
     ids = ids[:count]
-    fits = count == 0 or (ids.max() < 2**31 and ids.min() >= -(2**31))
+    limits = np.iinfo(np.int32)
+    fits = count == 0 or (ids.max() <= limits.max and ids.min() >= limits.min)
+    if not fits and not jax.config.read("jax_enable_x64"):
+        # Steps would get the lower 32 bits, which may be a row. The ends are in no table.
+        ids, fits = np.clip(ids, max(limits.min, np.iinfo(ids.dtype).min), limits.max), True
     ids = ids.astype(np.int32 if fits else np.int64)  # padding is -1, of either
 
     def padded(x: HostArray, value: int) -> HostArray:

@@ -371,3 +371,43 @@ def test_max_norm(combiner):
     short = jmask.embedding_lookup(table, np.arange(V), max_norm=1.5, norm_type=1)
     found = jmask.embedding_bag(table, ids, max_norm=1.5, norm_type=1, **options)
     np.testing.assert_allclose(found, jmask.embedding_bag(short, ids, **options), rtol=1e-5)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("form", [{}, {"offsets": [0, 2]}])
+def test_the_weight_of_an_id_out_of_range_is_a_constant_where_its_bag_is_left_out(
+    combiner, form
+):
+    ids = np.array([1, 7, 0, 2]) if form else np.array([[1, 7], [0, 2]])
+
+    def loss(weights):
+        bags = jmask.embedding_bag(
+            jnp.ones((3, 1)), ids, weights=weights, combiner=combiner, **form
+        )
+        return jnp.nansum(bags), bags
+
+    gradient, bags = jax.grad(loss, has_aux=True)(jnp.ones(ids.shape))
+    assert np.isnan(bags).tolist() == [[True], [False]]
+    assert np.isfinite(gradient).all()
+    assert not gradient.ravel()[:2].any()
+
+
+@pytest.mark.parametrize("form", [{}, {"segment_ids": [0, 0, 1, 1, 1, 1]}])
+def test_bags_of_integers_are_summed_in_32_bits(form):
+    ids = np.array([0, 1, 1, 1, -9, -9] if form else [[0, 1, -9], [1, 1, -9]])
+    bag_sum = lambda table, **how: jmask.embedding_bag(table, ids, padding_id=-9, **form, **how)
+    table = np.array([[100, -100], [100, 7]], np.int8)
+    for wrap in (lambda f: f, jax.jit):
+        sums = wrap(bag_sum)(jnp.asarray(table))
+        assert sums.dtype == np.int32
+        np.testing.assert_array_equal(sums, [[200, -93], [200, 14]])
+        greatest = wrap(functools.partial(bag_sum, combiner="max"))(jnp.asarray(table))
+        np.testing.assert_array_equal(greatest, np.array([[100, 7], [100, 7]], np.int8))
+    flags = bag_sum(jnp.asarray(table > 0))
+    np.testing.assert_array_equal(flags, [[2, 1], [2, 2]])
+    nothing = jmask.embedding_bag(jnp.asarray(table), [[0, 5]])
+    np.testing.assert_array_equal(nothing, [[np.iinfo(np.int32).min] * 2])
+    with pytest.raises(TypeError, match=r"`combiner`='mean' .*astype\(jnp.float32\)"):
+        bag_sum(jnp.asarray(table), combiner="mean")
+    float8 = jnp.asarray(table).astype(jnp.float8_e4m3fn)
+    assert bag_sum(float8).dtype == float8.dtype

@@ -314,9 +314,23 @@ def test_batches_of_bags():
 
 def test_ids_keep_their_numbers():
     assert jmask.pad_bags(np.array([5], np.int64), [0]).ids.dtype == np.int32
-    assert jmask.pad_bags(np.array([2**40], np.int64), [0]).ids.tolist() == [2**40]
+    # Under jit JAX would take the lower 32 bits, which may be a row.
+    wide = np.array([2**32 + 1, -(2**40), 3], np.int64)
+    assert jmask.pad_bags(wide, [0]).ids.tolist() == [2**31 - 1, -(2**31), 3]
+    bags, table = jmask.pad_bags(wide, [0, 1, 2]), jnp.arange(4.0)
+    result = jax.jit(lambda bags: jmask.embedding_bag(table, bags, mode="zero"))(bags)
+    np.testing.assert_array_equal(result, [0, 0, 3])
+    with jax.enable_x64(True):
+        assert jmask.pad_bags(wide, [0]).ids.tolist() == wide.tolist()
     padded = jmask.pad_bags(np.array([255, 1, 2, 3, 4], np.uint8), [0])
     assert padded.ids.tolist() == [255, 1, 2, 3, 4, -1]
+
+
+def test_bags_are_compared_by_identity():
+    bags = jmask.pad_bags([[1], [2]])
+    assert bags == bags
+    assert bags != jmask.pad_bags([[1], [2]])
+    assert bags in [bags]
 
 
 def test_a_new_size_is_logged_once(caplog):
