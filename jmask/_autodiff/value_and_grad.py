@@ -331,7 +331,10 @@ def _positions(argnums: int | Sequence[int], args: tuple[PyTree, ...]) -> tuple[
     numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
     for number in numbers:
         if not isinstance(number, int | np.integer):
-            raise TypeError(f"`argnums` must be integers, got {argnums!r}.")
+            # Of flax.nnx: a position, and a filter of what is differentiated there.
+            is_filter = hasattr(number, "argnum") and hasattr(number, "filter")
+            instead = "; jmask.nnx.value_and_grad takes it" if is_filter else ""
+            raise TypeError(f"`argnums` must be integers, got {argnums!r}{instead}.")
         if not -len(args) <= number < len(args):
             raise ValueError(
                 f"`argnums` names argument {number}, but the function was called with "

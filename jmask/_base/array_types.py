@@ -298,9 +298,21 @@ def adds_when_cast(old: DTypeLike, new: DTypeLike) -> bool:
 
 
 def joint_dtype(*arrays: ArrayLike | DTypeLike) -> DType:
-    """Return dtype of a sum of arrays, also where `jax_numpy_dtype_promotion` refuses one."""
+    """Return dtype of a sum of arrays, also where `jax_numpy_dtype_promotion` refuses one.
+
+    8-bit floating numbers, which JAX promotes to nothing, are as bfloat16 beside others.
+    """
     with jax.numpy_dtype_promotion("standard"):
+        kinds = {dtype for x in arrays if (dtype := getattr(x, "dtype", x)) is not None}
+        if len(kinds) > 1:
+            arrays = tuple(jnp.bfloat16 if has_8_bits(x) else x for x in arrays)
         return jnp.result_type(*arrays)
+
+
+def has_8_bits(x: ArrayLike | DTypeLike) -> bool:
+    dtype = getattr(x, "dtype", x)
+    is_dtype = isinstance(dtype, np.dtype | type)
+    return is_dtype and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 8
 
 
 def is_nonzero(x: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ import optax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Var
 
-from jmask._base.array_types import automatically, explicit_sharding, spec_of
+from jmask._base.array_types import automatically, explicit_sharding, has_8_bits, spec_of
 from jmask._base.jaxprs import bound, inlined, interpret, origins
 from jmask._base.types import (
     ArraysFunction,
@@ -168,6 +168,12 @@ class LazyCall:
         first, second, third, _ = itertools.accumulate(tree.num_leaves for tree in self.trees)
 
         def run(*inputs: jax.Array) -> list[jax.Array]:
+            # Rows of 8 bits, which JAX promotes to nothing, are computed with in 32 and stored
+            # in their own dtype again.
+            inputs = tuple(
+                x.astype(jnp.float32) if leaf.table is not None and has_8_bits(x) else x
+                for leaf, x in zip(self.leaves, inputs, strict=True)
+            )
             arrays = iter(inputs[third:])
             extra = [
                 self.others[i] if i in self.others else next(arrays)

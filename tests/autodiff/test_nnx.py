@@ -265,3 +265,11 @@ def test_without_flax(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "flax", None)
     with pytest.raises(ImportError, match="pip install flax"):
         jmask.nnx.grad(loss)
+
+
+def test_filters_are_for_the_function_of_nnx():
+    loss, model = lambda model: model.kernel.sum(), nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    for argnums in (nnx.DiffState(0, nnx.Param), (nnx.DiffState(0, nnx.Param),)):
+        with pytest.raises(TypeError, match=r"`argnums` must .*jmask\.nnx\.value_and_grad"):
+            jmask.value_and_grad(loss, argnums=argnums)(model)
+        assert jmask.nnx.value_and_grad(loss, argnums=argnums)(model)

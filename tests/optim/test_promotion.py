@@ -136,3 +136,40 @@ def test_a_tangent_has_no_indices():
     with pytest.raises(TypeError, match=r"tangent.*x\.with_values\(tangent\.values\)"):
         tangent.todense()
     np.testing.assert_array_equal(x.with_values(tangent.values).todense(), 2 * x.todense())
+
+
+TRANSFORMATIONS = {
+    "sgd": lambda: jmask.sgd(0.1),
+    "momentum": lambda: jmask.sgd(0.1, momentum=0.9),
+    "adagrad": lambda: jmask.adagrad(0.1),
+    "rowwise_adagrad": lambda: jmask.rowwise_adagrad(0.1),
+    "adam": lambda: jmask.adam(0.1),
+    "rowwise_adam": lambda: jmask.rowwise_adam(0.1),
+    "ftrl": lambda: jmask.ftrl(0.1),
+    "lazy sgd": lambda: jmask.lazy(optax.sgd(0.1)),
+    "lazy adam": lambda: jmask.lazy(optax.adam(0.1)),
+}
+
+
+@pytest.mark.dtype_promotion
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_narrow_tables_step_as_in_float32_and_are_rounded_once(name, dtype):
+    table = jnp.linspace(-1, 1, 24).reshape(6, 4).astype(dtype)
+    rows = jnp.linspace(0.5, 1, 12).reshape(3, 4).astype(dtype)
+    tx, steps = TRANSFORMATIONS[name](), []
+    for kind in (dtype, "float32"):
+        params = table.astype(kind)
+        grads = jmask.RowSparse([1, 3, 9], rows.astype(kind), table.shape)
+        new, state = jmask.apply_gradients(tx, grads, tx.init(params), params)
+        updates, _ = tx.update(grads, tx.init(params), params)
+        steps.append((new, jmask.apply_updates(params, updates)))
+        assert new.dtype == kind
+        rounded = jmask.apply_updates(params, updates, key=jax.random.key(0))
+        assert rounded.dtype == kind
+        close = np.abs(np.float32(rounded) - np.float32(steps[-1][1]))
+        assert (close <= np.float32(jnp.finfo(kind).eps)).all()
+    for narrow, wide in zip(*steps, strict=True):
+        np.testing.assert_array_equal(np.float32(narrow), np.float32(wide.astype(dtype)))
+        untouched = np.array([0, 2, 4, 5])
+        np.testing.assert_array_equal(narrow[untouched], table[untouched])
