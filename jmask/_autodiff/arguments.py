@@ -8,11 +8,10 @@ flax nnx (any object that is a pytree) writes to itself: the function gets a cop
 batch statistics nobody sees.
 """
 
-import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -74,38 +73,6 @@ def checked_loss(fun: Function, numbers: Sequence[int], has_aux: bool) -> Functi
         return result
 
     return checked
-
-
-@contextlib.contextmanager
-def naming_tables(
-    args: Sequence[PyTree], numbers: Sequence[int], fun: Function
-) -> Iterator[None]:
-    """Context of a gradient program; its TypeError names a table that is used as a tree.
-
-    In a gradient program a table has one leaf more, which stands for its array: `Placeholder`
-    and has no numbers, so that a penalty over all leaves fails inside JAX.
-    """
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        tables = [
-            (leaf_name(argument_name(fun, number), path), x)
-            for number in numbers
-            for path, x in jax.tree.leaves_with_path(args[number], is_leaf=is_stored_table)
-            if is_stored_table(x)
-        ]
-        if not tables or not any(sign in str(error) for sign in _OF_LEAVES):
-            raise
-        name, table = tables[0]
-        raise TypeError(
-            f"the function calculates with the leaves of {name}, a {type(table).__name__}, as "
-            "optax.tree.norm and jax.tree.map do, and they are no numbers: write "
-            "jmask.tree.norm, or use its array, `table.todense()`."
-        ) from error
-
-
-# What JAX says of a placeholder, and of the clock of a deferred table, in place of numbers.
-_OF_LEAVES = ("ShapeDtypeStruct", "key<fry>", "of a DeferredTable")
 
 
 def _check_not_written(

@@ -21,7 +21,6 @@ from jmask._autodiff.arguments import (
     after_reading,
     argument_name,
     checked_loss,
-    naming_tables,
     reads_late,
     tensor_gradients,
 )
@@ -212,7 +211,7 @@ def value_and_gradients(
     array or a `RowSparse`.
     """
     finished = finished or _finished
-    with on_explicit_mesh([args[i] for i in numbers]), naming_tables(args, numbers, fun):
+    with on_explicit_mesh([args[i] for i in numbers]):
         models = {
             number: Model(args[number], is_tensor_or_table, allow_int) for number in numbers
         }

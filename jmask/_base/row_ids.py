@@ -44,9 +44,25 @@ def _refuse(*args: object, **kwargs: object) -> NoReturn:
     )
 
 
+class _Tag(str):
+    """Text in the names of dtypes, "multiply does not accept dtypes key<...>", else empty.
+
+    orbax writes `str(key_impl)` beside the words of a key, and looks that up among JAX's own
+    implementations when it reads them. Where it is empty, orbax returns the words, of which
+    `RowSparse.tree_unflatten` makes the leaf again.
+    """
+
+    __slots__ = ()
+
+    def __format__(self, spec: str) -> str:
+        return (
+            "row ids: use jmask.lazy(tx), jmask.multi_steps(tx, k, like=grads), or "
+            "jmask.tree.add, jmask.tree.norm, .scale, .merge, .psum, .pmean"
+        )
+
+
 def _opaque_dtype(words: int) -> Hashable:
-    # JAX's only public way to an extended dtype is a PRNG implementation. The tag is
-    # what error messages print, "multiply does not accept dtypes key<...>", in the first line.
+    # JAX's only public way to an extended dtype is a PRNG implementation.
     return define_prng_impl(
         key_shape=(words,),
         seed=_refuse,
@@ -54,8 +70,7 @@ def _opaque_dtype(words: int) -> Hashable:
         random_bits=_refuse,
         fold_in=_refuse,
         name=f"jmask row ids, {32 * words} bit",
-        tag="row ids: use jmask.lazy(tx), jmask.multi_steps(tx, k, like=grads), or "
-        "jmask.tree.add, jmask.tree.norm, .scale, .merge, .psum, .pmean",
+        tag=_Tag(),
     )
 
 

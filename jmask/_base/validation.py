@@ -242,12 +242,6 @@ def as_table(table: object) -> jax.Array:
     )
 
 
-def is_about_structure(error: ValueError) -> bool:
-    """Decide whether JAX raised it for trees that were mapped together and differ."""
-    words = ("pytree", "expected", "mismatch", "structure")
-    return any(word in str(error).lower() for word in words)
-
-
 def not_an_array(name: str, leaf: object, advice: str) -> TypeError:
     """Return the error for a leaf that is no array."""
     kind = type(leaf).__name__

@@ -85,12 +85,11 @@ def deferred(table: Table, tx: optax.GradientTransformation) -> DeferredTable:
         state = inner.init(before)
         jax.eval_shape(lambda table: _first_step(table, inner, state), before)
     except TypeError as error:
-        if not any(sign in str(error) for sign in _AS_ARRAYS):
-            raise
-        raise TypeError(
-            "`tx` calculates with the table or its gradient as with arrays: put all of it into "
-            "jmask.lazy, as in jmask.deferred(table, jmask.lazy(optax.adam(1e-3)))."
-        ) from error
+        error.add_note(
+            "If `tx` calculates with the table or its gradient as with arrays, put all of it "
+            "into jmask.lazy, as in jmask.deferred(table, jmask.lazy(optax.adam(1e-3)))."
+        )
+        raise
     return before.begun(stepped.table.form, stepped.table.made_for)
 
 
@@ -180,10 +179,6 @@ def from_deferred(
         for k, x in zip(slots, parts, strict=True):
             state[k] = x
     return tree.unflatten(leaves), state_tree.unflatten(state)
-
-
-# What errors of arithmetic on the leaves of a table or of a row-sparse gradient name.
-_AS_ARRAYS = ("of a DeferredTable", "key<fry>", "key<row ids")
 
 
 def _innermost(tx: optax.GradientTransformation) -> optax.GradientTransformation:

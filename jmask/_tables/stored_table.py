@@ -50,7 +50,6 @@ from jmask._kernels.gather import Gather
 from jmask._kernels.rows import add_rows, gather_rows, gather_unique_rows, set_rows
 from jmask._kernels.stochastic_rounding import stochastic_round
 from jmask._kernels.update_rows import add_to_rows
-from jmask._tensors.interop import refuse_misuse_of_table
 from jmask._tensors.masked_tensor import is_tensor
 from jmask._tensors.methods import is_comparable, library
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
@@ -89,8 +88,6 @@ class StoredTable(abc.ABC):
         return node
 
     def tree_flatten(self) -> tuple[list[PyTree], Static]:
-        if refuse_misuse_of_table(self):
-            return [getattr(self, self._ARRAYS[0])], self._static()
         return [getattr(self, x) for x in self._ARRAYS], self._static()
 
     def _static(self) -> Static:

@@ -6,5 +6,5 @@ storage                         what code for any storage asks of it
 conversions                     from one storage to another, to files and text
 specified                       which entries count for a gradient: `todense`, `sparse_mask`
 methods                         methods that are functions of sub-packages above
-interop                         in code of other packages: errors, state dicts of flax
+flax_state                      state dicts of flax
 """

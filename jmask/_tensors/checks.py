@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.row_ids import hide, wrap
+from jmask._base.row_ids import wrap
 from jmask._base.types import HostArray, Numbers, Shape, Shaped, Value
 from jmask._base.validation import abstract_leaf, checked_array, checked_integer
-from jmask._tensors.interop import takes_plain_ids
 
 
 def check_order(indices: object, values: object) -> None:
@@ -182,28 +181,23 @@ def refuse_tangent(leaf: Shaped) -> None:
         )
 
 
-def ids_from_plain(leaf: Value, values: Value, row_ndim: int) -> jax.Array:
-    """Return the leaf of ids from an array that is not in opaque form; refuse plain numbers.
+def leaf_from_words(leaf: Value, values: Value, row_ndim: int) -> Value:
+    """Return the opaque leaf of ids from the words that it consists of; refuse plain numbers.
 
-    Callbacks of the host (`jax.debug.print`) unwrap the leaf into its words, which only that
-    makes: they are wrapped again.
+    orbax and callbacks of the host (`jax.debug.print`) take keys apart into unsigned integers
+    (..., 1 or 2), and give these, or their shape, back.
     """
-    if leaf.dtype == jax.dtypes.float0:  # the tangent of ids
-        return leaf
     sizes = getattr(values, "shape", ())
     ids = tuple(sizes[: len(sizes) - row_ndim])
-    if leaf.dtype == jnp.uint32 and leaf.shape in ((*ids, 1), (*ids, 2)):
-        return wrap(leaf)
-    if takes_plain_ids() and jnp.issubdtype(leaf.dtype, jnp.signedinteger):
-        return hide(jnp.asarray(leaf))
-    if leaf.dtype == jnp.uint32:
-        raise TypeError(
-            "the indices of a RowSparse were taken apart into plain uint32 numbers, as neither "
-            "orbax nor jax.debug.print do: save or print jmask.to_arrays(x), or `x.indices` "
-            "and `x.values`."
-        )
+    if leaf.dtype == jnp.uint32 and tuple(leaf.shape) in ((*ids, 1), (*ids, 2)):
+        is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+        return jax.eval_shape(wrap, leaf) if is_shape else wrap(leaf)
+    is_tangent = leaf.dtype == jax.dtypes.float0
+    if is_tangent or not isinstance(leaf, jax.Array | np.ndarray):
+        return leaf
     raise TypeError(
         f"the indices of a RowSparse came back as plain {leaf.dtype} numbers: something "
         "mapped arithmetic over the leaves of a sparse gradient. Put the optax "
-        "transformation inside jmask.lazy(...), or work on `.values`."
+        "transformation inside jmask.lazy(...), or work on `.values`; jmask.to_arrays(x) has "
+        "plain arrays."
     )

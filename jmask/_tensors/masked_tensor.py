@@ -28,7 +28,7 @@ from jmask._base.fallback import report_fallback
 from jmask._base.types import DType, Mask, PyTree, Scalar, Shape, Tensor, TensorLike
 from jmask._base.validation import checked_dtype, checked_scalar, refuse_scipy
 from jmask._tensors.checks import checked_replacement
-from jmask._tensors.interop import NamesItsFunctions, register_in_flax
+from jmask._tensors.flax_state import register_in_flax
 from jmask._tensors.methods import MaskedMethods, library
 from jmask._tensors.storage import (
     Sparse,
@@ -48,7 +48,7 @@ from jmask._tensors.storage import (
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
+class MaskedTensor(MaskedMethods):
     """A tensor with masked entries, on dense or sparse storage.
 
     Args:

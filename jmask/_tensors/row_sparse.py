@@ -27,7 +27,6 @@ from jax.typing import DTypeLike
 from jmask._base.array_types import adds_when_cast, is_narrow, wide
 from jmask._base.row_ids import Order, canonical, hide, id_dtype, is_opaque, reveal, widen
 from jmask._base.types import (
-    ArrayFunction,
     DType,
     Function,
     HostArray,
@@ -41,7 +40,6 @@ from jmask._base.validation import check_flag, checked_array, checked_dtype
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gathered_rows import Rows, cast, gathered
 from jmask._kernels.rows import split_rows
-from jmask._kernels.stochastic_rounding import check_key
 from jmask._kernels.update_rows import add_to_rows
 from jmask._tensors.checks import (
     check_coalesced,
@@ -53,22 +51,19 @@ from jmask._tensors.checks import (
     checked_leading,
     checked_replacement,
     checked_shape,
-    ids_from_plain,
+    leaf_from_words,
     refuse_tangent,
     resized,
     shape_that_fits,
 )
-from jmask._tensors.interop import (
-    SaysWhatToDo,
-    refuse_misuse,
-    register_in_flax,
-    takes_plain_ids,
-)
+from jmask._tensors.flax_state import register_in_flax
 from jmask._tensors.methods import RowSparseMethods, library
+
+_INDICES, _VALUES = map(jax.tree_util.GetAttrKey, ("indices", "values"))
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
+class RowSparse(RowSparseMethods):
     """A tensor of shape (V, *row) given by n of its rows; the other rows are zero.
 
     Args:
@@ -137,25 +132,17 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
     # --- pytree: leaves are the opaque ids and the values -------------------------------
 
     def tree_flatten_with_keys(self) -> tuple[Sequence[tuple[object, PyTree]], Static]:
-        keys = (
-            jax.tree_util.GetAttrKey("indices"),
-            jax.tree_util.GetAttrKey("values"),
-        )
-        leaves = (self.indices if takes_plain_ids() else self.index_leaf, self.values)
-        return tuple(zip(keys, leaves, strict=True)), self._static
+        return ((_INDICES, self.index_leaf), (_VALUES, self.values)), self._static
 
     def tree_flatten(self) -> tuple[Sequence[PyTree], Static]:
-        refuse_misuse()
-        ids = self.indices if takes_plain_ids() else self.index_leaf
-        return (ids, self.values), self._static
+        return (self.index_leaf, self.values), self._static
 
     @classmethod
     def tree_unflatten(cls, static: Static, leaves: Sequence[PyTree]) -> Self:
-        # JAX also builds nodes of shapes, axes and masks, so only a leaf that is surely a
-        # number in the place of ids is refused.
         leaf, values = leaves
-        if isinstance(leaf, jax.Array | np.ndarray) and not is_opaque(leaf):
-            leaf = ids_from_plain(leaf, values, len(static[0]) - static[2])
+        # JAX also builds nodes of axes, masks and objects. Opaque dtypes are not NumPy's.
+        if isinstance(getattr(leaf, "dtype", None), np.dtype):
+            leaf = leaf_from_words(leaf, values, len(static[0]) - static[2])
         register_in_flax(cls)
         node = object.__new__(cls)
         node.index_leaf, node.values = leaf, values
@@ -251,38 +238,6 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         shape, nse = checked_shape(shape), checked_capacity(nse)
         ids = jnp.full((nse,), shape[0], id_dtype(shape[0]))
         return cls.from_rows(ids, jnp.zeros((nse, *shape[1:]), dtype), shape, coalesced=True)
-
-    @classmethod
-    def random(
-        cls,
-        key: jax.Array,
-        shape: Sequence[int],
-        nse: int,
-        dtype: DTypeLike = jnp.float32,
-        sampler: ArrayFunction = jax.random.normal,
-    ) -> "RowSparse":
-        """Return tensor with `nse` different rows chosen at random, and random values in them.
-
-        Args:
-            key: of `jax.random`.
-            shape: (V, *row).
-            nse: the number of rows, at most V.
-            dtype: of the values.
-            sampler: takes a key, a shape and a dtype, as `jax.random.uniform`. O(V).
-
-        Example:
-            >>> import jax, jmask
-            >>> jmask.RowSparse.random(jax.random.key(0), (1000, 4), nse=10)
-            RowSparse(float32[1000, 4], nse=10)
-        """
-        shape, nse = checked_shape(shape), checked_capacity(nse)
-        check_key(key)
-        if nse > shape[0]:
-            raise ValueError(f"`nse`={nse} different rows do not fit `shape` {shape}.")
-        row_key, value_key = jax.random.split(key)
-        ids = jax.random.permutation(row_key, jnp.arange(shape[0], dtype=id_dtype(shape[0])))
-        values = sampler(value_key, (nse, *shape[1:]), dtype)
-        return cls.from_rows(jnp.sort(ids[:nse]), values, shape, coalesced=True)
 
     @classmethod
     def fromdense(cls, x: Numbers, nse: int | None = None) -> "RowSparse":

@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from types import FrameType
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,6 @@ from jmask._base.types import (
 from jmask._base.validation import Model, leaf_name
 from jmask._kernels.stochastic_rounding import check_key, stochastic_round
 from jmask._tables.stored_table import NewTable, add_to_dense, is_stored_table
-from jmask._tensors.interop import OF_LABELS, instead_of
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values, with_stored_values
@@ -295,21 +293,9 @@ def is_table(x: object) -> bool:
 
 # --- plain optax --------------------------------------------------------------------------
 #
-# Say what to do where a plain optax transformation fails on row-sparse gradients.
-#
-#     multiply does not accept dtypes float32, key<row ids: ...>     optax.sgd(0.1)
-#     a row-sparse gradient (RowSparse) is no array: ...             optax.adam(0.1)
-#
 # Optax maps arithmetic over the leaves of a gradient, and the ids of a `RowSparse` refuse it
-# (see `_base.row_ids`). Where jmask calls the transformation, the error says what to do
-# instead.
-
-_SIGNS = (
-    "RowSparse",
-    ".masked_tensor.MaskedTensor",
-    "key<row ids",
-    "Cannot call abstract method",
-)
+# (see `_base.row_ids`). Where jmask calls the transformation, a note below JAX's error says
+# what to do instead.
 
 
 @contextlib.contextmanager
@@ -318,52 +304,20 @@ def advising_lazy(
 ) -> Iterator[None]:
     """Add the way out to errors of the transformation `name`, which is called in this context.
 
-    It is added to errors about arithmetic on row ids, and about gradients whose structure
-    differs from the parameters'.
+    It is added where gradients are row-sparse, and where their structure differs from the
+    parameters'.
     """
     try:
         with naming_structures(gradients, params):
             yield
     except (TypeError, ValueError, NotImplementedError) as error:
-        is_about_rows = any(sign in str(error) for sign in _SIGNS)
-        leaves = jax.tree.leaves(gradients, is_leaf=is_row_sparse)
-        if not is_about_rows or not any(map(is_row_sparse, leaves)):
-            raise
-        if any(map(_labels_by_function, _frames(error))):
-            raise TypeError(
-                f"`{name}` holds optax.partition or optax.masked with {OF_LABELS}."
-            ) from error
-        instead = next(filter(None, map(instead_of, _frames(error))), None)
-        if instead is not None:
-            raise TypeError(
-                f"`{name}` holds a transformation of optax that cannot take row-sparse "
-                f"gradients: {instead}."
-            ) from error
-        raise TypeError(
-            f"`{name}` holds a transformation of optax that cannot take row-sparse gradients: "
-            "put it inside jmask.lazy, as in jmask.lazy(optax.adam(1e-3)), with all that is "
-            "chained to it."
-        ) from error
-
-
-def _frames(error: Exception) -> Iterator[FrameType]:
-    """Yield the frames that an error came through, outermost first."""
-    traceback = error.__traceback__
-    while traceback is not None:
-        yield traceback.tb_frame
-        traceback = traceback.tb_next
-
-
-def _labels_by_function(frame: FrameType) -> bool:
-    """Decide whether a frame of optax calls a function of labels, or of a mask."""
-    if not str(frame.f_globals.get("__name__")).startswith("optax."):
-        return False
-    labels = (frame.f_locals.get(name) for name in ("param_labels", "mask"))
-    return any(callable(x) for x in labels) and frame.f_code.co_name in _BY_FUNCTION
-
-
-# Functions of optax that call a function of labels with the gradients.
-_BY_FUNCTION = ("update_fn", "init_fn")
+        if any(map(is_row_sparse, jax.tree.leaves(gradients, is_leaf=is_row_sparse))):
+            error.add_note(
+                f"`{name}` got row-sparse gradients. Transformations of optax take them inside "
+                "jmask.lazy alone, as in jmask.lazy(optax.adam(1e-3)), with all that is "
+                "chained to it: docs/errors.md has the errors that they raise outside."
+            )
+        raise
 
 
 # --- fit ----------------------------------------------------------------------------------

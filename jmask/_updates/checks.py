@@ -23,7 +23,6 @@ from jmask._base.validation import (
     KEEP_ARRAYS,
     Model,
     abstract_leaf,
-    is_about_structure,
     leaf_name,
     not_an_array,
 )
@@ -134,7 +133,7 @@ def naming_structures(
     try:
         yield
     except ValueError as error:
-        if params is not None and is_about_structure(error):
+        if params is not None:
             difference = _difference(updates, params, order)
             if difference is not None:
                 raise ValueError(difference) from error
