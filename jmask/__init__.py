@@ -55,8 +55,6 @@ from jmask._tables.sharded import ShardedTable as ShardedTable
 from jmask._tables.sharded import sharded as sharded
 from jmask._tensors.conversions import cast_storage as cast_storage
 from jmask._tensors.conversions import from_numpy_ma as from_numpy_ma
-from jmask._tensors.conversions import load_npz as load_npz
-from jmask._tensors.conversions import save_npz as save_npz
 from jmask._tensors.conversions import to_numpy_ma as to_numpy_ma
 from jmask._tensors.masked_tensor import MaskedTensor as MaskedTensor
 from jmask._tensors.masked_tensor import as_masked_tensor as as_masked_tensor

@@ -32,7 +32,7 @@ PAGES = {
     "tensors": (
         "Tensors and storage",
         """RowSparse MaskedTensor masked_tensor as_masked_tensor cast_storage todense
-        sparse_mask retain dot add_n square_sum strict StorageFallbackWarning save_npz load_npz
+        sparse_mask retain dot add_n square_sum strict StorageFallbackWarning
         to_arrays from_arrays to_numpy_ma from_numpy_ma""",
     ),
     "gradients": (

@@ -84,7 +84,7 @@ def deferred(table: Table, tx: optax.GradientTransformation) -> DeferredTable:
         # Once more with the numbers that the state holds, which may be refused as others are.
         state = inner.init(before)
         jax.eval_shape(lambda table: _first_step(table, inner, state), before)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         error.add_note(
             "If `tx` calculates with the table or its gradient as with arrays, put all of it "
             "into jmask.lazy, as in jmask.deferred(table, jmask.lazy(optax.adam(1e-3)))."

@@ -304,18 +304,18 @@ def advising_lazy(
 ) -> Iterator[None]:
     """Add the way out to errors of the transformation `name`, which is called in this context.
 
-    It is added where gradients are row-sparse, and where their structure differs from the
-    parameters'.
+    It is added where gradients are sparse or masked, and where their structure differs from
+    the parameters'.
     """
     try:
         with naming_structures(gradients, params):
             yield
     except (TypeError, ValueError, NotImplementedError) as error:
-        if any(map(is_row_sparse, jax.tree.leaves(gradients, is_leaf=is_row_sparse))):
+        if has_gradients(gradients):
             error.add_note(
-                f"`{name}` got row-sparse gradients. Transformations of optax take them inside "
-                "jmask.lazy alone, as in jmask.lazy(optax.adam(1e-3)), with all that is "
-                "chained to it: docs/errors.md has the errors that they raise outside."
+                f"`{name}` got sparse gradients. If a transformation of optax raised this, put "
+                "it inside jmask.lazy, as in jmask.lazy(optax.adam(1e-3)), with all that is "
+                "chained to it: docs/errors.md says what such errors mean."
             )
         raise
 

@@ -1,4 +1,4 @@
-"""What docs/sharp_bits.md says is so: errors of JAX and optax, and what is no error at all."""
+"""What docs/errors.md and docs/sharp_bits.md say is so: errors of JAX and optax, and no errors."""
 
 import functools
 import re
@@ -18,8 +18,10 @@ from tests.expressions import functions
 from tests.later import later
 from tests.mistakes import GRADS, IDS, LAZY, PARAMS, ROWS, TABLE, looked_up, mesh, step
 
+chex = later("chex")
 eqx = later("equinox")
 nnx = later("flax.nnx")
+train_state = later("flax.training.train_state")
 
 pytestmark = pytest.mark.dtype_promotion
 
@@ -38,38 +40,49 @@ def over_devices(collective):
 
 
 labels = lambda params: jax.tree.map(lambda x: "rows", params)
-# By the beginning of the row of the table in docs/sharp_bits.md that has the error's words.
+# By the beginning of the row of the table in docs/errors.md that has the error's words.
 MISTAKES = {
     "multiply": """
         step(optax.sgd(0.1)); step(optax.chain(LAZY, optax.scale(-1.0)));
         mapped(lambda x: 2 * x)
     """,
     "maximum": "step(optax.clip(1.0))",
-    "add": "over_devices(jax.lax.psum)",
+    "add": "over_devices(jax.lax.psum); jax.tree.map(jnp.add, GRADS, GRADS)",
     "true_divide": "over_devices(jax.lax.pmean)",
-    "a row-sparse gradient": """
-        step(CHAIN); CHAIN.update(GRADS, CHAIN.init(PARAMS), PARAMS); step(optax.adam(0.1));
+    "pytree structure error": """
+        step(optax.adam(0.1)); step(optax.chain(LAZY, optax.ema(0.9)));
         step(optax.add_decayed_weights(0.1)); step(optax.partition({"rows": LAZY}, labels));
-        step(optax.masked(LAZY, labels))
+        step(optax.masked(LAZY, labels)); step(optax.MultiSteps(LAZY, 2));
+        eqx.apply_updates(PARAMS, GRADS); by_flax(optax.adam(0.1)); by_nnx(optax.adam(0.1))
     """,
-    "… write jmask.tree.norm": "optax.tree.norm(GRADS)",
-    "Cannot interpret": "mapped(lambda x: x**2)",
-    "Cannot call": "mapped(in_float16); jax.tree.map(lambda x: x.sum(0), EXAMPLES)",
+    "cond branch": "step(optax.apply_if_finite(LAZY, 3))",
+    "Cannot interpret 'key<row ids: … jmask.tree.norm": """
+        step(CHAIN); CHAIN.update(GRADS, CHAIN.init(PARAMS), PARAMS);
+        mapped(lambda x: jnp.sum(x**2))
+    """,
+    "Cannot interpret 'key<row ids: … .scale": """
+        optax.per_example_global_norm_clip(EXAMPLES, 1.0); PRIVATE.update(EXAMPLES, None)
+    """,
+    "Cannot call": """
+        optax.tree.norm(GRADS); mapped(in_float16);
+        jax.tree.map(lambda x: x.sum(0), EXAMPLES)
+    """,
     "Cannot convert": """
         jax.eval_shape(lambda g: jax.tree.map(in_float16, g), GRADS);
         step(optax.sgd(optax.linear_schedule(1, 0, 9)))
     """,
-    "plain bool": "step(optax.zero_nans()); mapped(jnp.isfinite)",
-    "… for optax.MultiSteps": "step(optax.MultiSteps(LAZY, 2))",
-    "… for equinox": "eqx.apply_updates(PARAMS, GRADS)",
-    "… for optax.apply_if_finite": "step(optax.apply_if_finite(LAZY, 3))",
-    "… for optax.per_example": "optax.per_example_global_norm_clip(EXAMPLES, 1.0)",
-    "… for optax.differentially": "PRIVATE.update(EXAMPLES, None)",
+    "came back as plain bool": "step(optax.zero_nans()); mapped(jnp.isfinite)",
+    "came back as plain uint32": "mapped(lambda x: jnp.ones(x.shape, jnp.uint32))",
+    "JAX array": """
+        mapped(np.asarray); chex.assert_trees_all_close(GRADS, GRADS);
+        chex.assert_tree_all_finite(GRADS)
+    """,
+    "sum requires ndarray or scalar arguments, got … RowSparse": "jnp.sum(ROWS)",
+    "sum requires ndarray or scalar arguments, got … MaskedTensor": "jnp.sum(MASKED)",
     "where": "step(optax.chain(LAZY, optax.keep_params_nonnegative()))",
-    "sum": "jnp.sum(ROWS)",
-    "plain uint32": "mapped(lambda x: jnp.ones(x.shape, jnp.uint32))",
     "scan": "jax.lax.scan(lambda g, _: (jmask.tree.add(g, GRADS), None), GRADS, length=2)",
 }
+MASKED = jmask.masked_tensor(jnp.ones(2), jnp.array([True, False]))
 PRIVATE = optax.contrib.differentially_private_aggregate(1.0, 1.0, key=0)
 OUTSIDE = {
     name: (mistake, row)
@@ -80,37 +93,54 @@ mapped = lambda function: jax.tree.map(function, GRADS)
 in_float16 = lambda x: x.astype("float16")
 
 
+def by_flax(tx):
+    state = train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    return state.apply_gradients(grads=GRADS).params["t"]
+
+
+def by_nnx(tx):
+    model = nnx.Dict(t=nnx.Param(TABLE))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer.update(model, nnx.State({"t": nnx.Param(ROWS)}))
+    return model.t[...]
+
+
 def documented():
     """The first column of the table of errors: for each row its words, in their order."""
-    page = (Path(__file__).parents[2] / "docs" / "sharp_bits.md").read_text()
-    (section,) = re.findall(
-        r"^## Transformations outside.*?(?=^Tables that are no arrays)", page, re.S | re.M
-    )
-    first = re.findall(r"^\| `([^`]+)` \|", section, re.M)
-    return {text: [part.strip() for part in text.split("…")] for text in first}
-
-
-def in_jax_0_10(words):
-    """What is said of two trees that differ, which that version says itself."""
-    is_ours = words[0].startswith("a row-sparse") or (words[0] == "" and "write" in words[1])
-    return ["RowSparse", *words[1:]] if is_ours else words
+    page = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
+    (section,) = re.findall(r"^## By their first lines$(.*?)^## ", page, re.S | re.M)
+    first = re.findall(r"^\| (`.+?`) \|", section, re.M)
+    texts = [re.sub("`(.*?)`", r"\1", x) for x in first]
+    return {text: [part.strip() for part in text.split("…")] for text in texts}
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_outside_of_lazy(name):
-    """The words are in the first line of the error."""
+    """The words are in the first line of the error, or below it where trees differ."""
     mistake, row = OUTSIDE[name]
     (words,) = (words for text, words in documented().items() if text.startswith(row))
-    if jax.__version_info__ < (0, 11):
-        words = in_jax_0_10(words)
+    if row == "pytree structure error" and jax.__version_info__ < (0, 11):
+        words = ["Custom node type mismatch", "RowSparse"]
     with pytest.raises((TypeError, ValueError, NotImplementedError)) as error:
         mistake()
-    said = str(error.value) if row == "scan" else str(error.value).partition("\n")[0]
+    said = str(error.value)
+    said = said if row == "pytree structure error" else said.partition("\n")[0]
     assert re.search(".*".join(map(re.escape, words)), said, re.S), said
 
 
 def test_every_documented_error_happens():
     assert len(documented()) == len(MISTAKES)
+
+
+@pytest.mark.parametrize("apply", [jmask.apply_gradients, jmask.skip_nonfinite])
+def test_a_note_where_jmask_calls(apply):
+    """It follows JAX's error, which has other words in each version."""
+    tx = optax.adam(0.1)
+    with pytest.raises(ValueError, match=r"RowSparse[^~]*put.*jmask\.lazy\(optax\.adam"):
+        if apply is jmask.apply_gradients:
+            apply(tx, GRADS, tx.init(PARAMS), PARAMS)
+        else:
+            step(apply(tx))
 
 
 def test_the_ways_out():
@@ -127,6 +157,9 @@ def test_the_ways_out():
     np.testing.assert_array_equal(
         jax.lax.scan(add, total, length=3)[0]["t"].todense(), 3 * ROWS.todense()
     )
+    expected = jmask.apply_gradients(LAZY, GRADS, LAZY.init(PARAMS), PARAMS)[0]["t"]
+    for by in (by_flax, by_nnx):
+        np.testing.assert_allclose(by(LAZY), expected)
     assert jmask.from_arrays(jmask.to_arrays(GRADS), like=GRADS)["t"].nse == 2
     over_devices(jmask.tree.psum)
     over_devices(jmask.tree.pmean)

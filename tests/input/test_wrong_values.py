@@ -1,7 +1,7 @@
 """Every wrong call gets an error that says what is wrong, and the way out.
 
 The tables are in `wrong_calls/`: a call, the error, and words of the first line of its message
-in their order.
+(and of notes below it) in their order.
 
     | # a name among the parameters                          a title
     | >>> jmask.embedding_lookup(TABLE, None)
@@ -86,6 +86,7 @@ def check(call, row, names):
     with pytest.raises(error) as raised:
         call()
     first = str(raised.value).strip().partition("\n")[0]
+    first = " ".join([first, *getattr(raised.value, "__notes__", ())])
     if TOO_FEW_DEVICES in first:  # which is why the test is skipped
         raise raised.value
     assert re.search(".*".join(map(re.escape, row.words)), first)
