@@ -7,7 +7,6 @@ x.coalesce(nse=1.5)                   `nse` must be an integer that is known ...
 import functools
 import inspect
 import operator
-import os
 from collections.abc import Callable
 from typing import SupportsIndex, TypeVar, cast
 
@@ -80,12 +79,6 @@ def checked_dtype(name: str, value: DTypeLike | None) -> DType:
     except (TypeError, ValueError):
         pass
     raise TypeError(f"`{name}` must be a dtype, such as jnp.float32, got {shown(value)}.")
-
-
-def checked_path(name: str, value: object) -> str | os.PathLike[str]:
-    if not isinstance(value, str | os.PathLike):
-        raise TypeError(f"`{name}` must be a path, got {shown(value)}.")
-    return value
 
 
 def checked_choice(value: _T, name: str, choices: tuple[_T, ...]) -> _T:

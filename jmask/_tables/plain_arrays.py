@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import automatic_mesh
+from jmask._base.row_ids import reveal, wrap
 from jmask._base.types import KeyPath, PyTree, PyTreeDef, Shaped, Table
 from jmask._base.validation import abstract_leaf, leaf_name, not_an_array
 from jmask._tables.deferral import Deferred, is_deferred, sealed
@@ -197,7 +198,10 @@ def _as_row_sparse(name: str, given: PyTree, like: RowSparse) -> RowSparse:
         )
     name = name[1:-1]
     values = _checked_kind(f"`{name}['values']`", given["values"], like)
-    ids = _checked_kind(f"`{name}['indices']`", given["indices"], jnp.zeros((), jnp.int32))
+    ids = given["indices"]
+    if getattr(ids, "dtype", None) == jnp.uint32 and jnp.ndim(ids) == 2:  # as orbax stores them
+        ids = reveal(wrap(ids))
+    ids = _checked_kind(f"`{name}['indices']`", ids, jnp.zeros((), jnp.int32))
     if jnp.shape(values)[1:] != like.shape[1:] or jnp.shape(ids) != jnp.shape(values)[:1]:
         raise ValueError(
             f"`{name}['values']` of shape {jnp.shape(values)} and `{name}['indices']` of "

@@ -10,20 +10,14 @@ storage holds the rows with a valid entry; their other entries stay masked. Size
 static: what `nse` leaves over is padding, which is never valid.
 """
 
-import os
-import tempfile
-import zipfile
-from collections.abc import Mapping
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import is_nonzero, joint_dtype, trailing
-from jmask._base.types import HostArray, MaskedHostArray, Options, Tensor, TensorLike
-from jmask._base.validation import checked_array, checked_choice, checked_path
+from jmask._base.types import HostArray, MaskedHostArray, Tensor, TensorLike
+from jmask._base.validation import checked_array, checked_choice
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.checks import checked_capacity, fit_or_poison
 from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, joined
@@ -43,8 +37,6 @@ from jmask._tensors.storage import stype as stype_of
 
 def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     """Return the tensor on coordinate (BCOO) storage, without dense dimensions."""
-    if nse is None and x.stype == "coo" and not x.storage.n_dense:
-        return x
     values, valid = stored_values(x.storage).reshape(-1), x.valid.reshape(-1)
     picked, inside, values = _chosen(values, valid, nse, "entries")
     indices = [
@@ -63,8 +55,6 @@ def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
 
 def to_csr(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     """Return the tensor of two dimensions on compressed row (BCSR) storage."""
-    if nse is None and x.stype == "csr":
-        return x
     x = to_coo(x, _capacity(x.valid.reshape(-1), nse, "entries"))
     # Sorted or not, padding comes last.
     valid = jnp.arange(x.valid.shape[0]) < x.valid.sum()
@@ -73,8 +63,6 @@ def to_csr(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
 
 def to_row_sparse(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     """Return the tensor on row-sparse storage: the rows with a valid entry, in order."""
-    if nse is None and x.stype == "row_sparse":
-        return x
     if not is_sparse(x.storage):
         return _stored_rows(x, jnp.arange(x.shape[0]), nse)
     if isinstance(x.storage, RowSparse):
@@ -153,10 +141,14 @@ def _is_sorted(storage: Tensor) -> bool:
     return not isinstance(storage, RowSparse) or storage.coalesced
 
 
+def _has_valid(x: MaskedTensor) -> jax.Array:
+    """Return for each row (or entry) that is stored whether something in it is valid."""
+    return x.valid.any(axis=tuple(range(1, x.valid.ndim)))
+
+
 def _stored_rows(x: MaskedTensor, ids: jax.Array, nse: int | None) -> MaskedTensor:
     """Store the rows that have a valid entry, of rows in order."""
-    touched = x.valid.any(axis=tuple(range(1, x.valid.ndim)))
-    picked, inside, values = _chosen(stored_values(x.storage), touched, nse, "rows")
+    picked, inside, values = _chosen(stored_values(x.storage), _has_valid(x), nse, "rows")
     ids = jnp.where(inside, _picked(ids, picked), x.shape[0])
     storage = RowSparse.from_rows(ids, values, x.shape, coalesced=True)
     return joined(storage, _picked(x.valid, picked) & trailing(inside, x.valid.ndim))
@@ -166,7 +158,7 @@ def _assembled_rows(x: MaskedTensor, nse: int | None) -> MaskedTensor:
     """Return the rows of a tensor that stores entries, O(stored entries + stored rows)."""
     first, *others = coordinates(x.storage)
     rows = x.shape[0]
-    touched = x.valid.any(axis=tuple(range(1, x.valid.ndim)))
+    touched = _has_valid(x)
     first = jnp.where(touched, first, rows)
     starts = jnp.sort(first)
     starts = (starts < rows) & (starts != jnp.roll(starts, 1).at[:1].set(rows))
@@ -207,7 +199,7 @@ def cast_storage(x: TensorLike, stype: str, *, nse: int | None = None) -> Tensor
 
     Returns:
         An array, `RowSparse`, BCOO or BCSR; a `MaskedTensor` on it if `x` is one. `x` itself
-        if it has that storage and `nse` is not given.
+        if it has that storage, `nse` is not given, and no entry (row) that it stores is masked.
 
     Raises:
         ValueError: if `stype` is none of these, the storage does not suit the shape, or
@@ -231,6 +223,12 @@ def cast_storage(x: TensorLike, stype: str, *, nse: int | None = None) -> Tensor
         if stype == "default":
             return x.to_dense()
         _check_castable(x, stype)
+        if nse is None and x.stype == stype and not getattr(x.storage, "n_dense", 0):
+            kept = _has_valid(x) if stype == "row_sparse" else x.valid
+            if isinstance(kept, jax.core.Tracer):
+                nse = kept.size
+            elif kept.all():
+                return x
         return _TO_SPARSE[stype](x, nse)
     current = stype_of(x)
     x = x if is_sparse(x) else jnp.asarray(x)
@@ -270,114 +268,6 @@ def _check_castable(x: TensorLike, stype: str) -> None:
         )
 
 
-# --- npz ----------------------------------------------------------------------------------
-#
-# Tensors in NumPy's `.npz` files, on any storage.
-#
-# x.npz of a RowSparse      stype "row_sparse", shape, values, indices, coalesced
-
-# The arrays of each storage, in the order in which it is made of them.
-_FIELDS = {
-    "default": (),
-    "row_sparse": ("indices", "values"),
-    "coo": ("data", "indices"),
-    "csr": ("data", "indices", "indptr"),
-}
-_FLAGS = ("coalesced", "indices_sorted", "unique_indices")
-
-
-def save_npz(file: str | os.PathLike, x: TensorLike) -> None:
-    """Store a tensor in NumPy's `.npz` format: readable by NumPy alone, and written whole.
-
-    Args:
-        file: a path; ".npz" is appended if it is missing. A file that is there is replaced,
-            once the new one is complete.
-        x: `RowSparse`, BCOO, BCSR, array, or `MaskedTensor` on any of them. Dtypes that
-            NumPy's format lacks (bfloat16) are stored as integers of their size.
-
-    Raises:
-        TypeError: if `x` is none of these.
-        ValueError: if `x` is a stack of row-sparse tensors.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask, tempfile
-        >>> path = tempfile.mkdtemp() + "/x.npz"
-        >>> jmask.save_npz(path, jmask.RowSparse([1], jnp.ones((1, 2)), (3, 2)))
-        >>> jmask.load_npz(path)
-        RowSparse(float32[3, 2], nse=1)
-    """
-    masked = isinstance(x, MaskedTensor)
-    storage = x.storage if masked else x
-    kind = stype_of(storage)
-    if isinstance(storage, RowSparse):
-        storage.check_single()
-    fields = {name: getattr(storage, name) for name in _FIELDS[kind]} or {"data": storage}
-    if masked:
-        fields["valid"] = x.valid
-    contents: Options = {"stype": kind, "shape": np.shape(storage)}
-    if kind != "default":
-        contents["shape"] = tuple(storage.shape)
-        contents |= {flag: getattr(storage, flag) for flag in _FLAGS if hasattr(storage, flag)}
-    for name, array in fields.items():
-        array = np.asarray(array)
-        if array.dtype.isbuiltin != 1:
-            contents[f"{name}_dtype"] = array.dtype.name
-            array = array.view(f"u{array.dtype.itemsize}")
-        contents[name] = array
-    path = Path(checked_path("file", file))
-    path = path if path.suffix == ".npz" else path.with_name(f"{path.name}.npz")
-    handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            np.savez(stream, **contents)
-        Path(partial).replace(path)
-    finally:
-        Path(partial).unlink(missing_ok=True)
-
-
-def load_npz(file: str | os.PathLike) -> Tensor:
-    """Return the tensor that `save_npz` stored.
-
-    Raises:
-        ValueError: if the file was not written by `save_npz`.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask, tempfile
-        >>> path = tempfile.mkdtemp() + "/x.npz"
-        >>> jmask.save_npz(path, jmask.masked_tensor(jnp.ones(2), jnp.array([True, False])))
-        >>> jmask.load_npz(path)
-        MaskedTensor([1.0, --], dtype=float32)
-    """
-    if not zipfile.is_zipfile(checked_path("file", file)):
-        Path(file).stat()  # the error of a file that is not there
-        raise ValueError(
-            f"`file` {os.fspath(file)!r} is no .npz file: it was not written by jmask.save_npz."
-        )
-    with np.load(file, allow_pickle=False) as contents:
-        if "stype" not in contents:
-            raise ValueError(
-                f"`file` {os.fspath(file)!r} holds {sorted(contents)}, and no `stype`: it was "
-                "not written by jmask.save_npz."
-            )
-        kind = str(contents["stype"])
-        shape = tuple(contents["shape"].tolist())
-        flags: Options = {name: bool(contents[name]) for name in _FLAGS if name in contents}
-        arrays = tuple(_loaded(contents, name) for name in _FIELDS[kind] or ("data",))
-        storage: Tensor = arrays[0]
-        if kind == "row_sparse":
-            storage = RowSparse(arrays[0], arrays[1], shape, **flags)
-        elif kind != "default":
-            storage = (BCOO if kind == "coo" else BCSR)(arrays, shape=shape, **flags)
-        return joined(storage, _loaded(contents, "valid")) if "valid" in contents else storage
-
-
-def _loaded(contents: Mapping[str, HostArray], name: str) -> Tensor:
-    array = contents[name]
-    if f"{name}_dtype" in contents:
-        array = array.view(jnp.dtype(str(contents[f"{name}_dtype"])))
-    return jnp.asarray(array)
-
-
 # --- printing ------------------------------------------------------------------------------
 #
 # How masked tensors print: masked entries as `--`, laid out as NumPy lays out arrays.
@@ -385,52 +275,26 @@ def _loaded(contents: Mapping[str, HostArray], name: str) -> Tensor:
 #     MaskedTensor([1.0, --, 3.0], dtype=float32)
 #     MaskedTensor(coo, float32[2, 4], nse=3, values=[3.0, --, 5.0])
 #     MaskedTensor(float32[2, 4])                                        while traced
-#
-# Printing never raises, whatever leaves the pytree node holds, and never moves more of a
-# large tensor than the entries it shows.
-
-_MASKED = "--"
 
 
 def representation(x: MaskedTensor) -> str:
     """Print `MaskedTensor([1.0, --, 3.0], dtype=float32)`; its type and shape while traced."""
     # A repr that raises hides the error somebody is looking for: transformations put
     # anything into the leaves, and buffers may be donated or live on other hosts.
-    for attempt in (_with_values, _without_values):
-        try:
-            return attempt(x)
-        except Exception:
-            continue
-    return f"MaskedTensor({x.storage!r}, {x.valid!r})"
-
-
-def _with_values(x: MaskedTensor) -> str:
-    values, valid = stored_values(x.storage), x.valid
-    if not all(map(_is_concrete, (values, valid))) or values.shape != valid.shape:
-        return _without_values(x)
-    if is_sparse(x.storage):
-        head, tail = f"MaskedTensor({_described(x)}, values=", ")"
-    else:
+    try:
+        described = f"{x.dtype}[{', '.join(map(str, x.shape))}]"
         head, tail = "MaskedTensor(", f", dtype={x.dtype})"
-        if x.size == 0 and x.ndim > 1:
+        if is_sparse(x.storage):
+            described = f"{x.stype}, {described}, nse={x.storage.nse}"
+            head, tail = f"MaskedTensor({described}, values=", ")"
+        elif x.size == 0 and x.ndim > 1:
             tail = f", shape={x.shape}{tail}"
-    return head + _entries(values, valid, head) + tail
-
-
-def _without_values(x: MaskedTensor) -> str:
-    return f"MaskedTensor({_described(x)})"
-
-
-def _described(x: MaskedTensor) -> str:
-    shape = ", ".join(map(str, x.shape))
-    described = f"{x.dtype}[{shape}]"
-    if not is_sparse(x.storage):
-        return described
-    return f"{x.stype}, {described}, nse={x.storage.nse}"
-
-
-def _is_concrete(x: object) -> bool:
-    return isinstance(x, jax.Array | np.ndarray) and not isinstance(x, jax.core.Tracer)
+    except Exception:
+        return f"MaskedTensor({x.storage!r}, {x.valid!r})"
+    try:
+        return head + _entries(stored_values(x.storage), x.valid, head) + tail
+    except Exception:
+        return f"MaskedTensor({described})"
 
 
 def _entries(values: jax.Array | HostArray, valid: jax.Array | HostArray, head: str) -> str:
@@ -439,32 +303,23 @@ def _entries(values: jax.Array | HostArray, valid: jax.Array | HostArray, head: 
         return "[]"
     options = np.get_printoptions()
     edge, is_large = options["edgeitems"], values.size > options["threshold"]
-    cut = [axis for axis, n in enumerate(values.shape) if is_large and n > 2 * edge]
-    for axis in cut:
-        values, valid = (_edges(a, axis, edge) for a in (values, valid))
-    values, valid = np.asarray(values), np.asarray(valid)
+    # Only what is shown is read: both ends of an axis, and one entry that NumPy leaves out.
+    cut = [is_large and n > 2 * edge for n in values.shape]
+    ends = [
+        np.r_[:edge, 0, n - edge : n] if is_cut else np.arange(n)
+        for n, is_cut in zip(values.shape, cut, strict=True)
+    ]
+    with jax.ensure_compile_time_eval():  # a constant may be printed while tracing
+        values, valid = (np.asarray(x[np.ix_(*ends)]) for x in (values, valid))
     if jnp.issubdtype(values.dtype, jnp.floating) and values.dtype.kind != "f":
         values = values.astype(np.float32)  # bfloat16 and smaller: 1 must print as 1.0
     pairs = zip(values.ravel(), valid.ravel(), strict=True)
-    flat = [str(value) if exists else _MASKED for value, exists in pairs]
-    if values.ndim > 1:  # columns stand below each other
-        width = max(map(len, flat))
-        flat = [word.rjust(width) for word in flat]
-    words = np.array(flat).reshape(values.shape)
-    for axis in cut:  # one between both ends, which NumPy leaves out
-        words = np.insert(words, edge, "", axis)
+    words = [str(value) if exists else "--" for value, exists in pairs]
+    width = max(map(len, words)) if values.ndim > 1 else 0  # columns stand below each other
     return np.array2string(
-        words,
+        np.array([word.rjust(width) for word in words]).reshape(values.shape),
         separator=", ",
         prefix=head,
         formatter={"all": str},
-        threshold=0 if cut else words.size,
+        threshold=0 if any(cut) else len(words),
     )
-
-
-def _edges(x: jax.Array | HostArray, axis: int, edge: int) -> jax.Array | HostArray:
-    at, last = (slice(None),) * axis, x.shape[axis] - edge
-    module = jnp if isinstance(x, jax.Array) else np
-    with jax.ensure_compile_time_eval():  # a constant may be printed while tracing
-        parts = [x[(*at, slice(edge))], x[(*at, slice(last, None))]]
-        return module.concatenate(parts, axis)
