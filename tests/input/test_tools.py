@@ -1,5 +1,7 @@
 """Tools that meet sparse and masked tensors: they work, or the first line says what to do."""
 
+import pickle
+
 import chex
 import flax.serialization
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from jax import export
 from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
@@ -25,6 +28,7 @@ TENSORS = {
     "masked BCOO": jmask.masked_tensor(BCOO.fromdense(jnp.eye(3))),
     "masked BCSR": jmask.masked_tensor(BCSR.fromdense(jnp.eye(3))),
 }
+_same = lambda x: x
 _dense = lambda x: np.asarray(jmask.todense(x))
 
 
@@ -51,12 +55,14 @@ class TestToolsThatWork:
         np.testing.assert_array_equal(_dense(seen[0]), _dense(x))
 
     def test_chex(self, x):
-        chex.assert_trees_all_close({"x": x}, {"x": x})
+        """Row ids are, as random keys are, no arrays of NumPy: see docs/errors.md."""
         chex.assert_trees_all_equal({"x": x}, {"x": x})
-        chex.assert_tree_all_finite({"x": x})
-        other = _doubled(x)
-        with pytest.raises(AssertionError, match="differ in leaves"):
-            chex.assert_trees_all_close(x, other)
+        x, other = jmask.to_arrays({"x": x}), jmask.to_arrays({"x": _doubled(x)})
+        chex.assert_trees_all_close(x, x)
+        chex.assert_tree_all_finite(x)
+        for check in (chex.assert_trees_all_close, chex.assert_trees_all_equal):
+            with pytest.raises(AssertionError, match="differ in leaves|not equal"):
+                check(x, other)
 
     def test_msgpack(self, x):
         saved = flax.serialization.to_bytes({"x": x})
@@ -69,10 +75,18 @@ class TestToolsThatWork:
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(tmp_path / "c", {"x": x})
             checkpointer.wait_until_finished()
-            for like in (x, jax.eval_shape(lambda: x)):
+            described = jax.tree.map(ocp.utils.to_shape_dtype_struct, x)
+            for like in (x, jax.eval_shape(lambda: x), described):
                 restored = checkpointer.restore(tmp_path / "c", {"x": like})["x"]
                 assert jax.tree.structure(restored) == jax.tree.structure(x)
                 np.testing.assert_array_equal(_dense(restored), _dense(x))
+            arrays = jmask.from_arrays(checkpointer.restore(tmp_path / "c"), like={"x": x})
+            np.testing.assert_array_equal(_dense(arrays["x"]), _dense(x))
+
+    def test_pickle_and_export(self, x):
+        for again in (pickle.loads(pickle.dumps(x)), export.export(jax.jit(_same))(x).call(x)):
+            assert jax.tree.structure(again) == jax.tree.structure(x)
+            np.testing.assert_array_equal(_dense(again), _dense(x))
 
     def test_block_until_ready(self, x):
         assert x.block_until_ready() is not None
