@@ -108,174 +108,107 @@ REDUCTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("storage", "which", "index", "way"),
-    list(itertools.product(STORAGES, ["repeated", "none"], ["shared", "equal"], WAYS)),
-)
-class TestMaskedTensor:
-    """`MaskedTensor` of data and a mask at its positions, from one index array or from two."""
+def made(storage, which, index, seed=0):
+    """A function that makes data and a mask at its positions, its arguments, and the oracle."""
+    at = positions(storage, which)
+    values, valid = values_for(storage, at, seed)
+    of_data, of_mask = index_arrays(storage, at), index_arrays(storage, at)
 
-    @staticmethod
-    def made(storage, which, index, seed=0):
-        """A function that makes the tensor, its arguments, and what it should be."""
-        at = positions(storage, which)
-        values, valid = values_for(storage, at, seed)
-        of_data, of_mask = index_arrays(storage, at), index_arrays(storage, at)
+    def make(values, valid, of_data, of_mask):
+        mask = tensor(storage, valid, of_data if index == "shared" else of_mask)
+        return jmask.MaskedTensor(tensor(storage, values, of_data), mask)
 
-        def make(values, valid, of_data, of_mask):
-            of_mask = of_data if index == "shared" else of_mask
-            mask = tensor(storage, valid, of_mask)
-            return jmask.MaskedTensor(tensor(storage, values, of_data), mask)
-
-        args = (jnp.array(values), jnp.array(valid), of_data, of_mask)
-        return make, args, masked(values, valid, at)
-
-    def test_entries(self, storage, which, index, way):
-        make, args, expected = self.made(storage, which, index)
-        check(called(way, lambda *a: entries(make(*a)), *args), expected)
-
-    def test_reductions(self, storage, which, index, way):
-        make, args, expected = self.made(storage, which, index)
-
-        cases = list(itertools.product(REDUCTIONS, (None, 0, 1)))
-
-        def reduced(*args):
-            x = make(*args)
-            return [entries(REDUCTIONS[name][0](x, axis=axis)) for name, axis in cases]
-
-        with np.errstate(all="ignore"):
-            results = called(way, reduced, *args)
-            for (name, axis), result in zip(cases, results, strict=True):
-                theirs = np.ma.asarray(REDUCTIONS[name][1](expected, axis=axis))
-                check(result, theirs)
-
-    def test_binary_functions(self, storage, which, index, way):
-        make, args, x = self.made(storage, which, index)
-        others = [self.made(storage, w, index, seed=1) for w in ROWS]
-        plain = np.arange(12.0, dtype=np.float32).reshape(SHAPE)
-
-        def results(args, others, plain):
-            x = make(*args)
-            ys = [f(*a) for (f, *_), a in zip(made, others, strict=True)]
-            return [
-                *(entries(x * y) for y in ys),
-                *(entries(y - x) for y in ys),
-                entries(x + plain),
-                entries(x * tensor(storage, args[0], args[2])),
-            ]
-
-        made = others
-        out = called(way, results, args, [a for _, a, _ in others], jnp.array(plain))
-        ys = [y for *_, y in others]
-        for result, expected in zip(
-            out[:-1], [*(x * y for y in ys), *(y - x for y in ys), x + plain], strict=True
-        ):
-            check(result, expected)
-
-    def test_gradient(self, storage, which, index, way):
-        make, args, expected = self.made(storage, which, index)
-
-        def loss(values, *others):
-            x = make(values, *others)
-            return jnm.sum(x * x * x).to_tensor(0)
-
-        gradient = called(way, jax.grad(loss), *args)
-        at = positions(storage, which)
-        slope = 3 * np.ma.getdata(expected) ** 2
-        inside = at[:, 0] < SHAPE[0]
-        wanted = np.zeros(gradient.shape)
-        wanted[inside] = slope[tuple(at[inside].T)]
-        wanted[~np.asarray(args[1])] = 0
-        np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
+    args = (jnp.array(values), jnp.array(valid), of_data, of_mask)
+    return make, args, masked(values, valid, at)
 
 
-@pytest.mark.parametrize(
-    ("storage", "of_data", "of_mask", "way"),
-    list(itertools.product(["row_sparse", "coo", "csr"], ROWS, ROWS, WAYS)),
-)
-class TestPositionsOfMasks:
-    """A mask, or `where=`, that stores other positions than the data."""
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("index", ["shared", "equal"])
+@pytest.mark.parametrize("which", ["repeated", "none"])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_masked_tensor(storage, which, index, way):
+    """Entries, reductions, binary functions, gradients: from one index array, or from two."""
+    make, args, x = made(storage, which, index)
+    others = [made(storage, w, index, seed=1) for w in ROWS]
+    plain = np.arange(12.0, dtype=np.float32).reshape(SHAPE)
+    reductions = list(itertools.product(REDUCTIONS.values(), (None, 0, 1)))
 
-    @staticmethod
-    def made(storage, of_data, of_mask):
-        at, mask_at = positions(storage, of_data), positions(storage, of_mask)
-        values, _ = values_for(storage, at, 0)
-        values = np.nan_to_num(values, nan=2.0)
-        _, chosen = values_for(storage, mask_at, 3)
-        args = (
-            jnp.array(values),
-            index_arrays(storage, at),
-            jnp.array(chosen),
-            index_arrays(storage, mask_at),
-        )
-        return at, values, dense(chosen, mask_at) > 0, args
+    def results(args, of_others, plain):
+        x = make(*args)
+        ys = [f(*a) for (f, *_), a in zip(others, of_others, strict=True)]
+        reduced = [f(x, axis=axis) for (f, _), axis in reductions]
+        functions = [*(x * y for y in ys), *(y - x for y in ys), x + plain]
+        loss = lambda values: jnm.sum(make(values, *args[1:]) ** 3).to_tensor(0)
+        return [entries(x), *map(entries, reduced + functions)], jax.grad(loss)(args[0])
 
-    def test_mask_of_stored_data(self, storage, of_data, of_mask, way):
-        if of_data == of_mask:
-            pytest.skip("a mask with the index arrays of the data speaks of stored values")
-        at, values, chosen, args = self.made(storage, of_data, of_mask)
-        stored = dense(np.ones_like(values), at) > 0
-        expected = np.ma.MaskedArray(dense(values, at), ~(stored & chosen))
-        for kind in ("row_sparse",) if storage == "row_sparse" else ("coo", "csr"):
+    found, gradient = called(way, results, args, [a for _, a, _ in others], jnp.array(plain))
+    ys = [y for *_, y in others]
+    with np.errstate(all="ignore"):
+        reduced = [np.ma.asarray(f(x, axis=axis)) for (_, f), axis in reductions]
+    functions = [*(x * y for y in ys), *(y - x for y in ys), x + plain]
+    for result, expected in zip(found, [x, *reduced, *functions], strict=True):
+        check(result, expected)
+    at = positions(storage, which)
+    inside, wanted = at[:, 0] < SHAPE[0], np.zeros(gradient.shape)
+    wanted[inside] = (3 * np.ma.getdata(x) ** 2)[tuple(at[inside].T)]
+    wanted[~np.asarray(args[1])] = 0
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
 
-            def make(values, indices, chosen, of_chosen, kind=kind):
-                mask = tensor(kind, chosen, of_chosen)
-                x = jmask.MaskedTensor(tensor(storage, values, indices), mask)
-                assert x.stype == kind
-                return entries(x)
 
-            of_chosen = index_arrays(kind, positions(kind, of_mask))
-            check(called(way, make, *args[:3], of_chosen), expected)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("of_mask", ROWS)
+@pytest.mark.parametrize("of_data", ROWS)
+@pytest.mark.parametrize("storage", ["row_sparse", "coo", "csr"])
+def test_positions_of_masks(storage, of_data, of_mask, way):
+    """A mask, a `where=`, or another operand, that stores other positions than the data."""
+    at, mask_at = positions(storage, of_data), positions(storage, of_mask)
+    values = np.nan_to_num(values_for(storage, at, 0)[0], nan=2.0)
+    others = np.nan_to_num(values_for(storage, mask_at, 5)[0], nan=3.0)
+    _, flags = values_for(storage, mask_at, 3)
+    array = np.arange(12.0, dtype=np.float32).reshape(SHAPE)
+    kinds = ("row_sparse",) if storage == "row_sparse" else ("coo", "csr")
+    kinds = () if of_data == of_mask else kinds  # the mask speaks of stored values then
 
-    def test_mask_of_an_array(self, storage, of_data, of_mask, way):
-        _, _, chosen, args = self.made(storage, of_data, of_mask)
-        array = np.arange(12.0, dtype=np.float32).reshape(SHAPE)
-
-        def make(array, chosen, of_chosen):
-            return entries(jmask.MaskedTensor(array, tensor(storage, chosen, of_chosen)))
-
-        expected = np.ma.MaskedArray(array, ~chosen)
-        check(called(way, make, jnp.array(array), *args[2:]), expected)
-
-    def test_where(self, storage, of_data, of_mask, way):
-        at, values, chosen, args = self.made(storage, of_data, of_mask)
-        data, stored = dense(values, at), dense(np.ones_like(values), at) > 0
-
-        def sums(values, indices, chosen, of_chosen):
-            x, where = tensor(storage, values, indices), tensor(storage, chosen, of_chosen)
-            array = jmask.todense(x)
-            return (
-                jnm.sum(x, where=where),
-                jnm.sum(array, where=where),
-                jnm.norm(x, where=where),
+    def results(values, indices, flags, others, of_mask, array):
+        x = tensor(storage, values, indices)
+        where, y = (tensor(storage, v, of_mask[storage]) for v in (flags, others))
+        full = jmask.todense(x)
+        masks = [tensor(kind, flags, of_mask[kind]) for kind in kinds]
+        made = [jmask.MaskedTensor(x, mask) for mask in masks]
+        assert [z.stype for z in made] == list(kinds)
+        out = [jnm.multiply(x, y), jnm.add(x, y), jnm.maximum(x, y), jnm.subtract(x, y)]
+        return (
+            [jnm.sum(x, where=where), jnm.sum(full, where=where), jnm.norm(x, where=where)],
+            [*map(jmask.todense, [*out, jmask.sparse_mask(x, y)])],
+            [
                 entries(jnm.max(jmask.MaskedTensor(x), axis=0, where=where)),
-                entries(jnm.mean(jmask.MaskedTensor(array), axis=0, where=where)),
-            )
+                entries(jnm.mean(jmask.MaskedTensor(full), axis=0, where=where)),
+                entries(jmask.MaskedTensor(array, where)),
+                *map(entries, made),
+            ],
+        )
 
-        results = called(way, sums, *args)
-        np.testing.assert_allclose(results[0], (data * chosen).sum(), rtol=1e-6)
-        np.testing.assert_allclose(results[1], (data * chosen).sum(), rtol=1e-6)
-        np.testing.assert_allclose(results[2], np.linalg.norm(data * chosen), rtol=1e-6)
-        check(results[3], np.ma.MaskedArray(data, ~(chosen & stored)).max(axis=0))
-        check(results[4], np.ma.MaskedArray(data, ~chosen).mean(axis=0))
-
-    def test_plain_binary_functions(self, storage, of_data, of_mask, way):
-        at, values, _, args = self.made(storage, of_data, of_mask)
-        mask_at = positions(storage, of_mask)
-        others, _ = values_for(storage, mask_at, 5)
-        others = np.nan_to_num(others, nan=3.0)
-
-        def results(values, indices, others, of_others):
-            x, y = tensor(storage, values, indices), tensor(storage, others, of_others)
-            out = [jnm.multiply(x, y), jnm.add(x, y), jnm.maximum(x, y), jnm.subtract(x, y)]
-            return [*map(jmask.todense, out), jmask.todense(jmask.sparse_mask(x, y))]
-
-        x, y = dense(values, at), dense(others, mask_at)
-        kept = np.where(dense(np.ones_like(others), mask_at) > 0, x, 0)
-        expected = [x * y, x + y, np.maximum(x, y), x - y, kept]
-        out = called(way, results, *args[:2], jnp.array(others), args[3])
-        for result, wanted in zip(out, expected, strict=True):
-            np.testing.assert_allclose(result, wanted, rtol=1e-6)
+    indices = {kind: index_arrays(kind, mask_at) for kind in {storage, *kinds}}
+    args = map(jnp.array, (values, flags, others, array))
+    values_, flags_, others_, array_ = args
+    found = called(
+        way, results, values_, index_arrays(storage, at), flags_, others_, indices, array_
+    )
+    x, stored = dense(values, at), dense(np.ones_like(values), at) > 0
+    y, kept = dense(others, mask_at), dense(np.ones_like(others), mask_at) > 0
+    chosen = dense(flags, mask_at) > 0
+    numbers = [(x * chosen).sum(), (x * chosen).sum(), np.linalg.norm(x * chosen)]
+    np.testing.assert_allclose(found[0], numbers, rtol=1e-6)
+    arrays = [x * y, x + y, np.maximum(x, y), x - y, np.where(kept, x, 0)]
+    np.testing.assert_allclose(found[1], arrays, rtol=1e-6)
+    maskeds = [
+        np.ma.MaskedArray(x, ~(chosen & stored)).max(axis=0),
+        np.ma.MaskedArray(x, ~chosen).mean(axis=0),
+        np.ma.MaskedArray(array, ~chosen),
+        *[np.ma.MaskedArray(x, ~(chosen & stored)) for _ in kinds],
+    ]
+    for result, expected in zip(found[2], maskeds, strict=True):
+        check(result, expected)
 
 
 @pytest.mark.parametrize("way", ["eager", "jit"])
