@@ -209,14 +209,13 @@ class RowSparse(RowSparseMethods):
         return self.index_leaf.shape[-1]
 
     def __repr__(self) -> str:
-        row = ", ".join(map(str, self.shape))
-        stacked = f", leading={self.leading}" if self.leading > 1 else ""
         try:
             batch = self.index_leaf.shape[:-1]
-            of = f"{self.dtype}[{row}], nse={self.nse}"
-        except (AttributeError, IndexError):
+            described = f"{self.dtype}[{', '.join(map(str, self.shape))}], nse={self.nse}"
+        except (AttributeError, IndexError):  # transformations put anything into leaves
             return f"RowSparse({self.index_leaf!r}, {self.values!r}, shape={self.shape})"
-        return f"RowSparse({of}{f', batch={batch}' if batch else ''}{stacked})"
+        described += f", batch={batch}" if batch else ""
+        return f"RowSparse({described}{f', leading={self.leading}' * (self.leading > 1)})"
 
     def __reduce__(self) -> tuple[Function, Static]:
         indices, values = np.asarray(self.indices), np.asarray(self.values)

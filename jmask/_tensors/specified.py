@@ -120,11 +120,12 @@ def sparse_mask(x: TensorLike, mask: Mask) -> Tensor:
     pattern = mask.storage if isinstance(mask, MaskedTensor) else unique_positions(mask)
     specified = mask.valid if isinstance(mask, MaskedTensor) else is_entry(pattern)
     placeholder, x = placeholder_of(x), without_placeholder(x)
-    storage, otherwise = x.storage if isinstance(x, MaskedTensor) else x, ""
+    otherwise = ""
     if is_sparse(pattern):  # a dense result is what a dense mask asks for
+        kind = stype(x.storage if isinstance(x, MaskedTensor) else x)
         otherwise = (
-            f"`sparse_mask` made a {stype(storage)} tensor of shape {tuple(x.shape)} dense, at "
-            "O(size) cost: its positions are laid out otherwise than those of the "
+            f"`sparse_mask` made a {kind} tensor of shape {tuple(x.shape)} dense, at O(size) "
+            "cost: its positions are laid out otherwise than those of the "
             f"{stype(pattern)} mask"
         )
     values, exists = read_at(x, pattern, otherwise)
@@ -176,23 +177,19 @@ def _at_booleans(x: TensorLike, mask: jax.Array) -> Tensor:
 #
 # Tangent placeholders: where the gradient at entries that are not stored is collected.
 #
-# JAX keeps a sparse tensor as its stored values, so a gradient has numbers for those alone. A
-# function that reads the tensor as zeros elsewhere depends on the other entries too. That part
-# of its gradient is collected in the placeholder of the tensor: a dense array of zeros of its
-# shape, added by operations for which every entry counts.
+# JAX keeps a sparse tensor as its stored values, so a gradient has numbers for those alone. The
+# placeholder is a dense array of zeros, added by operations for which every entry counts:
 #
 #     x = BCOO of [[-, 3], [4, -]]        - is not stored
 #
 #     todense(x)                     stored values + placeholder    its gradient: at every entry
 #     todense(x, masked_grad=True)   stored values                  its gradient: zero
 #
-# The derivative in the stored values is the same with and without a placeholder, and the one in
-# the placeholder is read at the other entries only. So the two together are the gradient at
-# every entry, zero exactly where no operation let the entry count.
-#
-# A tensor with a placeholder *is* a BCOO, BCSR, `RowSparse` or `MaskedTensor`. Functions that
-# do not know of placeholders use the stored values and return tensors without one, which is
-# what their gradients say: nothing at other entries.
+# The derivative in the stored values is the same with and without it, and its own is read at the
+# other entries only: the two together are the gradient at every entry. A tensor with a
+# placeholder *is* a BCOO, BCSR, `RowSparse` or `MaskedTensor`. Functions that do not know of
+# placeholders use the stored values and return tensors without one, which is what their
+# gradients say: nothing at other entries.
 
 _PLACEHOLDER = jax.tree_util.GetAttrKey("placeholder")
 

@@ -61,7 +61,7 @@ class TestToolsThatWork:
         chex.assert_trees_all_close(x, x)
         chex.assert_tree_all_finite(x)
         for check in (chex.assert_trees_all_close, chex.assert_trees_all_equal):
-            with pytest.raises(AssertionError, match="differ in leaves|not equal"):
+            with pytest.raises(AssertionError, match=r"differ in leaves|not equal"):
                 check(x, other)
 
     def test_msgpack(self, x):

@@ -35,6 +35,14 @@ def test_only_public_jax():
             assert name.split(".")[0] not in ("jax", "optax") or "._" not in name, (path, name)
 
 
+def test_nothing_depends_on_who_calls():
+    """No Python frames but where a warning looks for the user's line; no words of errors."""
+    for path in SOURCES:
+        frames = re.findall(r"_getframe|\bf_back\b|\bf_code\b|tb_frame", path.read_text())
+        assert not frames or path.name == "fallback.py", path
+        assert not re.search(r"in str\((error|e)\)|metaclass=", path.read_text()), path
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_public_functions_have_examples(path):
     """Every function and class that `__init__` exports has a doctested example."""
