@@ -185,7 +185,7 @@ def _at_booleans(x: TensorLike, mask: jax.Array) -> Tensor:
 #     todense(x)                     stored values + placeholder    its gradient: at every entry
 #     todense(x, masked_grad=True)   stored values                  its gradient: zero
 #
-# The derivative in the stored values is the same with and without it, and its own is read at the
+# The derivative in the stored values is the same with and without it; its own is read at the
 # other entries only: the two together are the gradient at every entry. A tensor with a
 # placeholder *is* a BCOO, BCSR, `RowSparse` or `MaskedTensor`. Functions that do not know of
 # placeholders use the stored values and return tensors without one, which is what their
