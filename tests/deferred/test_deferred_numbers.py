@@ -103,10 +103,8 @@ CASES["optax.adam, injected"] = (
     {"learning_rate": injected, "weight_decay": 0.0},
 )
 CASES["adam, injected"] = (
-    *(
-        optax.inject_hyperparams(jmask.adam, static_args=NAMED_STATIC)(RATE, lazy_update=lazy)
-        for lazy in (True, False)
-    ),
+    jmask.lazy(optax.inject_hyperparams(jmask.adam, static_args=NAMED_STATIC)(RATE)),
+    optax.inject_hyperparams(jmask.adam, static_args=NAMED_STATIC)(RATE, lazy_update=False),
     models.Adam,
     {"learning_rate": injected},
 )
