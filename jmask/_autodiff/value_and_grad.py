@@ -327,6 +327,7 @@ def _finished(result: PyTree) -> PyTree:
 
 
 def _positions(argnums: int | Sequence[int], args: tuple[PyTree, ...]) -> tuple[int, ...]:
+    numbers: tuple[Value, ...]
     numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
     for number in numbers:
         if not isinstance(number, int | np.integer):

@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
-from jmask._base.types import DType, Function, MeshAxes, PyTree, Shaped
+from jmask._base.types import DType, Function, MeshAxes, PyTree, Shaped, Value
 
 
 @contextlib.contextmanager
@@ -309,7 +309,8 @@ def joint_dtype(*arrays: ArrayLike | DTypeLike) -> DType:
         return jnp.result_type(*arrays)
 
 
-def has_8_bits(x: ArrayLike | DTypeLike) -> bool:
+def has_8_bits(x: Value) -> bool:
+    """Decide whether an array, or a dtype, is floating and of 8 bits."""
     dtype = getattr(x, "dtype", x)
     is_dtype = isinstance(dtype, np.dtype | type)
     return is_dtype and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 8
