@@ -217,8 +217,8 @@ all = _reduces(
 )
 any = _reduces(_formulas.some, _jnp.any, zeros=_NOTHING)
 count_nonzero = _reduces(_formulas.number_of_nonzero, _jnp.count_nonzero, zeros=_NOTHING)
-argmax = _reduces(_formulas.first_maximum, _jnp.argmax)
-argmin = _reduces(_formulas.first_minimum, _jnp.argmin)
+argmax = _reduces(_formulas.first_maximum, _jnp.argmax, one_axis=True)
+argmin = _reduces(_formulas.first_minimum, _jnp.argmin, one_axis=True)
 ptp = _reduces(_formulas.spread, _jnp.ptp)
 logsumexp = _reduces(_formulas.logsumexp, _special.logsumexp, empty=-_jnp.inf, like=_jnp.mean)
 # By sorting, also for arrays: an infinite neighbour without weight is not read.

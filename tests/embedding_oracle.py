@@ -74,7 +74,8 @@ def combined(rows, bag, weights, combiner, cotangent):
             result.out[number] = r[first, columns]
             result.in_rows[members[first], columns] = ct
             continue
-        out, r = (w[:, None] * r).sum(0), np.nan_to_num(r, nan=0)  # what is not read is constant
+        out = (w[:, None] * r).sum(0)
+        r = np.nan_to_num(r, nan=0)  # what is not read is a constant
         total = (w[:, None] * r).sum(0)
         if combiner == "sum":
             scale, in_scale = 1, 0

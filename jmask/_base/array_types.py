@@ -311,7 +311,7 @@ def joint_dtype(*arrays: ArrayLike | DTypeLike) -> DType:
 
 def has_8_bits(x: Value) -> bool:
     """Decide whether an array, or a dtype, is floating and of 8 bits."""
-    dtype = getattr(x, "dtype", x)
+    dtype: Value = getattr(x, "dtype", x)
     is_dtype = isinstance(dtype, np.dtype | type)
     return is_dtype and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 8
 

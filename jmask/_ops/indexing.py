@@ -224,6 +224,9 @@ def row_getitem(x: RowSparse, key: IndexLike) -> Tensor:
     first, *rest = key if isinstance(key, tuple) and key else (key,)
     if isinstance(first, list):
         first = np.asarray(first) if first else np.zeros(0, np.int32)
+    key = (first, *rest)
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    shape = jax.eval_shape(lambda a: a[key], like).shape  # refuses what is no index
     if isinstance(first, int | np.integer) and not isinstance(first, bool):
         if not -x.shape[0] <= first < x.shape[0]:
             raise IndexError(f"index {first} is no row of a RowSparse of shape {x.shape}.")
@@ -236,9 +239,6 @@ def row_getitem(x: RowSparse, key: IndexLike) -> Tensor:
     is_slice = isinstance(first, slice) and first == slice(None)
     all_rows = is_slice or (first is Ellipsis and sum(map(_consumed, rest)) < x.ndim)
     if all_rows and (all(parts) or len(rest) == 1):
-        key = (first, *rest)
-        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        shape = jax.eval_shape(lambda a: a[key], like).shape
         return with_stored_values(x, x.values[key], shape)
     report_fallback(
         f"indexing a RowSparse of shape {x.shape} made it dense, at O(size) cost: index its "

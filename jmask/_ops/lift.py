@@ -39,6 +39,7 @@ from jmask._tensors.masked_tensor import (
     is_tensor,
     joined,
 )
+from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
     as_dense,
     is_sparse,
@@ -60,6 +61,8 @@ def dense(x: TensorLike, name: str, why: str = "") -> Tensor:
     storage = x.storage if isinstance(x, MaskedTensor) else x
     if not is_sparse(storage):
         return x
+    if isinstance(storage, RowSparse):
+        storage.check_single()
     text = f"`{name}` made a sparse tensor of shape {np.shape(x)} dense, at O(size) cost"
     report_fallback(f"{text}: {why}" if why else text)
     return x.to_dense() if isinstance(x, MaskedTensor) else as_dense(x)

@@ -80,6 +80,7 @@ def reduces(
     initial: Function | None = None,
     absent: float | None = None,
     densely: bool = False,
+    one_axis: bool = False,
     arrays_too: bool = False,
     extra: Sequence[str] = (),
 ) -> Function:
@@ -98,6 +99,7 @@ def reduces(
         absent: of a formula with a result for each entry: that of an entry of an array that
             takes no part, while others of its group do.
         densely: whether the formula needs all entries in one array.
+        one_axis: whether a tuple of axes is refused.
         arrays_too: whether the formula serves arrays too, with the arguments of `of_jax`.
         extra: names of more options of the formula.
     """
@@ -121,6 +123,8 @@ def reduces(
             return of_jax(*bound.args, **bound.kwargs)
         refuse_output(options)
         axis = options.get("axis", signature.parameters["axis"].default)
+        if one_axis and isinstance(axis, Sequence):
+            raise TypeError(f"`axis` of {name} must be an int or None, got {axis!r}.")
         axes = checked_axes(axis, len(x.shape))
         options = {k: v for k, v in options.items() if k not in (first, "axis", "where")} | more
         if "keepdims" in signature.parameters:

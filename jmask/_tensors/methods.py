@@ -76,7 +76,7 @@ class TensorMethods(NDArrayOperatorsMixin):
     ) -> Tensor:
         """Run functions of NumPy by those in `jmask.numpy`: `np.sqrt(x)`, `array * x`."""
         name = ufunc.__name__
-        if kwargs.get("out") == (inputs[0],):  # x += y: `x` is the result from now on
+        if any(out is self for out in kwargs.get("out", ())):  # x += y: x is the result now
             del kwargs["out"]
         if how == "__call__" and not kwargs and hasattr(library().numpy, name):
             return getattr(library().numpy, name)(*inputs)

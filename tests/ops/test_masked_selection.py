@@ -129,6 +129,8 @@ PADDED = BCOO(
     unique_indices=True,
 )
 COO = jmask.masked_tensor(PADDED, [True, False, True, True])
+
+
 def test_other_sparse_operations_say_so():
     for operation in (
         jn.flip,

@@ -280,7 +280,7 @@ def test_a_tensor_is_read_where_another_one_stores(like, stype, name, wrap):
 
 
 def test_positions_that_differ_are_said():
-    """Masked tensors of one pattern keep their storage; others become dense, with the warning."""
+    """Masked tensors of one pattern keep their storage; others are dense, with the warning."""
     eye = jmask.masked_tensor(coo(np.eye(3)))
     with jmask.strict():
         assert (eye * 2 + eye).stype == "coo"

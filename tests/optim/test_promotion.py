@@ -161,7 +161,7 @@ def test_narrow_tables_step_as_in_float32_and_are_rounded_once(name, dtype):
     for kind in (dtype, "float32"):
         params = table.astype(kind)
         grads = jmask.RowSparse([1, 3, 9], rows.astype(kind), table.shape)
-        new, state = jmask.apply_gradients(tx, grads, tx.init(params), params)
+        new, _ = jmask.apply_gradients(tx, grads, tx.init(params), params)
         updates, _ = tx.update(grads, tx.init(params), params)
         steps.append((new, jmask.apply_updates(params, updates)))
         assert new.dtype == kind
