@@ -1,6 +1,6 @@
 """Sparse and masked tensors for JAX."""
 
-# These install methods of tensors.
+# Methods of tensors are functions of these.
 from jmask import nn as nn
 from jmask import nnx as nnx
 from jmask import numpy as numpy
