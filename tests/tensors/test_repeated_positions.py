@@ -122,6 +122,7 @@ def made(storage, which, index, seed=0):
     return make, args, masked(values, valid, at)
 
 
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")  # other positions
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("index", ["shared", "equal"])
 @pytest.mark.parametrize("which", ["repeated", "none"])
