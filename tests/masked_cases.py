@@ -84,7 +84,7 @@ def clean_numbers(seed=0):
 
 
 def compare(result, expected, name="", rtol=2e-5):
-    if isinstance(result, tuple):
+    if isinstance(result, tuple | list):
         for r, e in zip(result, expected, strict=True):
             compare(r, e, name, rtol)
         return

@@ -1,5 +1,7 @@
 """Every public function of masked tensors, on every storage, of real and complex numbers.
 
+    arrays, and masked tensors without a masked entry      as JAX computes
+    arrays of numpy.ma                                     as masked tensors
     masked tensors on row-sparse, COO and CSR storage      as on dense storage
     RowSparse, BCOO, BCSR                                  as of the array that they are
     complex masked tensors                                 as numpy.ma computes, or refused
@@ -10,6 +12,8 @@ is called as f(x), or needs a call.
 """
 
 import functools
+import inspect
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +25,11 @@ import jmask
 import jmask.numpy as jnm
 from jmask import nn
 from jmask._tensors.masked_tensor import is_tensor
-from tests.masked_cases import KINDS, MASKS, POISON, SHAPE, build, clean_numbers, compare
+from tests.expressions import functions, rows
+from tests.masked_cases import KINDS, MASKS, PATTERNS, POISON, SHAPE, build, clean_numbers
+from tests.masked_cases import compare
 from tests.ops.test_elementwise import BINARY, FUNCTIONS, INTEGER
-from tests.ops.test_masked_functions import NAN, SIZED, SMOOTH, STEPS, _counted
+from tests.ops.test_masked_functions import MOVES, NAN, SIZED, SMOOTH, STEPS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -33,57 +39,52 @@ pytestmark = [
 ]
 OTHER = (np.arange(12.0).reshape(SHAPE) - 4.2) / 3
 other = lambda x: jnp.asarray(OTHER, x.dtype)
-also = lambda argument: lambda f, x: f(x, argument)
-along = lambda argument: lambda f, x: [f(x, argument, axis=axis) for axis in (0, 1)]
 # Calls of what takes more than a tensor: of the function, and the tensor.
 CALLS = {
-    **{name: also(0.5) for name in (
-        "masked_equal masked_greater masked_greater_equal masked_less masked_less_equal "
-        "masked_not_equal masked_values"
-    ).split()},
-    **{name: along(q) for name, q in {
-        "quantile": 0.3, "percentile": 30, "nanquantile": 0.3, "nanpercentile": 30
-    }.items()},
-    **dict.fromkeys("inner outer vdot".split(), lambda f, x: f(x, x)),
-    **dict.fromkeys(
-        "column_stack concat concatenate dstack hstack stack vstack".split(),
-        lambda f, x: [f([x, x]), f([x, other(x)])],
-    ),
-    **{name: also(n) for name, n in {
-        "array_split": 3, "split": 2, "vsplit": 2, "hsplit": 3, "repeat": 2, "tile": (1, 2),
-        "roll": 1, "rollaxis": 1, "pad": 1, "expand_dims": 1, "top_k": 2, "reshape": (3, 4),
-        "broadcast_to": (2, *SHAPE), "full_like": 7,
-    }.items()},
-    "array_equal": lambda f, x: f(x, x),
-    "allclose": lambda f, x: f(x, other(x), atol=3.0),
-    "broadcast_arrays": lambda f, x: f(x, other(x)[None]),
-    "compressed": lambda f, x: f(x, size=12),
-    "delete": lambda f, x: f(x, 1, axis=0),
-    "dot": lambda f, x: f(x, other(x).T),
-    "dsplit": lambda f, x: f(jnm.expand_dims(x, 2), 1),
-    "einsum": lambda f, x: f("ij,kj->ik", x, other(x)),
-    "masked_fill": lambda f, x: f(x, OTHER > 0, 2.0),
-    "masked_inside": lambda f, x: f(x, -0.5, 0.5),
-    "masked_outside": lambda f, x: f(x, -0.5, 0.5),
-    "masked_where": lambda f, x: f(OTHER > 0, x),
-    "matmul": lambda f, x: [f(x, other(x).T), f(other(x).T, x)],
-    "moveaxis": lambda f, x: f(x, 0, 1),
-    "nonzero": lambda f, x: f(x, size=12),
-    "permute_dims": lambda f, x: f(x, (1, 0)),
-    "select": lambda f, x: f([OTHER > 0, OTHER > -1], [x, jnm.multiply(2, x)]),
-    "squeeze": lambda f, x: f(x[None]),
-    "swapaxes": lambda f, x: f(x, 0, 1),
-    "take": lambda f, x: f(x, jnp.array([2, 0, 2]), axis=1),
-    "take_along_axis": lambda f, x: f(x, jnp.array([[1], [2], [0], [1]]), 1),
-    "tensordot": lambda f, x: f(x, other(x), axes=([0], [0])),
-    "unique": lambda f, x: f(x, size=12),
-    "where": lambda f, x: [f(OTHER > 0, x, other(x)), f(jnm.equal(x, 0.5), x, 1)],
-    "dot_product_attention": lambda f, x: f(
-        *[jnm.reshape(x, (4, 1, 3))] * 3
-    ),
-    "glu": lambda f, x: f(x, axis=0),
-    "linear": lambda f, x: f(x, other(x)),
-}  # fmt: skip
+    name: call
+    for names, code in rows("""
+    masked_equal masked_greater masked_greater_equal masked_less masked_less_equal
+        masked_not_equal masked_values | f(x, 0.5)
+    quantile nanquantile | [f(x, 0.3, axis=axis) for axis in (0, 1)]
+    percentile nanpercentile | [f(x, 30, axis=axis) for axis in (0, 1)]
+    inner outer vdot array_equal | f(x, x)
+    column_stack concat concatenate dstack hstack stack vstack | [f([x, x]), f([x, other(x)])]
+    array_split hsplit | f(x, 3)
+    split vsplit repeat top_k | f(x, 2)
+    roll rollaxis pad expand_dims | f(x, 1)
+    moveaxis swapaxes | f(x, 0, 1)
+    masked_inside masked_outside | f(x, -0.5, 0.5)
+    compressed nonzero unique | f(x, size=12)
+    tile | f(x, (1, 2))
+    reshape | f(x, (3, 4))
+    broadcast_to | f(x, (2, *SHAPE))
+    full_like | f(x, 7)
+    allclose | f(x, other(x), atol=3.0)
+    broadcast_arrays | f(x, other(x)[None])
+    clip | [f(x, -0.3, 0.3), f(x, None, other(x)), f(x, max=jnm.abs(x).astype(x.dtype))]
+    leaky_relu | [f(x), f(x, other(x)), f(x, negative_slope=x)]
+    delete | f(x, 1, axis=0)
+    dot | f(x, other(x).T)
+    dsplit | f(jnm.expand_dims(x, 2), 1)
+    einsum | f("ij,kj->ik", x, other(x))
+    masked_fill | f(x, OTHER > 0, 2.0)
+    masked_where | f(OTHER > 0, x)
+    matmul | [f(x, other(x).T), f(other(x).T, x)]
+    permute_dims | f(x, (1, 0))
+    select | f([OTHER > 0, OTHER > -1], [x, jnm.multiply(2, x)])
+    squeeze | f(x[None])
+    average | [f(x), f(x, 1, OTHER**2), f(x, 0, jnm.abs(x))]
+    take | f(x, jnp.array([2, 0, 2]), axis=1)
+    take_along_axis | f(x, jnp.array([[1], [2], [0], [1]]), 1)
+    tensordot | f(x, other(x), axes=([0], [0]))
+    where | [f(OTHER > 0, x, other(x)), f(jnm.equal(x, 0.5), x, 1)]
+    dot_product_attention | f(*[jnm.reshape(x, (4, 1, 3))] * 3)
+    glu | f(x, axis=0)
+    linear | f(x, other(x))
+    """)
+    for call in functions("f, x", globals())(code).values()
+    for name in names.split()
+}
 
 
 def calls():
@@ -115,9 +116,9 @@ def test_names_are_functions_of_ours():
 
 def numbers(dtype, seed):
     clean = clean_numbers(seed)
-    return (
-        clean if dtype == "float32" else (clean + 1j * clean_numbers(seed + 10)).astype(dtype)
-    )
+    if dtype == "complex64":
+        return (clean + 1j * clean_numbers(seed + 10)).astype(dtype)
+    return clean if dtype == "float32" else np.asarray(jnp.asarray(3 * clean).astype(dtype))
 
 
 def masked(kind, dtype, seed):
@@ -142,7 +143,7 @@ def outcome(function, x):
     return [dense(x) for x in result]
 
 
-def check(found, expected):
+def check(found, expected, rtol=2e-5):
     if isinstance(expected, Exception):
         assert isinstance(found, type(expected)), found
         assert str(found)
@@ -152,7 +153,71 @@ def check(found, expected):
         assert np.asarray(x).dtype == np.asarray(y).dtype
         np.testing.assert_array_equal(np.ma.getmaskarray(x), np.ma.getmaskarray(y))
         x, y = (np.ma.filled(v, 0) for v in (x, y))
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol / 10)
+
+
+# --- arrays --------------------------------------------------------------------------------
+
+# JAX's functions, by their names.
+JAX = {n: f for module in (jax.scipy.special, jax.nn, jnp) for n, f in vars(module).items()}
+# Complex numbers have an order for JAX, by the real part first.
+ORDERED = {"max", "amax", "min", "amin", "ptp"}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("dtype", ["bool", "int8", "int32", "float16", "bfloat16", *DTYPES])
+@pytest.mark.parametrize("name", EVERY)
+def test_arrays(name, dtype):
+    """Values and dtypes are those of JAX, also where a mask is True everywhere."""
+    x = jnp.asarray(numbers(dtype, 3))
+    rtol = 2e-2 if dtype in ("float16", "bfloat16") else 2e-5
+    expected = outcome(EVERY[name], x)
+    if name in JAX:
+        check(expected, outcome(functools.partial(EVERY[name].func, JAX[name]), x), rtol)
+    if not (name in ORDERED and dtype == "complex64"):
+        check(outcome(EVERY[name], jmask.masked_tensor(x)), expected, rtol)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_arrays_of_numpy_ma(name):
+    x = masked("dense", "float32", 3)
+    x = jnm.abs(x).astype(jnp.int32) if name in INTEGER else x
+    check(outcome(EVERY[name], jmask.to_numpy_ma(x)), outcome(EVERY[name], x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_operators_take_arrays_of_numpy_ma(kind):
+    x, y = masked(kind, "float32", 2), masked("dense", "float32", 3)
+    for name in "add sub mul truediv floordiv mod pow eq ne lt le gt ge".split():
+        function = getattr(operator, name)
+        check([function(x, jmask.to_numpy_ma(y))], [function(x, y)])
+    check([x @ jmask.to_numpy_ma(y).T], [x @ y.T])
+    check([x.at[1:].set(jmask.to_numpy_ma(y)[1:])], [x.at[1:].set(y[1:])])
+
+
+# --- arguments -----------------------------------------------------------------------------
+
+# `where` without a choice is not of masked tensors; what JAX makes of sequences alone.
+NAMES = [name for name in EVERY if hasattr(jnm, name) and hasattr(jnp, name)]
+
+
+def by_position(function):
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p for p in inspect.signature(function).parameters.values() if p.kind in kinds]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_have_the_order_of_jax(name):
+    ours, of_jax = by_position(getattr(jnm, name)), by_position(getattr(jnp, name))
+    assert [p.name for p in ours][: len(of_jax)] == [p.name for p in of_jax]
+    # They are taken in this order, too, of masked tensors.
+    x = masked("dense", "float32", 3)
+    defaults = [p.default for p in of_jax[1:]]
+    if inspect.Parameter.empty not in defaults and CALLS.get(name) is None:
+        check(outcome(lambda x: getattr(jnm, name)(x, *defaults), x), outcome(EVERY[name], x))
+
+
+# --- storages ------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled
@@ -162,8 +227,7 @@ def check(found, expected):
 def test_storages(name, dtype, kind):
     for seed in (1, 3):
         x = masked(kind, dtype, seed)
-        if name in INTEGER:
-            x = jnm.abs(x).astype(jnp.int32)
+        x = jnm.abs(x).astype(jnp.int32) if name in INTEGER else x
         expected = outcome(EVERY[name], x.to_dense())
         assert dtype == "complex64" or not isinstance(expected, Exception), expected
         check(outcome(EVERY[name], x), expected)
@@ -180,15 +244,9 @@ PLAIN = {
     "coo": repeated,
     "csr": lambda x: BCSR.fromdense(x * (OTHER > 0), nse=9),
 }
-
-
 # What is not stored does not exist for what makes a masked tensor of it.
-OF_STORED = {name for name in EVERY if name.startswith("masked_")} | {
-    "attention_weights",
-    "compressed",
-}
-# JAX's are of complex arrays by the real part first.
-ORDERED = {"max", "amax", "min", "amin", "ptp"}
+MASKING = {name for name in EVERY if name.startswith("masked_")}
+OF_STORED = {*MASKING, "attention_weights", "compressed"}
 
 
 @pytest.mark.sampled
@@ -207,48 +265,45 @@ NO_ORDER = {
     *("max", "amin", "median", "lower median", "quantile", "quantile rows", "quantiles"),
     *("percentile", "ptp", "ptp columns", "logsumexp", "logmeanexp", "argmax", "argmin"),
     *("heaviside", "copysign"),
-    *(
-        name
-        for name in NAN
-        if any(x in name for x in ("max", "min", "median", "quant", "perc"))
-    ),
+    *(name for name in NAN if name[3:6] in ("max", "min", "med", "qua", "per")),
 }
-# numpy.ma drops the imaginary part, or has nothing like it.
-WITHOUT_MODEL = {"cov", "cov columns", "cov of two", "cov of one", "cumlogsumexp", "attention"}
-COMPLEX = SMOOTH | STEPS | NAN | SIZED
+# numpy.ma drops the imaginary part, or has nothing like it; and what only moves entries.
+WITHOUT_MODEL = {"cumlogsumexp", "attention", *(n for n in SMOOTH if n[:5] == "m.cov"), *MOVES}
+COMPLEX = {
+    k: row for k, row in (SMOOTH | STEPS | NAN | SIZED).items() if k not in WITHOUT_MODEL
+}
 is_ma = lambda x: isinstance(x, np.ma.MaskedArray)
 as_tensor = lambda x: jmask.masked_tensor(x.data, ~np.ma.getmaskarray(x)) if is_ma(x) else x
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [name for name in COMPLEX if name not in WITHOUT_MODEL])
+@pytest.mark.parametrize("name", COMPLEX)
 def test_complex_numbers(name, kind):
     function, reference = COMPLEX[name]
+    # There are several logarithms, 2 pi apart.
+    same = np.ma.exp if name == "log_softmax" else lambda x: x
     for seed in (0, 3):
         x = masked(kind, "complex64", seed)
         if name in NO_ORDER:
             with pytest.raises(TypeError, match=r"complex(64|-valued)"):
                 function(x)
             continue
-        found = jax.tree.map(dense, function(x), is_leaf=is_tensor)
-        if name == "log_softmax":  # of which there are several, 2 pi apart
-            found = jax.tree.map(np.ma.exp, found)
-        valid = np.ma.array(numbers("complex64", seed), np.complex128, mask=True)
-        _, counted = _counted(name, MASKS[seed], kind)
-        valid.mask = ~counted
-        expected = reference(valid)
-        if name == "log_softmax":
-            expected = jax.tree.map(np.ma.exp, expected)
-        compare(jax.tree.map(as_tensor, found, is_leaf=is_ma), expected, name)
+        found = jax.tree.map(lambda y: same(dense(y)), function(x), is_leaf=is_tensor)
+        hidden = ~(MASKS[seed] & PATTERNS[kind])
+        expected = reference(
+            np.ma.array(numbers("complex64", seed), np.complex128, mask=hidden)
+        )
+        compare(
+            jax.tree.map(as_tensor, found, is_leaf=is_ma), jax.tree.map(same, expected), name
+        )
 
 
 def test_covariances_of_complex_numbers():
     x = numbers("complex64", 3)
-    for options in ({}, {"rowvar": False}, {"bias": True}):
-        for name in ("cov", "corrcoef"):
-            if options and name == "corrcoef":
-                continue
-            found = getattr(jnm, name)(jmask.masked_tensor(jnp.asarray(x)), **options)
-            expected = getattr(np, name)(x, **options)
-            np.testing.assert_allclose(found.to_tensor(0), expected, rtol=1e-4, atol=1e-5)
+    for name, options in (
+        ("cov", {}), ("cov", {"rowvar": False}), ("cov", {"bias": True}), ("corrcoef", {})
+    ):  # fmt: skip
+        found = getattr(jnm, name)(jmask.masked_tensor(jnp.asarray(x)), **options)
+        expected = getattr(np, name)(x, **options)
+        np.testing.assert_allclose(found.to_tensor(0), expected, rtol=1e-4, atol=1e-5)
