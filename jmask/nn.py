@@ -28,6 +28,7 @@ from jmask._base.types import TensorLike as _TensorLike
 from jmask._ops import formulas as _formulas
 from jmask._ops.contractions import dot_product_attention as dot_product_attention
 from jmask._ops.contractions import linear as linear
+from jmask._ops.lift import adopted as _adopted
 from jmask._ops.lift import entrywise as _entrywise
 from jmask._ops.lift import moves as _moves
 from jmask._ops.reduce import checked_axes as _checked_axes
@@ -104,6 +105,7 @@ def attention_weights(
         Array([[0.5, 0.5],
                [0. , 0. ]], dtype=float32)
     """
+    scores = _adopted(scores)
     if not isinstance(scores, _MaskedTensor):
         scores = _MaskedTensor(scores)
     return softmax(scores, axis, where=mask)
@@ -129,7 +131,7 @@ def glu(x: _TensorLike, axis: int = -1) -> _Tensor:
         >>> jmask.nn.glu(x)
         MaskedTensor([1.0, --], dtype=float32)
     """
-    x = _as_tensor(x)
+    x = _as_tensor(_adopted(x))
     (axis,) = _checked_axes((axis,), len(x.shape))
     if x.shape[axis] % 2:
         raise ValueError(f"`x` of shape {tuple(x.shape)} cannot be halved along axis {axis}.")

@@ -47,13 +47,14 @@ from jmask._tensors.storage import (
     sampled,
     stored_values,
     with_stored_values,
+    without_nothing_sparse,
 )
 
 
 def adopted(x: Argument) -> Argument:
     """Return a `MaskedTensor` in place of an array of numpy.ma, and anything else as it is."""
     refuse_scipy("x", x)
-    return from_numpy_ma(x) if isinstance(x, np.ma.MaskedArray) else x
+    return from_numpy_ma(x) if isinstance(x, np.ma.MaskedArray) else without_nothing_sparse(x)
 
 
 def dense(x: TensorLike, name: str, why: str = "") -> Tensor:
@@ -111,6 +112,7 @@ def entrywise(
         )
         leaves = [adopted(x) for x in leaves]
         if not any(map(is_tensor, leaves)):
+            args, kwargs = jax.tree.unflatten(structure, leaves)
             return function(*args, **kwargs)
         places = [i for i, x in enumerate(leaves) if _is_operand(x)]
 

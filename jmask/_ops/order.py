@@ -271,7 +271,9 @@ def accumulates(of_jax: Function, identity: ArrayLike) -> Function:
         if where is None and not isinstance(x, MaskedTensor):
             return of_jax(x, **options)
         taken = valid_entries(x, where)
-        values = jnp.where(taken.valid, taken.storage, jnp.asarray(identity, x.dtype))
+        dtype = result_dtype(jnp.mean, x.dtype) if isinstance(identity, float) else x.dtype
+        values = taken.storage.astype(dtype)
+        values = jnp.where(taken.valid, values, jnp.asarray(identity, dtype))
         result = of_jax(values, **options)
         if not isinstance(x, MaskedTensor):
             return result

@@ -18,7 +18,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.types import Argument, Function, Mask, Options, Storage, Tensor, TensorLike
+from jmask._base.types import (
+    Argument,
+    Function,
+    Mask,
+    Options,
+    Scalar,
+    Storage,
+    Tensor,
+    TensorLike,
+)
 from jmask._base.validation import abstract_leaf
 from jmask._ops.lift import (
     adopted,
@@ -28,6 +37,7 @@ from jmask._ops.lift import (
     entrywise,
     is_hidden,
 )
+from jmask._ops.reduce import refuse_output
 from jmask._tensors.masked_tensor import (
     MaskedTensor,
     any_masked,
@@ -232,7 +242,14 @@ def pad(
 
 
 def take(
-    a: TensorLike, indices: TensorLike, axis: int | None = None, **kwargs: Argument
+    a: TensorLike,
+    indices: TensorLike,
+    axis: int | None = None,
+    out: None = None,
+    mode: str | None = None,
+    unique_indices: bool = False,
+    indices_are_sorted: bool = False,
+    fill_value: Scalar | None = None,
 ) -> Tensor:
     """Read as `jax.numpy.take`, masked where the index is masked or out of range.
 
@@ -251,13 +268,22 @@ def take(
         after = jnp.ndim(data_of(a)) - axis % jnp.ndim(data_of(a)) - 1
         return hidden.reshape(hidden.shape + (1,) * after)
 
-    return _gathered(jnp.take, a, indices, axis, kwargs, spread)
+    refuse_output({"out": out})
+    options = {"unique_indices": unique_indices, "indices_are_sorted": indices_are_sorted}
+    options |= {"mode": mode, "fill_value": fill_value}
+    return _gathered(jnp.take, a, indices, axis, options, spread)
 
 
 def take_along_axis(
-    arr: TensorLike, indices: TensorLike, axis: int | None = -1, **kwargs: Argument
+    arr: TensorLike,
+    indices: TensorLike,
+    axis: int | None = -1,
+    mode: str | None = None,
+    fill_value: Scalar | None = None,
+    **kwargs: Argument,
 ) -> Tensor:
     """Read as `jax.numpy.take_along_axis`, masked where the index is, or out of range."""
+    kwargs |= {"mode": mode, "fill_value": fill_value}
     return _gathered(jnp.take_along_axis, arr, indices, axis, kwargs, lambda hidden: hidden)
 
 

@@ -44,6 +44,7 @@ from jmask._tensors.storage import (
     stype,
     unique_positions,
     with_stored_values,
+    without_nothing_sparse,
 )
 
 
@@ -96,6 +97,7 @@ class MaskedTensor(MaskedMethods):
             raise TypeError("`data` is a numpy.ma array: use jmask.from_numpy_ma(data).")
         register_in_flax(MaskedTensor)
         stype(data, "data")  # refuses what is no storage
+        data, mask = without_nothing_sparse(data), without_nothing_sparse(mask)
         if isinstance(mask, bool | list | tuple):
             mask = np.asarray(mask)
         if not is_sparse(data) and is_sparse(mask):

@@ -65,6 +65,11 @@ def is_sparse(x: object) -> TypeGuard[Sparse]:
     return isinstance(x, SPARSE)
 
 
+def without_nothing_sparse(x: Storage) -> Storage:
+    """Return the array in place of a BCOO without sparse dimensions, which has no positions."""
+    return x.todense() if isinstance(x, BCOO) and x.n_sparse == 0 else x
+
+
 def stored_values(x: Storage) -> jax.Array:
     """Return the stored values; of a dense array, the array."""
     return x.values if isinstance(x, RowSparse) else x.data if isinstance(x, BCOO | BCSR) else x

@@ -25,9 +25,9 @@ import jmask
 import jmask.numpy as jnm
 from jmask import nn
 from jmask._tensors.masked_tensor import is_tensor
+from tests import masked_cases as cases
 from tests.expressions import functions, rows
-from tests.masked_cases import KINDS, MASKS, PATTERNS, POISON, SHAPE, build, clean_numbers
-from tests.masked_cases import compare
+from tests.masked_cases import KINDS, MASKS, SHAPE, clean_numbers, compare
 from tests.ops.test_elementwise import BINARY, FUNCTIONS, INTEGER
 from tests.ops.test_masked_functions import MOVES, NAN, SIZED, SMOOTH, STEPS
 
@@ -123,9 +123,9 @@ def numbers(dtype, seed):
 
 def masked(kind, dtype, seed):
     """A masked tensor with poison under its mask."""
-    poison = POISON[seed % 4] * (1 if dtype == "float32" else 1 + 1j)
+    poison = cases.POISON[seed % 4] * (1 if dtype == "float32" else 1 + 1j)
     data = np.where(MASKS[seed], numbers(dtype, seed), np.asarray(poison, dtype))
-    return build(kind, jnp.asarray(data), jnp.asarray(MASKS[seed]))
+    return cases.build(kind, jnp.asarray(data), jnp.asarray(MASKS[seed]))
 
 
 def dense(x):
@@ -189,32 +189,32 @@ def test_arrays_of_numpy_ma(name):
 def test_operators_take_arrays_of_numpy_ma(kind):
     x, y = masked(kind, "float32", 2), masked("dense", "float32", 3)
     for name in "add sub mul truediv floordiv mod pow eq ne lt le gt ge".split():
-        function = getattr(operator, name)
-        check([function(x, jmask.to_numpy_ma(y))], [function(x, y)])
-    check([x @ jmask.to_numpy_ma(y).T], [x @ y.T])
-    check([x.at[1:].set(jmask.to_numpy_ma(y)[1:])], [x.at[1:].set(y[1:])])
+        function = functools.partial(getattr(operator, name), x)
+        check(outcome(function, jmask.to_numpy_ma(y)), outcome(function, y))
+    for function in (lambda y: x @ y.T, lambda y: x.at[1:].set(y[1:])):
+        check(outcome(function, jmask.to_numpy_ma(y)), outcome(function, y))
 
 
 # --- arguments -----------------------------------------------------------------------------
 
-# `where` without a choice is not of masked tensors; what JAX makes of sequences alone.
-NAMES = [name for name in EVERY if hasattr(jnm, name) and hasattr(jnp, name)]
-
 
 def by_position(function):
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p for p in inspect.signature(function).parameters.values() if p.kind in kinds]
+    """The names of parameters, or None where the name is none of the caller's business."""
+    names = {inspect.Parameter.POSITIONAL_ONLY: None, inspect.Parameter.VAR_POSITIONAL: None}
+    of_kind = lambda p: names.get(p.kind, p.name)
+    given = inspect.signature(function).parameters.values()
+    return {of_kind(p): p.default for p in given if p.kind != inspect.Parameter.KEYWORD_ONLY}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [n for n in vars(jnm) if n in EVERY and hasattr(jnp, n)])
 def test_arguments_have_the_order_of_jax(name):
-    ours, of_jax = by_position(getattr(jnm, name)), by_position(getattr(jnp, name))
-    assert [p.name for p in ours][: len(of_jax)] == [p.name for p in of_jax]
+    function, of_jax = getattr(jnm, name), by_position(getattr(jnp, name))
+    if None not in of_jax:
+        assert list(by_position(function))[: len(of_jax)] == list(of_jax)
     # They are taken in this order, too, of masked tensors.
-    x = masked("dense", "float32", 3)
-    defaults = [p.default for p in of_jax[1:]]
-    if inspect.Parameter.empty not in defaults and CALLS.get(name) is None:
-        check(outcome(lambda x: getattr(jnm, name)(x, *defaults), x), outcome(EVERY[name], x))
+    x, (_, *defaults) = masked("dense", "float32", 3), of_jax.values()
+    if inspect.Parameter.empty not in defaults and name not in {*CALLS, *BINARY}:
+        check(outcome(lambda x: function(x, *defaults), x), outcome(EVERY[name], x))
 
 
 # --- storages ------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def test_complex_numbers(name, kind):
                 function(x)
             continue
         found = jax.tree.map(lambda y: same(dense(y)), function(x), is_leaf=is_tensor)
-        hidden = ~(MASKS[seed] & PATTERNS[kind])
+        hidden = ~(MASKS[seed] & cases.PATTERNS[kind])
         expected = reference(
             np.ma.array(numbers("complex64", seed), np.complex128, mask=hidden)
         )
