@@ -269,8 +269,8 @@ def take(
         return hidden.reshape(hidden.shape + (1,) * after)
 
     refuse_output({"out": out})
-    options = {"unique_indices": unique_indices, "indices_are_sorted": indices_are_sorted}
-    options |= {"mode": mode, "fill_value": fill_value}
+    options: Options = {"mode": mode, "fill_value": fill_value}
+    options |= {"unique_indices": unique_indices, "indices_are_sorted": indices_are_sorted}
     return _gathered(jnp.take, a, indices, axis, options, spread)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import sum_dtype, trailing
-from jmask._base.types import Ids, Scalar, Shape, Tensor
+from jmask._base.types import Ids, Scalar, Shape, Tensor, TensorLike
 from jmask._base.validation import refuse_scipy
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.rows import gather_rows
@@ -65,7 +65,7 @@ def is_sparse(x: object) -> TypeGuard[Sparse]:
     return isinstance(x, SPARSE)
 
 
-def without_nothing_sparse(x: Storage) -> Storage:
+def without_nothing_sparse(x: TensorLike) -> Tensor:
     """Return the array in place of a BCOO without sparse dimensions, which has no positions."""
     return x.todense() if isinstance(x, BCOO) and x.n_sparse == 0 else x
 
