@@ -5,8 +5,10 @@ function on the compressed valid entries alone: no mask and no poison ever reach
 """
 
 import functools
+import gc
 import inspect
 import warnings
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -37,19 +39,12 @@ INTEGER = {
 }
 # Values at which each function and its derivatives are finite and not at a jump.
 DOMAINS = {"acosh": (1.2, 1.8), "arccosh": (1.2, 1.8)}
-# Functions of whose result there is no derivative.
-FLAT = {
-    *("ceil", "fix", "floor", "rint", "round", "around", "sign", "trunc", "angle"),
-    *("floor_divide", "imag"),
+_LIFTED = jnm.elementwise(jnp.sin).__code__
+FUNCTIONS = {
+    name: function
+    for name, function in vars(jnm).items()
+    if name[0] != "_" and getattr(function, "__code__", None) is _LIFTED
 }
-elementwise_code = lambda: jnm.elementwise(jnp.sin).__code__
-
-
-def lifted_functions():
-    """Name -> lifted function, for all elementwise functions of the namespace."""
-    found = {name: getattr(jnm, name) for name in dir(jnm) if not name.startswith("_")}
-    kept = elementwise_code()
-    return {n: f for n, f in found.items() if getattr(f, "__code__", None) is kept}
 
 
 def takes_one(function):
@@ -63,10 +58,11 @@ def takes_one(function):
     return True
 
 
-FUNCTIONS = lifted_functions()
 UNARY = sorted(name for name, f in FUNCTIONS.items() if takes_one(f))
 BINARY = sorted(set(FUNCTIONS) - set(UNARY))
-SMOOTH = [n for n in FUNCTIONS if n not in INTEGER | FLAT]
+# JAX has no derivative of nextafter.
+DIFFERENTIABLE = [n for n in FUNCTIONS if n not in {*INTEGER, "nextafter"}]
+STORAGES = ("default", "row_sparse", "coo", "csr")
 
 
 def test_all_functions_of_the_reference_are_there():
@@ -118,116 +114,78 @@ def check(result, expected, mask):
     )
 
 
-@pytest.mark.parametrize("name", UNARY)
-def test_unary(name):
-    function, values = FUNCTIONS[name], numbers(name)
-    expected = function.__wrapped__(values)
-    jitted = jax.jit(function)
-    for mask in MASKS.values():
-        for storage in ("default", "row_sparse", "coo", "csr"):
-            x = stored(poisoned(values, mask), mask, storage)
-            result = function(x)
+def operands(name):
+    """Clean numbers and masks of the operands of a function."""
+    count = 1 if name in UNARY else 2
+    return [numbers(name, seed) for seed in range(count)], [MASKS["random"], OTHER][:count]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values(name):
+    """On each storage, eagerly, under jit and under vmap."""
+    function, (xs, masks) = FUNCTIONS[name], operands(name)
+    expected = function.__wrapped__(*xs)
+    for first in MASKS.values():
+        masks, valid = [first, *masks[1:]], np.logical_and.reduce([first, *masks[1:]])
+        for storage in STORAGES:
+            tensors = [
+                stored(poisoned(x, m), m, storage) for x, m in zip(xs, masks, strict=True)
+            ]
+            result = function(*tensors)
             assert result.stype == storage
-            check(result, expected, mask)
-        check(jitted(stored(poisoned(values, mask), mask, "coo")), expected, mask)
-    batch = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), stored(values, mask, "default"))
-    check(jax.tree.map(lambda leaf: leaf[1], jax.vmap(function)(batch)), expected, mask)
+            check(result, expected, valid)
+        check(jax.jit(function)(*tensors), expected, valid)
+    stack = lambda *xs: function(*map(stored, xs, masks, ["coo"] * len(xs))).to_dense()
+    result = jax.vmap(stack)(*[jnp.stack([x, poisoned(x, m)]) for x, m in zip(xs, masks)])
+    check(jax.tree.map(lambda leaf: leaf[1], result), expected, valid)
 
 
 @pytest.mark.parametrize("name", BINARY)
 @pytest.mark.rank_promotion
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")  # traced index arrays
-def test_binary(name):
-    function, x, y = FUNCTIONS[name], numbers(name, 1), numbers(name, 2)
-    expected = function.__wrapped__(x, y)
-    mask = MASKS["random"]
-    left, right = poisoned(x, mask), poisoned(y, OTHER)
-    for storage in ("default", "row_sparse", "coo", "csr"):
-        masked = stored(left, mask, storage)
-        check(function(masked, stored(right, OTHER, storage)), expected, mask & OTHER)
-        check(function(masked, stored(right, OTHER, "default")), expected, mask & OTHER)
+def test_operands_of_different_kinds(name):
+    """Masks broadcast with their data; an array has none."""
+    function, ((x, y), (mask, _)) = FUNCTIONS[name], operands(name)
+    expected, row = function.__wrapped__(x, y), function.__wrapped__(x, y[0])
+    right = jmask.masked_tensor(poisoned(y, OTHER), OTHER)
+    for storage in STORAGES:
+        masked = stored(poisoned(x, mask), mask, storage)
+        check(function(masked, right), expected, mask & OTHER)
         check(function(masked, y), expected, mask)
-        check(function(x, stored(right, OTHER, storage)), expected, OTHER)
-        row = function.__wrapped__(x, y[0])
+        check(function(x, stored(right.data, OTHER, storage)), expected, OTHER)
         check(function(masked, y[0]), row, mask)
-    check(jax.jit(function)(masked, stored(right, OTHER, storage)), expected, mask & OTHER)
-    # Masks broadcast with their data.
-    first = jmask.masked_tensor(right[0], OTHER[0])
-    result = function(stored(left, mask, "default"), first)
-    check(result, function.__wrapped__(x, y[0]), mask & OTHER[0])
-
-
-def derivatives(name, xs):
-    """The derivative of a function in each operand, entry by entry."""
-    function = FUNCTIONS[name].__wrapped__
-    total = lambda *xs: jnp.sum(function(*xs).astype(jnp.float32))
-    return list(jax.grad(total, argnums=tuple(range(len(xs))))(*xs))
-
-
-# JAX has no derivative of nextafter.
-DIFFERENTIABLE = [n for n in FUNCTIONS if n not in {*INTEGER, "nextafter"}]
+        check(function(masked, right[0]), row, mask & OTHER[0])
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_gradients(name):
     """Exact at valid entries, exactly 0 at masked ones, never nan: both modes, twice."""
-    function = FUNCTIONS[name]
-    count = 1 if name in UNARY else 2
-    xs = [numbers(name, seed) for seed in range(count)]
-    masks = [MASKS["random"], OTHER][:count]
-    both = np.logical_and.reduce(masks)
-    poison = [poisoned(x, mask) for x, mask in zip(xs, masks, strict=True)]
-    numbers_out = function.__wrapped__(*xs).dtype == np.float32
-    if not numbers_out:
+    function, (xs, masks) = FUNCTIONS[name], operands(name)
+    if function.__wrapped__(*xs).dtype != np.float32:
         return  # comparisons and tests: booleans have no derivative
-    expected = [np.where(both, d, 0) for d in derivatives(name, xs)]
+    weights = np.arange(1, 7, dtype=np.float32).reshape(SHAPE)
 
+    def derivatives(function, xs):
+        total = lambda *xs: jnp.sum(function(*xs) * weights)
+        both = jax.value_and_grad(total, tuple(range(len(xs))))
+        return jax.jvp(both, tuple(xs), tuple(map(np.ones_like, xs)))
+
+    valid = np.logical_and.reduce(masks)
+    of_clean = lambda *xs: jnp.where(valid, function.__wrapped__(*xs), 0)
+    expected = derivatives(of_clean, xs)
     for storage in ("default", "coo", "row_sparse"):
 
-        def result(*xs, storage=storage):
-            masked = [stored(x, m, storage) for x, m in zip(xs, masks, strict=True)]
-            return function(*masked).to_tensor(0)
+        def of_poisoned(*xs, storage=storage):
+            tensors = [stored(x, m, storage) for x, m in zip(xs, masks, strict=True)]
+            return function(*tensors).to_tensor(0)
 
-        argnums = tuple(range(count))
-        gradients = jax.grad(lambda *xs: jnp.sum(result(*xs)), argnums)(*poison)
-        for gradient, exact, mask in zip(gradients, expected, masks, strict=True):
-            np.testing.assert_allclose(gradient, exact, rtol=1e-5, atol=1e-6)
-            assert not np.asarray(gradient)[~mask].any()
-        if storage != "default":
-            continue
-        ones = tuple(map(np.ones_like, poison))
-        _, tangent = jax.jvp(result, tuple(poison), ones)
-        np.testing.assert_allclose(tangent, sum(expected), rtol=1e-5, atol=1e-6)
-        if name in SMOOTH:
-            slope = lambda *xs: jnp.sum(jax.grad(lambda *xs: jnp.sum(result(*xs)))(*xs))
-            second = jax.grad(slope)(*poison)
-            curved = jax.grad(lambda *xs: jnp.sum(derivatives(name, xs)[0]))(*xs)
-            np.testing.assert_allclose(second, np.where(both, curved, 0), 1e-5, 1e-5)
-            assert not np.asarray(second)[~masks[0]].any()
-
-
-# By what they are of 4 and 9.
-OPERATORS = {
-    code: (operator, expected)
-    for expected, text in {
-        (5, 10): "x + 1; 1 + x", (-2, -7): "2 - x; np.float32(2) - x",
-        (8, 18): "np.full(3, 2, np.float32) * x; jnp.full(3, 2.0) * x", (9, 4): "36 / x",
-        (2, 4): "x // 2", (2, 1): "10 // x; 10 % x", (16, 81): "x**2", (1, 0): "x == 4",
-        (16, 512): "2**x", (-4, -9): "-x", (4, 9): "+x; abs(-x)",
-        (2, 7): "x - np.float32(2)",
-        (0, 1): "x % 4; x > 5; x != 4; ~(x < 5) & (x > 0)", (1, 1): "(x <= 4) | (x >= 9)",
-    }.items()
-    for code, operator in functions("x", globals())(text).items()
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("code", OPERATORS)
-def test_operator(code):
-    operator, expected = OPERATORS[code]
-    x = jmask.masked_tensor(np.array([4.0, np.nan, 9.0], np.float32), [True, False, True])
-    for result in (operator(x), jax.jit(operator)(x)):
-        assert result.mask.tolist() == [True, False, True]
-        np.testing.assert_allclose(np.asarray(result.data)[[0, 2]], expected)
+        found = derivatives(of_poisoned, list(map(poisoned, xs, masks)))
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+        jax.tree.map(close, found, expected)
+        for gradients in (found[0][1], found[1][1]):
+            assert not any(
+                np.asarray(g)[~m].any() for g, m in zip(gradients, masks, strict=True)
+            )
 
 
 @pytest.mark.parametrize("name", UNARY)
@@ -249,50 +207,85 @@ def test_storage_is_kept_where_zero_is(name):
 masked = jmask.masked_tensor
 
 
-class TestKnownCases:
-    """Gradients that are nan elsewhere; the masked answer."""
+@pytest.mark.parametrize(
+    ("function", "x", "expected"),
+    [
+        (lambda x: jnm.exp(masked(x, x < 0)), [-1.0, 50, 100], [np.exp(-1), 0, 0]),
+        (lambda x: masked(x, False) / 0.0, [2.0], [0]),
+        (lambda x: 1 / masked(x, x != 0), [0.0, 2.0], [0, -0.25]),
+    ],
+)
+def test_gradients_that_are_nan_elsewhere(function, x, expected):
+    gradient = jax.grad(lambda x: function(x).to_tensor(1.0).sum())(jnp.array(x))
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
 
-    @pytest.mark.parametrize(
-        ("function", "x", "expected"),
-        [
-            (lambda x: jnm.exp(masked(x, x < 0)), [-1.0, 50, 100], [np.exp(-1), 0, 0]),
-            (lambda x: masked(x, False) / 0.0, [2.0], [0]),
-            (lambda x: 1 / masked(x, x != 0), [0.0, 2.0], [0, -0.25]),
-        ],
-    )
-    def test_gradient(self, function, x, expected):
-        gradient = jax.grad(lambda x: function(x).to_tensor(1.0).sum())(jnp.array(x))
-        np.testing.assert_allclose(gradient, expected, rtol=1e-6)
 
-    def test_debug_nans_stays_silent(self):
-        mask = MASKS["random"]
-        with jax.debug_nans(True):
-            x = jnp.where(mask, 0.5, -1.0)
-            loss = lambda x: jnm.log(jmask.masked_tensor(x, mask)).to_tensor(0).sum()
-            np.testing.assert_allclose(jax.jit(jax.grad(loss))(x)[mask], 2)
+def test_debug_nans_stays_silent():
+    mask = MASKS["random"]
+    with jax.debug_nans(True):
+        x = jnp.where(mask, 0.5, -1.0)
+        loss = lambda x: jnm.log(jmask.masked_tensor(x, mask)).to_tensor(0).sum()
+        np.testing.assert_allclose(jax.jit(jax.grad(loss))(x)[mask], 2)
 
-    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-    def test_debug_nans_of_what_is_tried(self, wrap):
-        """Numbers are tried where a function may have none: that is no mistake of the user."""
-        x, y = jnp.array([1.5, 0.5]), jnp.array([True, False])
-        rows = jmask.RowSparse([1], jnp.array([[3.0]]), (2, 1))
-        with jax.debug_nans(True), jax.debug_infs(True):
-            for function in (lambda x: jnp.arccosh(x + 0.0), lambda x: jnp.log(x - 1)):
-                found = wrap(jnm.elementwise(function, safe=1.5))(jmask.masked_tensor(x, y))
-                np.testing.assert_allclose(found.to_tensor(0)[0], function(1.5), rtol=1e-6)
-            assert wrap(jnm.arccosh)(jmask.masked_tensor(x, y)).to_tensor(0)[1] == 0
-            quotient = wrap(jnm.elementwise(lambda x: x * (1 / (1 + x))))(rows)
-            np.testing.assert_allclose(quotient.todense(), [[0], [0.75]])
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_debug_nans_of_what_is_tried(wrap):
+    """Numbers are tried where a function may have none: that is no mistake of the user."""
+    x, y = jnp.array([1.5, 0.5]), jnp.array([True, False])
+    rows = jmask.RowSparse([1], jnp.array([[3.0]]), (2, 1))
+    with jax.debug_nans(True), jax.debug_infs(True):
+        for function in (lambda x: jnp.arccosh(x + 0.0), lambda x: jnp.log(x - 1)):
+            found = wrap(jnm.elementwise(function, safe=1.5))(jmask.masked_tensor(x, y))
+            np.testing.assert_allclose(found.to_tensor(0)[0], function(1.5), rtol=1e-6)
+        assert wrap(jnm.arccosh)(jmask.masked_tensor(x, y)).to_tensor(0)[1] == 0
+        quotient = wrap(jnm.elementwise(lambda x: x * (1 / (1 + x))))(rows)
+        np.testing.assert_allclose(quotient.todense(), [[0], [0.75]])
 
 
 def test_lifting_any_function():
     lifted = jnm.elementwise(lambda x, y: jnp.sqrt(x - y) / y)
     x = jmask.masked_tensor(jnp.array([5.0, 0.0]), jnp.array([True, False]))
     y = jnp.array([1.0, 1.0])
-    result = lifted(x, y)
-    assert result.to_tensor(0).tolist() == [2, 0]
+    assert lifted(x, y).to_tensor(0).tolist() == [2, 0]
     g = jax.grad(lambda y: lifted(x, y).to_tensor(0).sum())(y)
     assert g.tolist() == [-2.25, 0]
+
+
+MASKED = masked(
+    jnp.array([[1.0, jnp.nan], [3.0, 4.0]]), jnp.array([[True, False], [True, True]])
+)
+ROWS = jmask.RowSparse([1], jnp.array([[3.0, 1.0]]), (2, 2))
+CLOSURES = {
+    code: (function, expected)
+    for code, expected in {
+        "jnm.elementwise(lambda v: v * y)(MASKED).to_tensor(0)": [[2, 0], [6, 8]],
+        "MASKED.at[0].apply(lambda v: v * y).to_tensor(0)": [[2, 0], [3, 4]],
+        "jmask.todense(jnm.elementwise(lambda v: v * y)(ROWS))": [[0, 0], [6, 2]],
+    }.items()
+    for function in functions("y", globals())(code).values()
+}
+
+
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
+@pytest.mark.parametrize("code", CLOSURES)
+def test_closures_hold_tracers(code):
+    function, expected = CLOSURES[code]
+    with jax.checking_leaks():
+        np.testing.assert_array_equal(jax.jit(function)(2.0), expected)
+        np.testing.assert_array_equal(jax.vmap(function)(jnp.array([1.0, 2.0]))[1], expected)
+        slope = jax.grad(lambda y: function(y).sum())(2.0)
+    np.testing.assert_allclose(slope, function(3.0).sum() - function(2.0).sum())
+
+
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
+@pytest.mark.parametrize("x", [MASKED, ROWS], ids=["masked", "rows"])
+def test_captured_arrays_are_freed(x):
+    captured = jnp.ones(3)
+    alive = weakref.ref(captured)
+    jnm.elementwise(lambda v, y=captured: v * y[0])(x)
+    del captured
+    gc.collect()
+    assert alive() is None
 
 
 FUSED = functions("x, y", globals())("""
