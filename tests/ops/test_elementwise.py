@@ -121,6 +121,7 @@ def operands(name):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")  # traced index arrays
 def test_values(name):
     """On each storage, eagerly, under jit and under vmap."""
     function, (xs, masks) = FUNCTIONS[name], operands(name)
@@ -135,14 +136,14 @@ def test_values(name):
             assert result.stype == storage
             check(result, expected, valid)
         check(jax.jit(function)(*tensors), expected, valid)
-    stack = lambda *xs: function(*map(stored, xs, masks, ["coo"] * len(xs))).to_dense()
-    result = jax.vmap(stack)(*[jnp.stack([x, poisoned(x, m)]) for x, m in zip(xs, masks)])
+    batches = [jnp.stack([x, y]) for x, y in zip(xs, map(poisoned, xs, masks), strict=True)]
+    result = jax.vmap(lambda *xs: function(*map(jmask.masked_tensor, xs, masks)))(*batches)
     check(jax.tree.map(lambda leaf: leaf[1], result), expected, valid)
 
 
 @pytest.mark.parametrize("name", BINARY)
 @pytest.mark.rank_promotion
-@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")  # traced index arrays
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 def test_operands_of_different_kinds(name):
     """Masks broadcast with their data; an array has none."""
     function, ((x, y), (mask, _)) = FUNCTIONS[name], operands(name)
