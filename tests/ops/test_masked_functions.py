@@ -222,7 +222,8 @@ ALIKE = _alike("""
     x + 1; 1 + x; 2 - x; d * x; x - d; x / 3; 2.0 / (x + 5); x**2; 2.0**x; -x; +x; abs(x);
     x - np.float32(2); x.clip(-0.3, 0.6); m.diff(x); m.diff(x, 2, axis=0); m.cov(x);
     m.cov(x, rowvar=False, bias=True); m.cov(x, d, ddof=0); m.cov(x[0]); m.outer(x, d[0]);
-    m.outer(x[0], x[1]); m.masked_greater(x, 0.5); m.masked_where(x < 0, x)
+    m.outer(x[0], x[1]); m.average(x, 1, d * d);
+    m.masked_greater(x, 0.5); m.masked_where(x < 0, x)
 """)
 SMOOTH = {
     **{name: _reduced(*row) for name, row in REDUCTIONS.items()},
@@ -265,6 +266,8 @@ SMOOTH = {
         mask=np.maximum(np.where(OTHER > 0, x.mask, False), ~KNOWN))
     masked_fill | jnm.masked_fill(x, KNOWN, _weights()[:1]) |
         ma.where(KNOWN, WEIGHTS[:1] + 0 * OTHER, x)
+    slopes | nn.leaky_relu(x, negative_slope=_weights()) |
+        ma.array(np.where(x.data < 0, x.data * OTHER, x.data), mask=x.mask + ~KNOWN)
     sort | jnm.sort(x) | _sorted(x, np.argsort(x.filled(9), 1), 1)
     sort columns | jnm.sort(x, 0, descending=True) | _sorted(x, np.argsort(-x.filled(-9), 0), 0)
     sort all | jnm.sort(x, None) | _sorted(x.ravel(), np.argsort(x.ravel().filled(9)), 0)

@@ -11,7 +11,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
 import jmask.numpy as jnm
-from jmask import RowSparse
+from jmask import RowSparse, dot
 from jmask._tensors.storage import stype, with_stored_values
 from tests.expressions import functions
 from tests.oracle import densified
@@ -20,8 +20,8 @@ from tests.sampling import chosen
 from tests.sparse_arrays import coo, csr
 
 
-def dot(lhs, rhs, a, b, **options):
-    return jmask.dot(a, b, transpose_a=lhs.transposed, transpose_b=rhs.transposed, **options)
+def multiplied(lhs, rhs, a, b):
+    return dot(a, b, transpose_a=lhs.transposed, transpose_b=rhs.transposed)
 
 
 def falls_back(lhs, rhs):
@@ -50,7 +50,7 @@ def program(lhs):
 
     def one(rhs, a, b, ct, dots):
         def f(va, vb):
-            result = dot(lhs, rhs, lhs.build(va, a[1]), rhs.build(vb, b[1]))
+            result = multiplied(lhs, rhs, lhs.build(va, a[1]), rhs.build(vb, b[1]))
             stored = (result.indices, result.values) if is_row_sparse(lhs) else ()
             return todense(result), stored
 
@@ -106,7 +106,7 @@ def test_eagerly(lhs, rhs):
     case = Case(lhs, rhs, 0)
     (va, ia), (vb, ib), *_ = arguments_of(case)
     with allowed(lhs, rhs):
-        result = dot(lhs, rhs, lhs.build(va, ia), rhs.build(vb, ib))
+        result = multiplied(lhs, rhs, lhs.build(va, ia), rhs.build(vb, ib))
     expected = case.product(va, vb)
     dense = todense(result)
     np.testing.assert_allclose(dense, expected.reshape(dense.shape), rtol=1e-4, atol=1e-5)
@@ -132,9 +132,9 @@ def test_entries_far_out_of_range(wrap, kind):
     x = FAR_ENTRIES[kind]
     expected, masked = np.zeros((2, 16)), jmask.masked_tensor(x, jnp.ones(x.nse, bool))
     expected[0] = 1
-    for product in (jmask.dot, jnm.dot, jnm.matmul):
+    for product in (dot, jnm.dot, jnm.matmul):
         np.testing.assert_array_equal(wrap(product)(x, jnp.ones((3, 16))), expected)
-    back = wrap(lambda x: jmask.dot(x, jnp.ones((2, 16)), transpose_a=True).todense())(x)
+    back = wrap(lambda x: dot(x, jnp.ones((2, 16)), transpose_a=True).todense())(x)
     np.testing.assert_array_equal(back, np.eye(3, 1) * np.ones(16))
     result = wrap(lambda x: x @ jnp.ones((3, 16)))(masked)
     np.testing.assert_array_equal(result.to_tensor(0), expected)
@@ -143,7 +143,7 @@ def test_entries_far_out_of_range(wrap, kind):
 
 def wide(values, w, columns):
     """A product with 9 columns, which a kernel computes; two entries are after the last row."""
-    return jmask.dot(BCSR((values, columns, jnp.array([0, 3, 3, 6])), shape=(3, 4)), w)
+    return dot(BCSR((values, columns, jnp.array([0, 3, 3, 6])), shape=(3, 4)), w)
 
 
 def check_derivatives(function, values, w, others, dots, ct, expected, tolerance):
@@ -216,13 +216,13 @@ def test_products_of_many_entries(kind):
     dv = np.float32(rng.normal(size=stored.data.shape))
     dx, used = np.asarray(with_stored_values(stored, dv).todense()), np.nan_to_num(w)
     assert stored.nse > 4096
-    assert "bag_sum" in str(jax.make_jaxpr(jmask.dot)(stored, w))
-    product = lambda values, w, x: jmask.dot(with_stored_values(x, values), w)
+    assert "bag_sum" in str(jax.make_jaxpr(dot)(stored, w))
+    product = lambda values, w, x: dot(with_stored_values(x, values), w)
     of_values = np.asarray(kind(np.where(x != 0, ct @ used.T, 0)).data)
     expected = x @ used, dx @ used + x @ dw, of_values, x.T @ ct
     check = check_derivatives(product, stored.data, w, stored, (dv, dw), ct, expected, 1e-4)
     order = rng.permutation(90)
-    check(jmask.dot(stored, RowSparse(order, w[order], w.shape)), x @ used)
+    check(dot(stored, RowSparse(order, w[order], w.shape)), x @ used)
 
 
 # --- special cases -----------------------------------------------------------------------
@@ -231,7 +231,7 @@ def test_products_of_many_entries(kind):
 def test_rows_stored_by_coo_are_row_sparse():
     """A BCOO with one sparse dimension is a `RowSparse` in other clothes."""
     values, ids = jnp.array([[1.0, 2], [3, 4]]), jnp.array([[2], [0]])
-    result = jmask.dot(BCOO((values, ids), shape=(3, 2)), jnp.eye(2))
+    result = dot(BCOO((values, ids), shape=(3, 2)), jnp.eye(2))
     assert isinstance(result, RowSparse)
     np.testing.assert_array_equal(densified(result), [[3, 4], [0, 0], [1, 2]])
 
@@ -243,11 +243,11 @@ of_size = lambda m, k: BCOO((jnp.ones(2), jnp.zeros((2, 2), jnp.int32)), shape=(
 EMPTY = {
     code: (function, shape)
     for shape, text in {
-        (3, 2): "jmask.dot(coo(NONE), NAN); jmask.dot(csr(NONE), NAN); jmask.dot(csr(NONE), NO_ROWS)",
-        (4, 2): "jmask.dot(coo(NONE), ONES, transpose_a=True); jmask.dot(of_size(4, 0), ONES[:0])",
-        (4, 3): "jmask.dot(NO_ROWS, ONES.T)", (2, 2): "jmask.dot(NO_ROWS, NAN, transpose_a=True)",
-        (0, 2): "jmask.dot(of_size(0, 4), NAN); jmask.dot(of_size(0, 0), ONES[:0])",
-        (4,): "jmask.dot(of_size(4, 0), ONES[:0, 0])",
+        (3, 2): "dot(coo(NONE), NAN); dot(csr(NONE), NAN); dot(csr(NONE), NO_ROWS)",
+        (4, 2): "dot(coo(NONE), ONES, transpose_a=True); dot(of_size(4, 0), ONES[:0])",
+        (4, 3): "dot(NO_ROWS, ONES.T)", (2, 2): "dot(NO_ROWS, NAN, transpose_a=True)",
+        (0, 2): "dot(of_size(0, 4), NAN); dot(of_size(0, 0), ONES[:0])",
+        (4,): "dot(of_size(4, 0), ONES[:0, 0])",
     }.items()
     for code, function in functions("", globals())(text).items()
 }  # fmt: skip
@@ -272,9 +272,9 @@ WIDE = BCSR(
 TALL = BCSR((jnp.ones(COUNT, "bfloat16"), jnp.zeros(COUNT, int), [0, COUNT]), shape=(1, 2))
 ONE_ROW = RowSparse(np.zeros(COUNT, int), jnp.ones((COUNT, 1), "bfloat16"), (3, 1))
 SUMS = functions("", globals())("""
-    jmask.dot(WIDE, SOME); jmask.dot(csr(SOME[:3].T), ONE_ROW); jmask.dot(ONE_ROW, SOME[:1]).values;
-    jmask.dot(TALL, SOME[:1], transpose_a=True).values; jmask.dot(SOME[:3].T, ONE_ROW);
-    jmask.dot(ONE_ROW, SOME[:3], transpose_a=True); jmask.dot(SOME.T, 2 * SOME)
+    dot(WIDE, SOME); dot(csr(SOME[:3].T), ONE_ROW); dot(ONE_ROW, SOME[:1]).values;
+    dot(TALL, SOME[:1], transpose_a=True).values; dot(SOME[:3].T, ONE_ROW);
+    dot(ONE_ROW, SOME[:3], transpose_a=True); dot(SOME.T, 2 * SOME)
 """)
 
 
@@ -295,7 +295,7 @@ def test_dtypes_promote_as_in_jax(dtypes):
 
     @jax.jit
     def run(lefts, rights):
-        return [jmask.dot(x, y) for x, y in zip(lefts, rights, strict=True)]
+        return [dot(x, y) for x, y in zip(lefts, rights, strict=True)]
 
     exact = jnp.dot(a, b)
     for result in run(
@@ -312,7 +312,7 @@ def test_forward_stype():
     @jax.jit
     def run(x):
         return {
-            (storage, transposed): jmask.dot(
+            (storage, transposed): dot(
                 x, ct if transposed else w, transpose_a=transposed, forward_stype=storage
             )
             for transposed in (False, True)
@@ -322,7 +322,7 @@ def test_forward_stype():
     with jmask.strict():
         results = run(CSR)
         rows, dense = (
-            jmask.dot(ROWS, jnp.ones((2, 3)), forward_stype=storage)
+            dot(ROWS, jnp.ones((2, 3)), forward_stype=storage)
             for storage in ("row_sparse", "default")
         )
     for (storage, transposed), result in results.items():
@@ -346,12 +346,12 @@ def test_the_gradient_of_an_ordinary_tensor(stored, transposed):
     lhs, rhs = np.array([[0, 0, 3.0], [4, 0, 5]]), np.arange(6.0).reshape(3, 2) + 0.5
     lhs, rhs = (x.T if t else x for x, t in zip((lhs, rhs), transposed, strict=True))
     how = dict(zip(("transpose_a", "transpose_b"), transposed, strict=True))
-    plain = functools.partial(jmask.dot, **how, masked_grad=False)
+    plain = functools.partial(dot, **how, masked_grad=False)
     for args in ((stored(lhs), rhs), (lhs, stored(rhs))):
         assert jmask.gradcheck(jax.jit(plain), args, order=2)
     sparse = stored(jnp.asarray(lhs, jnp.float32))
     product = plain(sparse, jnp.asarray(rhs, jnp.float32))
-    np.testing.assert_allclose(product, jmask.todense(jmask.dot(sparse, rhs, **how)), rtol=1e-6)
+    np.testing.assert_allclose(product, jmask.todense(dot(sparse, rhs, **how)), rtol=1e-6)
     found = jmask.grad(lambda x: jnp.sum(plain(x, rhs)))(sparse)
     dense = lambda x: jnp.sum((x.T if transposed[0] else x) @ (rhs.T if transposed[1] else rhs))
     np.testing.assert_allclose(found, jax.grad(dense)(sparse.todense()), rtol=1e-6)
@@ -361,8 +361,8 @@ def test_the_gradient_of_an_ordinary_tensor(stored, transposed):
 
 def test_fallbacks_warn_and_raise():
     messages = {
-        "became dense in a product": lambda: jmask.dot(CSR, COO, transpose_b=True),
-        "stores all of its 40 columns": lambda: jmask.dot(jnp.ones(2), ROWS, transpose_b=True),
+        "became dense in a product": lambda: dot(CSR, COO, transpose_b=True),
+        "stores all of its 40 columns": lambda: dot(jnp.ones(2), ROWS, transpose_b=True),
     }
     for message, call in messages.items():
         with pytest.warns(jmask.StorageFallbackWarning, match=message) as caught:

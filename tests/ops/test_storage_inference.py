@@ -6,7 +6,6 @@ compared with its dense twin on random rows: under jit and vmap, with its gradie
 
 import functools
 import warnings
-from typing import ClassVar
 
 import hypothesis.strategies as st
 import jax
@@ -19,7 +18,6 @@ from jax.experimental.sparse import BCOO, BCSR
 import jmask
 import jmask.numpy as jnm
 from tests.expressions import functions
-from tests.ops.test_elementwise import OTHER, check, stored
 from tests.sparse_arrays import coo, csr
 
 pytestmark = pytest.mark.sampled
@@ -45,7 +43,8 @@ EXPRESSIONS = {
         m.sum(x, axis=1); m.sum(x, axis=1, keepdims=True); m.mean(x, axis=-1);
         m.max(x + y, axis=1); m.prod(x, axis=1); m.sum(m.square(x), axis=1); x[...]; x[:, 1];
         x[..., -1]; x[:, 1:]; x[:, jnp.array([2, 0])]; x[:, None]; x[:, ::-1]; x[..., None, 1];
-        x @ d[:WIDTH]; m.matmul(x, d[0])
+        x @ d[:WIDTH]; m.matmul(x, d[0]); nn.leaky_relu(x, d);
+        nn.leaky_relu(x, negative_slope=d[:, :1])
     """,
     "dense": """
         x + d; d + x; x - d; d - x; m.sum(x); m.sum(x, axis=0); m.mean(x); m.mean(x, axis=0);
@@ -115,6 +114,9 @@ def test_storage_of_the_result(name):
 
     jax.eval_shape(noted, X, Y, DENSE)
     assert kinds == [expected] * 2
+    if expected == "fallback":
+        with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match="dense"):
+            function(jnm, *tensors(X, Y), DENSE)
     eager = dense(function(jnm, *tensors(X, Y), DENSE))
     twin = function(jnp, *(x.todense() for x in tensors(X, Y)), DENSE)
     np.testing.assert_allclose(eager, twin, rtol=2e-5, atol=1e-6)
@@ -156,13 +158,6 @@ def test_equals_its_dense_twin(name, x_ids, y_ids, seed):
         np.testing.assert_allclose(ours, twin, rtol=2e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [n for n, (_, kind) in CASES.items() if kind == "fallback"])
-def test_strict_raises_and_names_the_operation(name):
-    x, y = tensors(X, Y)
-    with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match="dense"):
-        CASES[name][0](jnm, x, y, DENSE)
-
-
 def test_once_for_each_place():
     x, _ = tensors(X, Y)
     with warnings.catch_warnings(record=True, action="default") as caught:
@@ -199,51 +194,50 @@ def test_infinite_slopes_at_padding_are_not_met():
 
 # --- entries of BCOO and BCSR, positions that differ, arrays given by name -------------------
 
-KEPT = functions("m, x, y, d", {"__file__": __file__})("""
+KEPT = functions("m, x, y, d", globals())("""
     m.sin(x); m.multiply(x, d); m.multiply(x, d[0]); m.add(x, y); m.subtract(x, x);
-    m.maximum(x, m.multiply(y, y)); m.where(d > 0, x, y)
+    m.maximum(x, m.multiply(y, y)); m.where(d > 0, x, y); nn.leaky_relu(x, d)
 """)
 
 
-class TestEntries:
-    a = np.array([[0.0, 2, 0], [3, 0, -1]], np.float32)
-    b = np.array([[1.0, 4, 0], [0, 0, 5]], np.float32)
-    pairs: ClassVar = {"coo": (coo(a, nse=5), coo(b)), "csr": (csr(a), csr(b))}
+C, D = np.array([[0.0, 2, 0], [3, 0, -1]], np.float32), np.float32([[1.0, 4, 0], [0, 0, 5]])
+ENTRIES = {"coo": (coo(C, nse=5), coo(D)), "csr": (csr(C), csr(D))}
 
-    @pytest.mark.sampled
-    @pytest.mark.parametrize("kind", pairs)
-    @pytest.mark.parametrize("name", KEPT)
-    @pytest.mark.rank_promotion
-    def test_kept(self, kind, name):
-        function, (x, y) = KEPT[name], self.pairs[kind]
-        d = jnp.asarray(self.b - 2)
-        expected = function(jnp, self.a, self.b, d)
+
+@pytest.mark.parametrize("kind", ENTRIES)
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.rank_promotion
+def test_entries_are_kept(kind, name):
+    function, (x, y), d = KEPT[name], ENTRIES[kind], jnp.asarray(D - 2)
+    for wrap in (lambda f: f, jax.jit):
         with jmask.strict():
-            for wrap in (lambda f: f, jax.jit):
-                result = wrap(lambda x, y, d: function(jnm, x, y, d))(x, y, d)
-                assert type(result) is type(x)
-                np.testing.assert_allclose(result.todense(), expected, rtol=1e-6)
+            result = wrap(lambda x, y, d: function(jnm, x, y, d))(x, y, d)
+        assert type(result) is type(x)
+        np.testing.assert_allclose(result.todense(), function(jnp, C, D, d), rtol=1e-6)
 
-    def test_equal_positions_are_summed_before_a_nonlinear_function(self):
-        x = BCOO((jnp.array([1.0, 2]), jnp.array([[1, 1], [1, 1]])), shape=(2, 2))
-        np.testing.assert_array_equal(jnm.square(x).todense(), [[0, 0], [0, 9]])
 
-    @pytest.mark.parametrize("kind", ["coo", "csr"])
-    @pytest.mark.dtype_promotion
-    def test_booleans_add_as_or(self, kind):
-        """Equal positions are summed, and dense arrays made, also where JAX cannot add."""
-        twice = (jnp.array([True, True, False]), jnp.array([[0, 1], [0, 1], [1, 0]]))
-        x = BCOO(twice, shape=(2, 2))
-        if kind == "csr":
-            x = BCSR((twice[0], twice[1][:, 1], jnp.array([0, 2, 3])), shape=(2, 2))
-        dense = np.array([[False, True], [False, False]])
-        np.testing.assert_array_equal(jmask.todense(jnm.abs(x)), dense)
-        np.testing.assert_array_equal(jmask.cast_storage(x, "row_sparse").todense(), dense)
-        np.testing.assert_array_equal(jnm.multiply(x, 3).todense(), dense * 3)
-        np.testing.assert_array_equal(jnm.sum(x, axis=1), [1, 0])
-        np.testing.assert_array_equal(jmask.dot(x, jnp.eye(2)), dense)
-        with pytest.warns(jmask.StorageFallbackWarning):
-            np.testing.assert_array_equal(jnm.logical_not(x), ~dense)
+def test_equal_positions_are_summed_before_a_nonlinear_function():
+    x = BCOO((jnp.array([1.0, 2]), jnp.array([[1, 1], [1, 1]])), shape=(2, 2))
+    np.testing.assert_array_equal(jnm.square(x).todense(), [[0, 0], [0, 9]])
+
+
+@pytest.mark.parametrize("kind", ENTRIES)
+@pytest.mark.dtype_promotion
+def test_booleans_add_as_or(kind):
+    """Equal positions are summed, and dense arrays made, also where JAX cannot add."""
+    twice = (jnp.array([True, True, False]), jnp.array([[0, 1], [0, 1], [1, 0]]))
+    x = BCOO(twice, shape=(2, 2))
+    if kind == "csr":
+        x = BCSR((twice[0], twice[1][:, 1], jnp.array([0, 2, 3])), shape=(2, 2))
+    dense = np.array([[False, True], [False, False]])
+    for result, expected in (
+        (jnm.abs(x), dense), (jmask.cast_storage(x, "row_sparse"), dense),
+        (jnm.multiply(x, 3), dense * 3), (jnm.sum(x, axis=1), [1, 0]),
+        (jmask.dot(x, jnp.eye(2)), dense),
+    ):  # fmt: skip
+        np.testing.assert_array_equal(jmask.todense(result), expected)
+    with pytest.warns(jmask.StorageFallbackWarning):
+        np.testing.assert_array_equal(jnm.logical_not(x), ~dense)
 
 
 A, B = np.float32([[1, 0], [2, 3], [0, 0]]), np.float32([[4, 5], [0, 6], [0, 7]])
@@ -291,44 +285,3 @@ def test_positions_that_differ_are_said():
         with pytest.warns(jmask.StorageFallbackWarning, match="`add` made a sparse"):
             result = eye + other
         assert result.stype == "default"
-
-
-# --- arrays given by name are operands as well ----------------------------------------
-
-SLOPES = np.array([[2.0, 3, 4], [5, 6, 7]], np.float32)
-SIGNS = np.array([[-1.0, 0, 1], [0, -1, 0]], np.float32)
-EXPECTED = np.where(SIGNS < 0, SIGNS * SLOPES, SIGNS)
-
-
-@pytest.mark.parametrize("storage", ["default", "row_sparse", "coo", "csr"])
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_arrays_are_sampled(storage, wrap):
-    x = jmask.cast_storage(SIGNS, storage)
-    masked = jmask.masked_tensor(x)
-    function = wrap(lambda x, a: jmask.nn.leaky_relu(x, negative_slope=a))
-    by_row = np.where(SIGNS < 0, SIGNS * SLOPES[:, :1], SIGNS)
-    with jmask.strict():
-        for slopes, expected in ((SLOPES, EXPECTED), (SLOPES[:, :1], by_row)):
-            result = jmask.cast_storage(function(x, slopes), "default")
-            np.testing.assert_array_equal(result, expected)
-            result = function(masked, slopes)
-            assert result.stype == storage
-            np.testing.assert_array_equal(result.to_tensor(0), expected)
-
-
-@pytest.mark.parametrize("storage", ["default", "coo"])
-def test_masks_intersect(storage):
-    mask = np.array([[True, False, True], [True, True, False]])
-    slopes = stored(np.where(mask, SLOPES, np.nan), mask, storage)
-    data = stored(SIGNS, OTHER, storage)
-    check(jmask.nn.leaky_relu(data, negative_slope=slopes), EXPECTED, mask & OTHER)
-    only_slopes = jmask.nn.leaky_relu(x=SIGNS, negative_slope=slopes)
-    check(only_slopes, EXPECTED, mask)
-    slope = jax.grad(lambda a: jnm.sum(data.clip(max=a)).to_tensor(0))(jnp.ones(3) / 2)
-    np.testing.assert_array_equal(slope, ((SIGNS > 0.5) & OTHER).sum(0))
-
-
-def test_no_bound():
-    x = jmask.masked_tensor(jnp.array([-2.0, 3, jnp.nan]), jnp.array([True, True, False]))
-    assert x.clip(None, 1.0).to_tensor(0).tolist() == [-2, 1, 0]
-    assert jnm.clip(x, 1.0, None).to_tensor(0).tolist() == [1, 3, 0]
