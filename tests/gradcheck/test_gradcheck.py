@@ -308,6 +308,7 @@ IS_MASKED = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")  # csr beside coo
 @pytest.mark.parametrize("case", range(len(IS_MASKED)))
 def test_is_masked_function(case):
     x, is_masked, tried = IS_MASKED[case]
