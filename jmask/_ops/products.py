@@ -210,7 +210,7 @@ def _on_values(x: TensorLike, function: Callable[[jax.Array], jax.Array]) -> Ten
 _WIDTHS = range(8, 64)
 
 
-def _suits_kernel(x: TensorLike, dense: jax.Array) -> bool:
+def suits_kernel(x: TensorLike, dense: jax.Array) -> bool:
     return (
         isinstance(x, BCSR)
         and isinstance(dense, jax.Array)
@@ -410,7 +410,7 @@ def _is_result_sparse(lhs: TensorLike, transpose_a: bool, forward_stype: str | N
 def _product_of(
     lhs: TensorLike, rhs: TensorLike, transpose_a: bool, transpose_b: bool, sparse: bool
 ) -> jax.Array | RowSparse:
-    if _suits_kernel(lhs, rhs) and not (transpose_a or transpose_b or sparse):
+    if suits_kernel(lhs, rhs) and not (transpose_a or transpose_b or sparse):
         return _csr_product.bind(*varying_alike(lhs.data, lhs.indices, lhs.indptr, rhs))[0]
     dtype = jnp.result_type(lhs.dtype, rhs.dtype)
     is_row, is_column = lhs.ndim == 1, rhs.ndim == 1
