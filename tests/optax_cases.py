@@ -42,8 +42,8 @@ MIXING = "fromage lamb lars contrib.dog contrib.dowg contrib.momo contrib.momo_a
 REFUSED = {
     **{name: (build, COUNTS_OTHER_ROWS) for name, build in by_name(MIXING, 0.1).items()},
     "adafactor": (lambda: optax.adafactor(0.1), COUNTS_ROWS),
-    "noisy_sgd": (lambda: optax.noisy_sgd(0.1, key=0), "by their position"),
-    "sm3": (lambda: optax.sm3(0.1), "by their position"),
+    "noisy_sgd": (lambda: optax.noisy_sgd(0.1, key=0), "by position"),
+    "sm3": (lambda: optax.sm3(0.1), COUNTS_OTHER_ROWS),
     "lbfgs": (lambda: optax.lbfgs(0.1), "extra argument `grad`"),
     "contrib.dadapt_adamw": (lambda: contrib.dadapt_adamw(), COUNTS_OTHER_ROWS),
     "contrib.dpsgd": (
@@ -52,7 +52,7 @@ REFUSED = {
     ),
     "contrib.muon": (lambda: contrib.muon(0.1), COUNTS_ROWS),
     "contrib.prodigy": (lambda: contrib.prodigy(), COUNTS_OTHER_ROWS),
-    "contrib.galore": (lambda: contrib.galore(0.1), "no row-local form"),
+    "contrib.galore": (lambda: contrib.galore(0.1), COUNTS_ROWS),
     "contrib.sophia": (lambda: contrib.sophia(0.1), "obj_fn"),
 }
 
@@ -88,11 +88,11 @@ CHAINS = _READ("""
 # Wrappers and parts that are not row-local, by the reason.
 _REFUSED = {
     COUNTS_OTHER_ROWS: """
-        chain(scale_by_adam(), clip_by_global_norm(1.0)); adaptive_grad_clip(0.1);
+        chain(scale_by_adam(), clip_by_global_norm(1.0));
         chain(add_decayed_weights(0.1), clip_by_global_norm(1.0))
     """,
-    COUNTS_ROWS: "clip_by_block_rms(1.0)",
-    "by their position": "add_noise(0.1, 0.5, 0)",
+    COUNTS_ROWS: "clip_by_block_rms(1.0); adaptive_grad_clip(0.1)",
+    "by position": "add_noise(0.1, 0.5, 0)",
     "number of rows of a table": "flatten(adam(0.1))",
     "MultiStepsState holds gradients back": """
         MultiSteps(adam(0.1), 2).gradient_transformation()

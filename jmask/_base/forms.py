@@ -381,12 +381,3 @@ def parameter(eqn: JaxprEqn, name: str) -> Argument:
     """Return a parameter of an equation, one of those that `FORMS` says are read."""
     assert name in FORMS[eqn.primitive.name].read, (eqn.primitive.name, name)
     return eqn.params[name]
-
-
-def compared(eqn: JaxprEqn) -> Options:
-    """Return the parameters that decide what an equation computes, by name."""
-    if eqn.primitive.name == "scan" and name_of(eqn) == "scan":
-        scan = scan_of(eqn)
-        sizes = {"consts": scan.consts, "carry": scan.carry}
-        return {"jaxpr": eqn.params["jaxpr"], **sizes, **scan.how}
-    return dict(eqn.params)

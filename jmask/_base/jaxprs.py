@@ -7,7 +7,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import jax
@@ -115,6 +115,23 @@ def run(
     for eqn in eqns:
         given = [literal(v.val) if isinstance(v, Literal) else values[v] for v in eqn.invars]
         values.update(zip(eqn.outvars, rule(eqn, given), strict=True))
+
+
+def needed_for(
+    wanted: Iterable[Atom], eqns: Sequence[JaxprEqn], source: Var | None = None
+) -> tuple[list[JaxprEqn], dict[Var, None]]:
+    """Return the equations that compute `wanted`, and all variables that they need.
+
+    Those with effects are needed whatever is wanted. What computes `source` is left out.
+    """
+    needed = dict.fromkeys(v for v in wanted if isinstance(v, Var))
+    chosen = []
+    for eqn in reversed(eqns):
+        is_needed = bool(eqn.effects) or not needed.keys().isdisjoint(eqn.outvars)
+        if source not in eqn.outvars and is_needed:
+            chosen.append(eqn)
+            needed.update({v: None for v in eqn.invars if isinstance(v, Var)})
+    return chosen[::-1], needed
 
 
 def origins(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:

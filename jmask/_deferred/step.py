@@ -97,8 +97,7 @@ def rows_in_state(
         jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) if is_deferred(x) else shape_of(x)
         for x in params
     ]
-    tx = optax.GradientTransformation(init, lambda *_: _)
-    owners = tables_of_state(tx, shapes, list(which), tree, state)
+    owners = tables_of_state(init, shapes, list(which), tree, state)
     leaves, structure = jax.tree.flatten(state, is_leaf=is_stored_table)
     places = {
         i: [k for k, owner in enumerate(owners) if owner == i]

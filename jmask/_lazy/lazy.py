@@ -9,7 +9,7 @@ Semantics are masked: a row that is not in the gradient keeps its parameter and 
 bit for bit, as in torch's SparseAdam and MXNet's `lazy_update=True`; with a `MaskedTensor`
 gradient, on any storage, so does every entry that is masked. On the rows of
 the gradient the result equals `inner` on the dense gradient. That is proved when `inner` is
-first traced (see `row_locality`); an `inner` without a proof is refused.
+first traced (see `row_local`); an `inner` without a proof is refused.
 
 Which state arrays hold rows is found from the shapes that `inner.init` gives them; see
 `state_rows`.
@@ -17,7 +17,6 @@ Which state arrays hold rows is found from the shapes that `inner.init` gives th
 
 import functools
 import math
-from collections.abc import Hashable
 from typing import TypeGuard
 
 import jax
@@ -110,7 +109,6 @@ def lazy(
     """
     check_transformation("inner", inner, "jmask.lazy(optax.adam(1e-3))")
     inner = optax.with_extra_args_support(inner)
-    known: set[Hashable] = set()  # signatures of calls that were proved
 
     def init(params: optax.Params) -> optax.OptState:
         check_parameters(params)
@@ -165,11 +163,11 @@ def lazy(
         if has_16_bit_sums(updates):
             call = LazyCall.of(inner, with_wide_rows(updates), state, params, extra_args)
             try:
-                return proved(call, known, same_dtypes=True)
+                return proved(call, same_dtypes=True)
             except TypeError:
                 pass
         call = LazyCall.of(inner, updates, state, params, extra_args)
-        return proved(call, known) if call.has_rows() else call
+        return proved(call) if call.has_rows() else call
 
     def apply_rows_of(
         grads: optax.Updates, state: optax.OptState, params: optax.Params

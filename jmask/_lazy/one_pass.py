@@ -3,13 +3,14 @@
     update, then add        gather rows; compute; scatter state; scatter-add updates
     in one pass             one scatter with the optimizer as its combiner, for each table
 
-The update must be elementwise in the gradient, the parameter and the state of a table. What
-the proof of row-locality knows of each variable of its program decides that:
+The update must be elementwise in the gradient, the parameter and the state of a table. The
+shapes of the program that was proved, whose number of rows is open, decide that:
 
-    count -> count + 1 -> 1 - 0.9 ** count        Replicated: computed before the pass
-    g -> g * g -> sum                             of the gradient alone: so is this
-    m, g  -> 0.9 m + 0.1 g -> / (1 - 0.9 ** c)    RowWise, entry by entry: the combiner
-    sum(m * m)                                    none of these: the update takes more passes
+    count -> count + 1 -> 1 - 0.9 ** count        ()          computed before the pass
+    g -> g * g -> sum                             ()          of the gradient alone: so is this
+    full_like(g, 0.1)                             (rows, D)   one number, which fills it: so too
+    m, g  -> 0.9 m + 0.1 g -> / (1 - 0.9 ** c)    (rows, D)   entry by entry: the combiner
+    mean(g * g, 1)                                (rows,)     neither: it takes more passes
 
 All arrays must have one dtype, and the scatter must have room for the scalars that change from
 step to step: it takes one operand fewer than there are tables. Adam with a fixed rate needs two
@@ -18,7 +19,7 @@ need none. A value made of the gradient alone (clipped by the norm of all gradie
 replace the gradient, which saves its scalars.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from jmask._base.array_types import added
 from jmask._base.forms import aval_of
-from jmask._base.jaxprs import ARITHMETIC, read, run
+from jmask._base.jaxprs import ARITHMETIC, bound, needed_for, read, run
 from jmask._base.types import (
     ArraysFunction,
     Atom,
@@ -41,12 +42,14 @@ from jmask._base.types import (
     Value,
 )
 from jmask._kernels.update_rows import updated
-from jmask._lazy.lattice import NEUTRAL, Replicated, RowWise
 from jmask._lazy.proved_update import ProvedUpdate
+from jmask._lazy.row_local import NEUTRAL, axes_of_rows
 from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.storage import stored_values
 from jmask._updates.row_update import update_rows
+
+_FILL = "broadcast_in_dim"
 
 
 class OnePassTransformation(optax.GradientTransformationExtraArgs):
@@ -77,7 +80,7 @@ def applied_in_one_pass(update: ProvedUpdate) -> tuple[Params, OptState] | None:
     entries = _entries(update)
     if entries is None:
         return None
-    outputs = update.program.jaxpr.outvars
+    outputs = update.proof.program.jaxpr.outvars
     # What each leaf becomes; a parameter takes the output of its gradient.
     outputs = [*outputs, *outputs[: len(gradients)]]
     combiners: dict[int, Combiner] = {}
@@ -101,50 +104,77 @@ class Entries(NamedTuple):
     """The variables of an elementwise update that hold entries of tables.
 
     Attributes:
-        table_of: the table a variable has entries of; no others depend on rows.
+        table_of: the table a variable has an entry of for each of the table's; no others depend
+            on rows.
         from_gradient: those that are made of the gradient alone.
+        filled: those that have the shape of a table and one number in it.
         reduced: tables over whose gradient something shared is summed.
     """
 
     table_of: dict[Var, int]
     from_gradient: set[Var]
+    filled: set[Var]
     reduced: set[int]
 
 
 def _entries(update: ProvedUpdate) -> Entries | None:
     """Return the entries of tables in an update, or None if it is not elementwise."""
-    jaxpr, kinds = update.program.jaxpr, update.kinds
-    rows = {v: kind for v, kind in kinds.items() if isinstance(kind, RowWise)}
-    table_of = {v: kind.table for v, kind in rows.items()}
-    from_gradient = {v for i, v in enumerate(jaxpr.invars) if table_of.get(v) == i}
-    shapes = {table_of[v]: aval_of(v).shape for v in from_gradient}
-    for v, kind in rows.items():
-        shape = aval_of(v).shape
-        is_whole = (kind.axis, kind.merged) == (0, (1, 1))  # nothing else in that axis
-        if not is_whole or shape != shapes[kind.table] or 0 in shape:
-            return None  # one number for each row, say
-    # One number for all entries; the others of an equation have one for each.
-    filled = {
-        v
-        for v, kind in kinds.items()
-        if isinstance(kind, Replicated) and len(kind.uniform) == aval_of(v).ndim
+    jaxpr, leaves = update.proof.program.jaxpr, update.call.leaves
+    # By its open number of rows the shape of a gradient is that of one table alone.
+    tables = {
+        aval_of(v).shape: leaf.table
+        for v, leaf in zip(jaxpr.invars, leaves, strict=True)
+        if leaf.table is not None and leaf.kind == "gradient"
     }
+    table_of: dict[Var, int] = {}
+    from_gradient: set[Var] = set()
+    filled: set[Var] = set()
     reduced: set[int] = set()
+    for v, leaf in zip(jaxpr.invars, leaves, strict=True):
+        if leaf.table is not None:
+            if aval_of(v).shape not in tables or 0 in aval_of(v).shape:
+                return None  # one number for each row, say
+            table_of[v] = leaf.table
+            if leaf.kind == "gradient":
+                from_gradient.add(v)
     for eqn in jaxpr.eqns:
-        name = eqn.primitive.name  # what was proved has no form that is not known
+        name = eqn.primitive.name
         operands = {v for v in eqn.invars if isinstance(v, Var)}
         entries = operands & table_of.keys()
-        if not entries:
+        if not any(map(axes_of_rows, eqn.outvars)):
+            if entries or operands & filled:
+                if name not in NEUTRAL or not operands <= from_gradient:
+                    return None
+                reduced.update(table_of[v] for v in entries)
             continue
-        if eqn.outvars[0] not in table_of:
-            if name not in NEUTRAL or not entries <= from_gradient:
-                return None
-            reduced.update(table_of[v] for v in entries)
-        elif name not in ARITHMETIC or eqn.effects or not operands - entries <= filled:
+        out, *more = eqn.outvars
+        if more or aval_of(out).shape not in tables or eqn.effects:
             return None
-        elif entries <= from_gradient:
-            from_gradient.update(eqn.outvars)
-    return Entries(table_of, from_gradient, reduced)
+        others = operands - entries - filled
+        if any(aval_of(v).ndim for v in others) or name not in (*ARITHMETIC, _FILL):
+            return None
+        if not entries:
+            filled.add(out)
+        elif name == _FILL:
+            return None
+        else:
+            table_of[out] = tables[aval_of(out).shape]
+            if entries <= from_gradient:
+                from_gradient.add(out)
+    return Entries(table_of, from_gradient, filled, reduced)
+
+
+def _on_entries(entries: Entries) -> Callable[[JaxprEqn, list[Value]], Sequence[Value]]:
+    """Return the rule that runs equations with a number in the place of what it fills."""
+
+    def rule(eqn: JaxprEqn, values: list[Value]) -> Sequence[Value]:
+        if entries.filled.issuperset(eqn.outvars) and eqn.primitive.name == _FILL:
+            return values[:1]
+        if entries.table_of.keys() >= {*eqn.outvars}:
+            values = list(jnp.broadcast_arrays(*values))
+        return bound(eqn, values)
+
+    return rule
 
 
 class Combiner(NamedTuple):
@@ -153,7 +183,7 @@ class Combiner(NamedTuple):
     Attributes:
         places: of the leaves that are replaced: state and parameters of one table.
         source: the gradient, or what is made of it.
-        scalars: shared variables, each filled with one number.
+        scalars: shared numbers.
         function: entries of the leaves, of `source` and of `scalars` -> new entries.
     """
 
@@ -167,7 +197,8 @@ def _combiners(
     update: ProvedUpdate, entries: Entries, table: int, outputs: Sequence[Atom]
 ) -> Iterator[Combiner]:
     """Yield ways to compute entries of a table, from its gradient or a value of that."""
-    jaxpr, table_of, leaves = update.program.jaxpr, entries.table_of, update.call.leaves
+    jaxpr, table_of = update.proof.program.jaxpr, entries.table_of
+    leaves, known = update.call.leaves, update.proof.known
     places = [i for i, x in enumerate(leaves) if x.table == table and x.kind != "gradient"]
     are_params = [leaves[i].kind == "param" for i in places]
     inputs, new = [jaxpr.invars[i] for i in places], [outputs[i] for i in places]
@@ -175,9 +206,9 @@ def _combiners(
     if [table_of.get(v) for v in wanted] != [table] * len(places):
         return  # a state that is filled anew
     constants: dict[Var, Value] = {
-        v: np.asarray(kind.constant, aval_of(v).dtype)
-        for v, kind in update.kinds.items()
-        if isinstance(kind, Replicated) and kind.constant is not None
+        v: np.asarray(x, aval_of(v).dtype)
+        for v, x in known.items()
+        if x is not None and v not in table_of
     }
 
     def combiner(source: Var, chosen: Sequence[JaxprEqn], scalars: list[Var]) -> Combiner:
@@ -193,11 +224,11 @@ def _combiners(
 
         return Combiner(places, source, scalars, function)
 
-    equations = [e for e in jaxpr.eqns if table_of.get(e.outvars[0]) == table]
+    equations = [e for e in jaxpr.eqns if e.outvars and table_of.get(e.outvars[0]) == table]
     gradient = jaxpr.invars[table]
     made = [v for e in equations for v in e.outvars if v in entries.from_gradient]
     for source in (gradient, *made):
-        chosen, needed = _equations_for(wanted, equations, source)
+        chosen, needed = needed_for(wanted, equations, source)
         if source is gradient or gradient not in needed:
             scalars = [v for v in needed if v not in table_of and v not in constants]
             yield combiner(source, chosen, scalars)
@@ -211,18 +242,6 @@ def _fits(update: ProvedUpdate, combiner: Combiner) -> bool:
     return has_room and dtypes == {aval_of(combiner.source).dtype}
 
 
-def _equations_for(
-    wanted: Iterable[Var], equations: Sequence[JaxprEqn], source: Var | None = None
-) -> tuple[list[JaxprEqn], dict[Var, None]]:
-    """Return the equations that compute `wanted` from `source`, and all variables they need."""
-    needed, selected = dict.fromkeys(wanted), []
-    for eqn in reversed(equations):
-        if source not in eqn.outvars and not needed.keys().isdisjoint(eqn.outvars):
-            selected.append(eqn)
-            needed.update({v: None for v in eqn.invars if isinstance(v, Var)})
-    return selected[::-1], needed
-
-
 # --- the pass ----------------------------------------------------------------------------
 
 
@@ -233,7 +252,8 @@ def _run(
     outputs: Sequence[Atom],
 ) -> dict[int, Table]:
     """Return the new state and parameters, by the positions of the leaves they replace."""
-    leaves, jaxpr = update.call.leaves, update.program.jaxpr
+    leaves, program = update.call.leaves, update.proof.program
+    jaxpr = program.jaxpr
     known = {
         v: stored_values(leaf.value) if leaf.kind == "gradient" else leaf.value
         for v, leaf in zip(jaxpr.invars, leaves, strict=True)
@@ -241,17 +261,16 @@ def _run(
     }
     computed = [c.source for t, c in combiners.items() if c.source is not jaxpr.invars[t]]
     # Beside these, all that does not depend on rows is computed before the pass.
-    known.update(zip(jaxpr.constvars, update.program.consts, strict=True))
+    known.update(zip(jaxpr.constvars, program.consts, strict=True))
     shared = [v for eqn in jaxpr.eqns for v in eqn.outvars if v not in entries.table_of]
-    run(_equations_for([*shared, *computed], jaxpr.eqns)[0], known)
+    run(needed_for([*shared, *computed], jaxpr.eqns)[0], known, _on_entries(entries))
     started = []
     for table, combiner in combiners.items():
         gradient = leaves[table].uncoalesced
         # Rows of equal ids are summed here only if something is computed of the sums.
         if combiner.source in computed or table in entries.reduced:
             gradient = leaves[table].value.with_values(known[combiner.source])
-        filled = [known[v] for v in combiner.scalars]
-        scalars = [x.reshape(-1)[0] if jnp.ndim(x) else x for x in filled]
+        scalars = [known[v] for v in combiner.scalars]
         tables = [leaves[i].value for i in combiner.places]
         started.append(update_rows(combiner.function, tables, gradient, scalars))
     results: dict[int, Table] = {}

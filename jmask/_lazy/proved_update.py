@@ -4,27 +4,26 @@
     its parameter and state   arrays with one row per table row, gathered by its ids
     everything else           as it is
 
-    inner.update on whole tables        traced once, for the proof
-    inner.update on rows                traced once, for the proof and to run
+    inner.update                        traced once, with the number of rows open
 
-The program on rows is a jaxpr, and the proof knows the kind of each of its variables. The plain
-update evaluates the program on gathered rows. The one pass makes its combiner of the equations
-that compute rows.
+The plain update evaluates this program on gathered rows. The one pass makes its combiner of the
+equations that compute rows.
 """
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Var
+from jax.extend.core import ClosedJaxpr
 
 from jmask._base.array_types import automatically, explicit_sharding, has_8_bits, spec_of
-from jmask._base.jaxprs import bound, inlined, interpret, origins
+from jmask._base.jaxprs import evaluate, origins
 from jmask._base.types import (
     ArraysFunction,
     Gradient,
@@ -36,9 +35,9 @@ from jmask._base.types import (
     TensorLike,
 )
 from jmask._kernels.rows import ids_after_reading
-from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise
-from jmask._lazy.psum_over_shards import axes_of_rows, with_sums_over
-from jmask._lazy.row_locality import classify
+from jmask._lazy import row_local
+from jmask._lazy.over_shards import axes_of_rows
+from jmask._lazy.row_local import RowLocal
 from jmask._tables.stored_table import RowsAt, StoredTable, fitted, is_stored_table, shape_of
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values
@@ -112,7 +111,7 @@ class LazyCall:
         # Without parameters the gradient has their structure and shapes.
         like = gradients if params is None else param_leaves
         owners = tables_of_state(
-            inner,
+            inner.init,
             list(map(shape_of, like)),
             list(map(is_gradient_leaf, uncoalesced)),
             gradient_tree,
@@ -146,21 +145,6 @@ class LazyCall:
     def has_rows(self) -> bool:
         """Decide whether `inner` is to run on rows; on whole arrays any `inner` is exact."""
         return any(leaf.table is not None for leaf in self.gradients)
-
-    def signature(self) -> Hashable | None:
-        """Return what row-locality depends on: structures, shapes and dtypes.
-
-        None if it may depend on more: an extra argument that is no array (a flag, a function)
-        may choose what Python runs.
-        """
-        if self.others:
-            return None
-        values = [leaf.value for leaf in self.leaves]
-        return (
-            self.trees,
-            tuple(x.nse for x in values if is_row_sparse(x)),
-            tuple((x.shape, x.dtype) for x in map(shape_of, values)),
-        )
 
     def run_flat(self) -> ArraysFunction:
         """Return `inner.update` from leaves to updates and state, all flat."""
@@ -198,20 +182,6 @@ class LazyCall:
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Return the shapes of the leaves, of whole tables."""
         return [shape_of_leaf(leaf.value) for leaf in self.leaves]
-
-    def shapes_of_rows(self) -> list[jax.ShapeDtypeStruct]:
-        """Return the shapes of the leaves, of tables of the rows that the gradient has."""
-        shapes = []
-        for leaf, x in zip(self.leaves, self.shapes(), strict=True):
-            if leaf.table is not None:
-                rows = self.leaves[leaf.table].value.nse
-                if rows == 0 < x.shape[0]:
-                    # On no rows JAX leaves operations out: trace with some, and not with as
-                    # many as the table has.
-                    rows = 2 if x.shape[0] == 1 else 1
-                x = x.update(shape=(rows, *x.shape[1:]))
-            shapes.append(x)
-        return shapes
 
     def update(
         self,
@@ -282,17 +252,13 @@ class ProvedUpdate:
 
     Attributes:
         call: what it was traced for.
-        traced: as `inner` is written; of gradients, state, parameters and arrays among the
-            extra arguments, flat. Its results are updates and state.
-        program: the same with its calls in line.
-        kinds: what is known of each of its variables.
+        proof: its program, of gradients, state, parameters and arrays among the extra
+            arguments, flat. Its results are updates and state.
         unordered: see `_unordered`.
     """
 
     call: LazyCall
-    traced: ClosedJaxpr
-    program: ClosedJaxpr
-    kinds: dict[Var, Kind]
+    proof: RowLocal
     unordered: Mapping[int, int]
 
     def update(self) -> tuple[Gradients, OptState]:
@@ -300,31 +266,38 @@ class ProvedUpdate:
         return self.call.update(self._run, self.unordered)
 
     def _run(self, *inputs: jax.Array) -> Sequence[jax.Array]:
-        axes = {i: axes_of_rows(leaf.value) for i, leaf in enumerate(self.call.gradients)}
-        sharded = {table: names for table, names in axes.items() if names}
-        avals = self.traced.in_avals
-        arrays = [  # a table without lookups has a row here
+        gradients = self.call.gradients
+        if any(axes_of_rows(leaf.value) for leaf in gradients) and self.proof.sums_over_rows():
+            raise NotRowLocalError(
+                "it sums over rows, and in a shard_map every device has other rows of a "
+                "ShardedTable",
+                "Make the step outside of the shard_map, in the same jit: the table is sharded "
+                "there, too.",
+            )
+        # A table without lookups has a row here: of no rows there is no maximum.
+        sizes = {i: max(gradients[i].value.nse, 1) for i in self.proof.rows}
+        program = self.proof.at(sizes)
+        avals = program.in_avals
+        arrays = [
             x if jnp.shape(x) == aval.shape else jnp.zeros(aval.shape, aval.dtype)
             for x, aval in zip(inputs, avals, strict=True)
         ]
-        if sharded:
-            return with_sums_over(sharded, self.program, self.kinds, *arrays)
         # Types that say where an array is were not known when the program was traced.
         if all(jax.typeof(x) == aval for x, aval in zip(arrays, avals, strict=True)):
-            return jax.core.eval_jaxpr(self.traced.jaxpr, self.traced.consts, *arrays)
+            return jax.core.eval_jaxpr(program.jaxpr, program.consts, *arrays)
         sharding = explicit_sharding(*arrays)
         if sharding is None:
-            return interpret(self.program.jaxpr, self.program.consts, arrays, bound)
+            return evaluate(program, *arrays)
         # It was traced for no mesh. Updates and state lie where gradients and state did.
-        specs = [spec_of(x) for x in arrays[: len(self.traced.out_avals)]]
-        return automatically(self.call.run_flat(), *arrays, like=sharding, spec=specs)
+        specs = [spec_of(x) for x in arrays[: len(program.out_avals)]]
+        run = functools.partial(evaluate, program)
+        return automatically(run, *arrays, like=sharding, spec=specs)
 
 
-def proved(call: LazyCall, known: set[Hashable], *, same_dtypes: bool = False) -> ProvedUpdate:
+def proved(call: LazyCall, *, same_dtypes: bool = False) -> ProvedUpdate:
     """Return the update of a call; refuse it unless it is exact on the touched rows.
 
     Args:
-        known: signatures that were proved; added to.
         same_dtypes: whether numbers of the state that belong to no row must keep their dtype.
             (Rows do: they are stored in the dtype of their table.)
 
@@ -332,43 +305,18 @@ def proved(call: LazyCall, known: set[Hashable], *, same_dtypes: bool = False) -
         NotRowLocalError: with the first operation that mixes or counts rows.
         TypeError: from `inner`, or by `same_dtypes`.
     """
-    run, signature = call.run_flat(), call.signature()
-    dense = None
-    if signature is None or signature not in known:
-        dense = jax.make_jaxpr(run)(*call.shapes())
-        if same_dtypes:
-            _check_dtypes(call, dense)
-    try:
-        traced = jax.make_jaxpr(run)(*call.shapes_of_rows())
-    except (TypeError, ValueError) as error:
-        (reason, *_) = str(error).splitlines() or [type(error).__name__]
-        raise NotRowLocalError(f"it runs on whole tables and not on rows ({reason})") from error
-    program = inlined(traced)
-    inputs = [  # untouched rows of a gradient are 0
-        Replicated()
-        if leaf.table is None
-        else RowWise(leaf.table, 0, off_support=0 if leaf.kind == "gradient" else None)
-        for leaf in call.leaves
-    ]
-    outputs, kinds = classify(program if dense is None else inlined(dense), program, inputs)
-    if dense is not None:
-        avals = zip(dense.out_avals, traced.out_avals, strict=True)
-        for leaf, kind, (x, y) in zip(call.leaves, outputs, avals, strict=False):
-            why = _why_not(leaf.table, kind)
-            if why is None and leaf.table is None and x.shape != y.shape:
-                why = "what it returns has a shape that depends on the number of rows"
-            if why is not None:
-                raise NotRowLocalError(why)
-        if signature is not None:
-            known.add(signature)
-    return ProvedUpdate(call, traced, program, kinds, _unordered(call, program))
-
-
-def _check_dtypes(call: LazyCall, dense: ClosedJaxpr) -> None:
-    for leaf, new in zip(call.leaves, dense.out_avals, strict=False):
+    proof = row_local.proved(
+        call.run_flat(),
+        call.shapes(),
+        [leaf.table for leaf in call.leaves],
+        [leaf.kind == "gradient" for leaf in call.leaves],
+    )
+    for leaf, new in zip(call.leaves, proof.program.out_avals, strict=False):
         old = shape_of_leaf(leaf.value)
-        if leaf.kind == "state" and leaf.table is None and old.dtype != new.dtype:
+        is_number = leaf.kind == "state" and leaf.table is None
+        if same_dtypes and is_number and old.dtype != new.dtype:
             raise TypeError(f"update makes a state of {new.dtype} of one of {old.dtype}")
+    return ProvedUpdate(call, proof, _unordered(call, proof.program))
 
 
 def _unordered(call: LazyCall, program: ClosedJaxpr) -> dict[int, int]:
@@ -394,14 +342,3 @@ def _unordered(call: LazyCall, program: ClosedJaxpr) -> dict[int, int]:
         and not inputs[i] >> read & 1
         and any(bits >> read & 1 for bits in inputs)
     }
-
-
-def _why_not(table: int | None, kind: Kind) -> str | None:
-    """Say why an output is not what it must be: rows of its table, or shared."""
-    if isinstance(kind, NotRowLocal):
-        return kind.why
-    if isinstance(kind, Replicated):
-        by_position = table is not None and 0 not in kind.uniform
-        return "it treats rows by their position" if by_position else None
-    stays = (kind.table, kind.axis, kind.merged) == (table, 0, (1, 1))
-    return None if stays else "it moves rows elsewhere"

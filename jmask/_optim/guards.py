@@ -32,7 +32,7 @@ from jmask._base.types import (
 from jmask._deferred.step import has_deferred
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
-from jmask._lazy.psum_over_shards import agreed, counted
+from jmask._lazy.over_shards import agreed, counted
 from jmask._ops.norms import shortened
 from jmask._optim.hyperparameters import POSITIVE, check_number
 from jmask._tables.deferral import is_deferred

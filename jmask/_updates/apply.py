@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmask._base.array_types import added, is_narrow, joint_dtype, wide
+from jmask._base.array_types import added, is_known, is_narrow, joint_dtype, wide
 from jmask._base.fallback import (
     LARGE,
     expect_dense,
@@ -281,7 +281,7 @@ def noticed_as(gradients: Gradients, updates: Gradients) -> Gradients:
 
 def is_table(x: object) -> bool:
     """Decide whether an array is large and has many rows, long against a row."""
-    if not isinstance(x, jax.Array) or x.ndim < 2:
+    if not isinstance(x, jax.Array) or x.ndim < 2 or not is_known(*x.shape):
         return False
     rows, entries = x.shape[0], math.prod(x.shape[1:])
     return (

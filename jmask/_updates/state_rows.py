@@ -1,27 +1,34 @@
 """Find which arrays of an optimizer state hold one entry for each row of a table; check it.
 
-Nothing is known of the optimizer but its `init`. It is evaluated for its shapes alone, once
-for the parameters as they are and once with more rows in each table:
+Nothing is known of the optimizer but its `init`. It is evaluated for its shapes alone, with the
+number of rows of each table left open:
 
-    tables of 1000 and 500 rows     ->  count (), mu (1000, 8), (500, 4), sum (1000, 1)
-    3 rows more and 4 rows more     ->  count (), mu (1003, 8), (504, 4), sum (1003, 1)
-
-The arrays that grew by 3 belong to the first table, those that grew by 4 to the second.
+    tables (rows0, 8) and (rows1, 4)   ->   count (), mu (rows0, 8), (rows1, 4), sum (rows0, 1)
 """
 
 from collections.abc import Sequence
 
 import jax
 import optax
+from jax import export
 
-from jmask._base.types import OptState, Params, PyTreeDef
+from jmask._base.types import OptState, Params, PyTreeDef, Value
 from jmask._base.validation import leaf_name
 from jmask._tables.stored_table import is_stored_table, shape_of
 from jmask._updates.checks import NotRowLocalError
 
+Dimension = Value
+"""A size that `jax.export` leaves open: `rows0`, or a multiple of it."""
+
+
+def open_rows(tables: Sequence[int]) -> dict[int, Dimension]:
+    """Return an open number of rows for each table, all of one scope."""
+    names = ", ".join(f"rows{i}" for i in tables)
+    return dict(zip(tables, export.symbolic_shape(names), strict=True)) if tables else {}
+
 
 def tables_of_state(
-    inner: optax.GradientTransformation,
+    init: optax.TransformInitFn,
     params: list[jax.ShapeDtypeStruct],
     is_table: list[bool],
     param_tree: PyTreeDef,
@@ -33,7 +40,7 @@ def tables_of_state(
     None where it holds rows of none.
 
     Args:
-        inner: the transformation, for its `init`.
+        init: of the transformation.
         params: shapes of the leaves of the parameters.
         is_table: which of them have a sparse or masked gradient.
         param_tree: the structure of the parameters.
@@ -43,27 +50,25 @@ def tables_of_state(
             promotes them.
 
     Raises:
-        ValueError: if the state does not come from `inner.init` for these parameters, or if
-            its shapes depend on the tables in another way.
+        ValueError: if the state does not come from `init` for these parameters, or if its
+            shapes depend on the tables in another way.
     """
-    # Numbers of extra rows of which none is a multiple of another or a sum of others: what
-    # grows by one of them has one entry for each row of that table.
-    base = sum(is_table) + 1
-    tables = [i for i, table in enumerate(is_table) if table]
-    extra = {position: base + k for k, position in enumerate(tables)}
-    grown = list(params)
-    for i, rows in extra.items():
-        x = params[i]
-        grown[i] = jax.ShapeDtypeStruct((x.shape[0] + rows, *x.shape[1:]), x.dtype)
-    usual, larger = (
-        jax.eval_shape(inner.init, param_tree.unflatten(leaves)) for leaves in (params, grown)
-    )
-    tables_by_growth = {rows: position for position, rows in extra.items()}
+    rows = open_rows([i for i, table in enumerate(is_table) if table])
+    opened = [
+        x.update(shape=(rows[i], *x.shape[1:])) if i in rows else x
+        for i, x in enumerate(params)
+    ]
+    usual = jax.eval_shape(init, param_tree.unflatten(params))
+    try:
+        made = jax.eval_shape(init, param_tree.unflatten(opened))
+    except Exception as error:  # whatever it makes of a number that is not known
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise NotRowLocalError(f"its state depends on the number of rows ({reason})") from error
+    table_of = {size: i for i, size in rows.items()}
     owners: list[int | None] = []
-    for x, y in zip(jax.tree.leaves(usual), jax.tree.leaves(larger), strict=True):
-        grown_by = y.shape[0] - x.shape[0] if x.ndim == y.ndim > 0 else 0
-        owner = tables_by_growth.get(grown_by)
-        if x.shape != y.shape and (owner is None or x.shape[1:] != y.shape[1:]):
+    for x, y in zip(jax.tree.leaves(usual), jax.tree.leaves(made), strict=True):
+        owner = table_of.get(y.shape[0]) if y.ndim else None
+        if x.shape != (y.shape if owner is None else (x.shape[0], *y.shape[1:])):
             raise NotRowLocalError(
                 f"its state holds an array of shape {x.shape} that depends on the number of "
                 "rows of a table, but has not one entry for each of them"

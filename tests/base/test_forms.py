@@ -20,9 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jmask
 from jmask._autodiff.value_and_grad import _INTERPRETER
 from jmask._base import forms as _forms
-from jmask._lazy import lattice as _lattice
-from jmask._lazy import row_locality as _row_locality
-from jmask._lazy.lattice import RowWise
+from jmask._lazy import row_local as _row_local
 from tests.lookup_programs import IDS, PROGRAMS, TABLE, VALID, D, square
 from tests.oracle import assert_close, densified
 from tests.sparse_arrays import coo
@@ -99,7 +97,7 @@ def test_every_form_is_seen():
 
 
 def test_everything_with_a_rule_has_a_form():
-    ruled = {*_INTERPRETER.rules, *_lattice.RULES, *_row_locality._CONTROL_FLOW}
+    ruled = {*_INTERPRETER.rules, *_row_local.RULES, *_row_local.CONTROL_FLOW}
     assert ruled <= set(_forms.FORMS)
 
 
@@ -117,18 +115,14 @@ def test_parameters_of_another_kind_are_not_known():
 
 
 def test_forms_that_are_not_known_are_refused_by_the_proof():
-    """With their names, in a program for a table and in one for some rows of it."""
-
-    def of_a_new_jax(table):
-        program = jax.make_jaxpr(EXAMPLES["scan"])(table)
-        eqns = [
-            eqn.replace(params={"body": 0}) if eqn.primitive.name == "scan" else eqn
-            for eqn in program.jaxpr.eqns
-        ]
-        return ClosedJaxpr(program.jaxpr.replace(eqns=eqns), program.consts)
-
-    kinds, _ = _row_locality.classify(of_a_new_jax(X), of_a_new_jax(X), [RowWise(0, 0)])
-    assert "does not know `scan`" in kinds[0].why
+    program = jax.make_jaxpr(EXAMPLES["scan"])(X)
+    eqns = [
+        eqn.replace(params={"body": 0}) if eqn.primitive.name == "scan" else eqn
+        for eqn in program.jaxpr.eqns
+    ]
+    program = ClosedJaxpr(program.jaxpr.replace(eqns=eqns), program.consts)
+    with pytest.raises(ValueError, match="does not know `scan`"):
+        _row_local.known_in(program, [None])
 
 
 # --- a JAX with other names ----------------------------------------------------------------

@@ -332,14 +332,14 @@ ACCEPTED = functions("u, p, s", globals())("""
     jax.lax.fori_loop(0, 3, lambda i, c: c * 0.9 + u, u);
     jax.lax.cond(s > 0, lambda: u, lambda: 2 * u);
     jnp.where(u > 0, u, 0.1 * p); jnp.ones_like(u); u.astype(jnp.bfloat16).astype(u.dtype);
-    jax.jit(lambda u, p, s: u * jnp.abs(p) + s * u)(u, p, s)
+    jax.jit(lambda u, p, s: u * jnp.abs(p) + s * u)(u, p, s);
+    u * jnp.concatenate([jnp.ones_like(u), 2 * jnp.ones_like(p)], -1).sum(-1, keepdims=True)
 """)
 # Where rows mix; columns of numbers are as many as there are rows.
 REFUSED = functions("u, p, s", globals())("""
     u * jnp.linalg.norm(p.ravel()); u - jnp.mean(u); u / (1 + jnp.max(jnp.abs(u))); u / u.size;
     u * column(jnp.arange(u.shape[0]), u); jnp.cumsum(u, 0); jnp.sort(u, 0); u[::-1];
     u[:1] * u; u * u[1:].sum(); jnp.concatenate(jnp.split(u, [1], 0)[::-1], 0);
-    u * jnp.concatenate([jnp.ones_like(u), 2 * jnp.ones_like(p)], -1).sum(-1, keepdims=True);
     u + jax.random.normal(jax.random.key(0), u.shape);
     jax.lax.cond(p.max() > 0, lambda: u, lambda: -u)
 """)

@@ -78,18 +78,19 @@ def ours(inner):
 
 
 GOOD = {
-    "global norm": jmask.lazy(optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))),
-    "global norm, adagrad": jmask.lazy(
-        optax.chain(optax.clip_by_global_norm(0.1), optax.adagrad(0.1))
-    ),
-    "in a branch": jmask.lazy(ours(optax.sgd(1.0))),
+    "momentum": jmask.lazy(optax.sgd(1.0, momentum=0.5)),
     "row norm": optax.chain(jmask.clip_by_row_norm(0.3), jmask.lazy(optax.sgd(1.0))),
 }
 BAD = {
-    "if finite": jmask.lazy(optax.apply_if_finite(optax.sgd(1.0), 3)),
     "skip": jmask.skip_nonfinite(jmask.adam(0.1)),
-    "skip, clipped": jmask.skip_nonfinite(GOOD["global norm"]),
     "drop": optax.chain(jmask.drop_nonfinite_rows(), jmask.adagrad(0.1)),
+}
+# One number of all rows, of which each device has some.
+SUMS = {
+    "global norm": jmask.lazy(optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))),
+    "in a branch": jmask.lazy(ours(optax.sgd(1.0))),
+    "if finite": jmask.lazy(optax.apply_if_finite(optax.sgd(1.0), 3)),
+    "skip, clipped": jmask.skip_nonfinite(jmask.lazy(ours(optax.sgd(1.0)))),
 }
 
 
@@ -101,7 +102,15 @@ def test_as_on_one_device(name, checked):
     assert_close(as_arrays(result), as_arrays(expected), rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["global norm", "skip", "drop"])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_over_rows_are_refused(name, step):
+    with pytest.raises(ValueError, match=r"sums over rows.*outside of the shard_map"):
+        inside(SUMS[name], step, True)
+    alone(SUMS[name], step)
+
+
+@pytest.mark.parametrize("name", ["momentum", "skip", "drop"])
 @pytest.mark.parametrize("checked", [True, False])
 def test_in_one_pass_and_on_copies_of_the_table(name, checked):
     tx = (GOOD | BAD)[name]

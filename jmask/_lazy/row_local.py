@@ -1,0 +1,461 @@
+"""Prove that an update treats every row by itself, from one trace with the number of rows open.
+
+`lazy(inner)` runs `inner.update` on the rows in the gradient. On these that is the dense update
+if nothing in it mixes rows, or counts them, except sums to which the other rows contribute
+nothing because their gradient is zero. The update is traced once, with a symbolic dimension of
+`jax.export` for the number of rows of each table, and nothing can compute with such a number
+unseen:
+
+    g           (rows0, 3)    has the rows of table 0: its shape says so; 0 in untouched rows
+    g * g       (rows0, 3)    0 in untouched rows
+    sum(g * g)  ()            untouched rows add 0: the global norm is exact
+    vdot(g, g)  ()            the same of what is ravelled, (3 * rows0,)
+    sum(p * p)  ()            refused: p is not known in untouched rows (LAMB's trust ratio)
+    mean(g)     ()            refused: `dim_as_value` makes a number of the number of rows
+    rows0 > 128               refused: JAX cannot decide it while tracing
+
+So which axis has whose rows is read off shapes, and JAX's own rules of shapes keep the rows of
+two tables apart. What has to be followed is one scalar for each value: what it is in rows that
+the gradient does not touch, where that is known. An operation without a rule here is refused.
+
+The program that was proved is the one that runs: `with_sizes` puts numbers in the place of the
+open dimensions. Python would not do: code that asks `x.shape[0] == 8` goes another way for
+eight rows. An open number is equal to none; so the operations of the program are compared with
+those for the number of rows that the table has.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import AxisType
+
+from jmask._base.forms import (
+    Opened,
+    aval_of,
+    branches_of,
+    holds_jaxprs,
+    name_of,
+    parameter,
+    scan_of,
+    what_is_unknown,
+    while_of,
+    within,
+)
+from jmask._base.jaxprs import ARITHMETIC, inlined, needed_for, run
+from jmask._base.types import ArraysFunction, Atom, Scalar, Value
+from jmask._ops.rows import trial
+from jmask._updates.checks import NotRowLocalError
+from jmask._updates.state_rows import Dimension, open_rows
+
+Known = Scalar | None
+"""What a value is in rows that the gradient does not touch; None if that is not known."""
+# How entries are taken, or repeated.
+_TAKING = frozenset(
+    "broadcast_in_dim dynamic_slice gather reshape rev slice squeeze transpose".split()
+)
+Rule = Callable[[JaxprEqn, list[Known]], Known]
+
+ELEMENTWISE = ARITHMETIC | frozenset(
+    "acos acosh asin asinh atan atanh complex conj cosh digamma erf erf_inv erfc imag lgamma "
+    "name population_count real reshard shift_left shift_right_arithmetic "
+    "shift_right_logical sinh".split()
+)
+# Reductions to which a value contributes nothing.
+NEUTRAL = {"reduce_sum": 0, "reduce_or": False, "reduce_and": True, "reduce_prod": 1}
+_IDEMPOTENT = ("reduce_or", "reduce_and", "reduce_max", "reduce_min")
+_COUNT = "rows outside the gradient would count in it"
+
+
+def axes_of_rows(v: Atom) -> list[int]:
+    """Return the axes along which a variable has rows of a table."""
+    shape = getattr(aval_of(v), "shape", ())
+    return [i for i, size in enumerate(shape) if export.is_symbolic_dim(size)]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLocal:
+    """An update that is proved to treat rows by themselves.
+
+    Attributes:
+        traced: the update as it is written, with open numbers of rows.
+        program: what of it the results need, with its calls in line.
+        known: what each variable of `program` is in untouched rows. One without rows is that
+            everywhere.
+        rows: the open number of rows of each table.
+    """
+
+    traced: ClosedJaxpr
+    program: ClosedJaxpr
+    known: Mapping[Var, Known]
+    rows: Mapping[int, Dimension]
+
+    def at(self, sizes: Mapping[int, int]) -> ClosedJaxpr:
+        """Return the update for tables of these numbers of rows."""
+        numbers = {self.rows[i]: size for i, size in sizes.items()}
+        jaxpr = with_sizes(self.traced.jaxpr, numbers)
+        return ClosedJaxpr(jaxpr, self.traced.consts)
+
+    def sums_over_rows(self) -> bool:
+        """Decide whether a number of the update is a sum over rows."""
+        return any(
+            any(map(axes_of_rows, eqn.invars)) and not any(map(axes_of_rows, eqn.outvars))
+            for eqn in within(self.program.jaxpr.eqns)
+            if not holds_jaxprs(eqn)
+        )
+
+
+def proved(
+    function: ArraysFunction,
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    tables: Sequence[int | None],
+    are_gradients: Sequence[bool],
+) -> RowLocal:
+    """Return an update that is traced with open numbers of rows and proved.
+
+    Args:
+        function: arrays -> updates and state, in the order of the first of its arguments.
+        shapes: of the arguments, of whole tables.
+        tables: whose rows each argument has along its first axis, or None.
+        are_gradients: which arguments are 0 in untouched rows.
+
+    Raises:
+        NotRowLocalError: with the first operation that mixes or counts rows.
+    """
+    rows = open_rows(sorted({i for i in tables if i is not None}))
+    opened = [
+        x if i is None else x.update(shape=(rows[i], *x.shape[1:]))
+        for x, i in zip(shapes, tables, strict=True)
+    ]
+    with _without_explicit_mesh():
+        dense = jax.make_jaxpr(function)(*shapes)  # what is no matter of rows raises here
+        try:
+            traced = jax.make_jaxpr(function)(*opened)
+        except NotRowLocalError:
+            raise
+        except Exception as error:  # whatever code makes of a number that is not known
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise NotRowLocalError(f"it depends on the number of rows ({reason})") from error
+    program = _needed(traced)
+    inputs: list[Known] = [
+        0 if is_gradient and table is not None else None
+        for is_gradient, table in zip(are_gradients, tables, strict=True)
+    ]
+    known = known_in(program, inputs)
+    for x, v in zip(opened, program.jaxpr.outvars, strict=False):
+        shapes_differ = x.shape != aval_of(v).shape
+        if shapes_differ and any(map(export.is_symbolic_dim, (*x.shape, *aval_of(v).shape))):
+            raise NotRowLocalError(
+                "it moves rows elsewhere, or what it returns has a shape that depends on the "
+                f"number of rows: {x.shape} becomes {aval_of(v).shape}"
+            )
+    has_rows = all(shapes[i].shape[0] for i, table in enumerate(tables) if table is not None)
+    if has_rows and _operations(_needed(dense)) != _operations(program):
+        raise NotRowLocalError("it chooses other operations for a table of this size")
+    return RowLocal(traced, program, known, rows)
+
+
+def _needed(traced: ClosedJaxpr) -> ClosedJaxpr:
+    """Return a program with its calls in line, without what no result needs."""
+    program = inlined(traced)
+    eqns, _ = needed_for(program.jaxpr.outvars, program.jaxpr.eqns)
+    return ClosedJaxpr(program.jaxpr.replace(eqns=eqns), program.consts)
+
+
+def _operations(program: ClosedJaxpr) -> list[tuple[str, ...]]:
+    """Return the operations on numbers that are no integers, in order, and their literals.
+
+    They must be the same whether the number of rows is open or that of the table. An open size
+    is never *equal* to a number: `x.shape[0] == vocabulary` in a mask is false while tracing.
+    JAX takes entries by other operations, and other integers, where a size is open.
+    """
+    return [
+        (eqn.primitive.name, *(str(v) for v in eqn.invars if isinstance(v, Literal)))
+        for eqn in within(program.jaxpr.eqns)
+        if eqn.primitive.name not in _TAKING
+        and not holds_jaxprs(eqn)
+        and not all(jnp.issubdtype(aval_of(v).dtype, jnp.integer) for v in eqn.outvars)
+    ]
+
+
+def _without_explicit_mesh() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which bodies of loops get no types of the mesh that is set.
+
+    The program runs where all axes are automatic, see `automatically`.
+    """
+    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+# --- with numbers in the place of open dimensions -----------------------------------------
+
+
+def with_sizes(jaxpr: Jaxpr, numbers: Mapping[Dimension, int]) -> Jaxpr:
+    """Return a jaxpr for arrays whose open dimensions have these sizes."""
+    variables: dict[Var, Var] = {}
+
+    def size(x: Value) -> Value:
+        if not export.is_symbolic_dim(x):
+            return x
+        for dimension, number in numbers.items():
+            if isinstance(times := x // dimension, int) and times * dimension == x:
+                return times * number
+        raise NotRowLocalError(f"it makes an array of {x} rows")
+
+    def var(v: Var) -> Var:
+        if v not in variables:
+            shape = getattr(v.aval, "shape", None)
+            sized = v.aval if shape is None else v.aval.update(shape=tuple(map(size, shape)))
+            variables[v] = Var(sized)
+        return variables[v]
+
+    def atom(v: Atom) -> Atom:
+        return v if isinstance(v, Literal) else var(v)
+
+    def parameter_of(x: Value) -> Value:
+        if isinstance(x, ClosedJaxpr):
+            return ClosedJaxpr(with_sizes(x.jaxpr, numbers), x.consts)
+        if isinstance(x, Jaxpr):
+            return with_sizes(x, numbers)
+        return type(x)(map(parameter_of, x)) if type(x) in (tuple, list) else size(x)
+
+    def at_sizes(eqn: JaxprEqn) -> JaxprEqn:
+        params = {name: parameter_of(x) for name, x in eqn.params.items()}
+        invars, outvars = list(map(atom, eqn.invars)), list(map(var, eqn.outvars))
+        return eqn.replace(invars=invars, outvars=outvars, params=params)
+
+    return jaxpr.replace(
+        constvars=list(map(var, jaxpr.constvars)),
+        invars=list(map(var, jaxpr.invars)),
+        eqns=list(map(at_sizes, jaxpr.eqns)),
+        outvars=list(map(atom, jaxpr.outvars)),
+    )
+
+
+# --- the proof ----------------------------------------------------------------------------
+
+
+def known_in(program: ClosedJaxpr, inputs: Sequence[Known]) -> dict[Var, Known]:
+    """Return what the variables of a program without calls are in untouched rows."""
+    jaxpr = program.jaxpr
+    consts = [None] * len(program.consts)
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
+    run(jaxpr.eqns, known, _rule, _of_literal)
+    return known
+
+
+def _outputs(opened: Opened, inputs: Sequence[Known]) -> list[Known]:
+    program = inlined(ClosedJaxpr(*opened))
+    known = known_in(program, inputs)
+    outputs = program.jaxpr.outvars
+    return [_of_literal(v.val) if isinstance(v, Literal) else known[v] for v in outputs]
+
+
+def _of_literal(x: Value) -> Known:
+    return x if np.ndim(x) == 0 else None
+
+
+def _refused(eqn: JaxprEqn, why: str) -> NotRowLocalError:
+    place = source_info_util.summarize(eqn.source_info)
+    at = f" (at {place})" if place else ""
+    return NotRowLocalError(f"`{eqn.primitive.name}` {why}{at}")
+
+
+def _rule(eqn: JaxprEqn, inputs: list[Known]) -> list[Known]:
+    """Return what an equation makes of operands that are these in untouched rows."""
+    name, count = name_of(eqn), len(eqn.outvars)
+    if name != eqn.primitive.name:
+        raise NotRowLocalError(what_is_unknown(eqn))
+    outputs: list[Known]
+    if name in CONTROL_FLOW:
+        outputs = CONTROL_FLOW[name](eqn, inputs)
+    elif name == "optimization_barrier":
+        outputs = inputs
+    elif name in ELEMENTWISE:
+        outputs = [_of_entries(name, eqn, inputs)]
+    elif any(map(axes_of_rows, (*eqn.invars, *eqn.outvars))):
+        if name not in RULES:
+            raise _refused(eqn, "mixes rows, counts them, or tells them apart by position")
+        outputs = [RULES[name](eqn, inputs)] * count
+    else:
+        outputs = [_without_rows(name, eqn, inputs)] * count
+    if any(len(axes_of_rows(v)) > 1 for v in eqn.outvars):
+        raise _refused(eqn, "combines rows with each other")
+    return outputs
+
+
+def _without_rows(name: str, eqn: JaxprEqn, inputs: list[Known]) -> Known:
+    """Return what is known of numbers that are the same in any table, if no row is counted."""
+    for e in (eqn, *within([eqn])):
+        if any(map(export.is_symbolic_dim, jax.tree.leaves(e.params))):
+            raise _refused(eqn, "depends on the number of rows")
+        if e.primitive.name in ("pure_callback", "io_callback"):
+            raise _refused(eqn, "calls Python, which may count rows")
+    return inputs[0] if name in ("broadcast_in_dim", "reshape", "squeeze") else None
+
+
+def _of_entries(name: str, eqn: JaxprEqn, inputs: list[Known]) -> Known:
+    """Evaluate an elementwise equation at what its operands are in untouched rows."""
+    if name == "reshard":  # the same numbers on other devices
+        return inputs[0]
+    if name == "select_n" and inputs[0] is not None:
+        return inputs[1 + int(inputs[0])]
+    if name == "select_n":
+        return functools.reduce(_common, inputs[1:])
+    if None in inputs:
+        # Zero wins over an unknown finite factor, as it does in the dense update.
+        absorbing = {"mul": inputs, "and": inputs, "div": inputs[:1]}.get(name, ())
+        if any(x is not None and not x for x in absorbing):
+            return aval_of(eqn.outvars[0]).dtype.type(0)
+        return None
+    pairs = zip(inputs, eqn.invars, strict=True)
+    with trial():
+        operands = [np.asarray(x, aval_of(v).dtype) for x, v in pairs]
+        params = eqn.primitive.get_bind_params(eqn.params)
+        # There and back explicitly, which jax.transfer_guard("disallow") lets pass.
+        return jax.device_get(eqn.primitive.bind(*jax.device_put(operands), **params))
+
+
+# --- operations that move, keep or sum rows: by name ---------------------------------------
+
+
+def _kept(eqn: JaxprEqn, inputs: list[Known]) -> Known:
+    return inputs[0]
+
+
+def _reshape(eqn: JaxprEqn, inputs: list[Known]) -> Known:
+    """Keep rows in their order: (rows0, 3) may become (3 * rows0,), and (3, rows0) may not.
+
+    They keep it if as many entries come before each row, in both shapes.
+    """
+    before = [
+        np.prod([1, *aval_of(v).shape[: (*axes_of_rows(v), 0)[0]]])
+        for v in (eqn.invars[0], eqn.outvars[0])
+    ]
+    if before[0] == before[1]:
+        return inputs[0]
+    raise _refused(eqn, "merges rows with other axes")
+
+
+def _reduce(eqn: JaxprEqn, inputs: list[Known]) -> Known:
+    name, (known, *_), (axis, *_) = name_of(eqn), inputs, axes_of_rows(eqn.invars[0])
+    is_bitwise = aval_of(eqn.invars[0]).dtype != bool and name == "reduce_and"
+    is_neutral = name in NEUTRAL and not is_bitwise and _is(known, NEUTRAL[name])
+    if axis not in parameter(eqn, "axes"):
+        return known if is_neutral or name in _IDEMPOTENT else None
+    if is_neutral:
+        return None
+    raise _refused(eqn, f"combines rows, and {_COUNT}")
+
+
+def _along(parameter_of_axis: str) -> Rule:
+    """Return the rule of an operation along other axes than that of rows."""
+
+    def rule(eqn: JaxprEqn, inputs: list[Known]) -> Known:
+        along = {*np.atleast_1d(parameter(eqn, parameter_of_axis)).tolist()}
+        if along.isdisjoint(axis for v in eqn.invars for axis in axes_of_rows(v)):
+            return functools.reduce(_common, inputs)
+        raise _refused(eqn, "parts rows, joins them to others, or reverses their order")
+
+    return rule
+
+
+def _slice(eqn: JaxprEqn, inputs: list[Known]) -> Known:
+    (axis,) = axes_of_rows(eqn.invars[0])
+    if aval_of(eqn.invars[0]).shape[axis] == aval_of(eqn.outvars[0]).shape[axis]:
+        return inputs[0]  # an open size is the same only if all of it is taken
+    raise _refused(eqn, "parts rows from other rows")
+
+
+def _gather(eqn: JaxprEqn, inputs: list[Known]) -> Known:
+    """Take some columns, which is what `x[:, 1:]` is where the number of rows is open."""
+    axis, *_ = (*axes_of_rows(eqn.invars[0]), None)
+    is_indexed = axis in parameter(eqn, "dimension_numbers").start_index_map
+    sizes = parameter(eqn, "slice_sizes")
+    if axis is None or is_indexed or sizes[axis] != aval_of(eqn.invars[0]).shape[axis]:
+        raise _refused(eqn, "parts rows from other rows, or looks them up")
+    has_fill = parameter(eqn, "mode").name == "FILL_OR_DROP"
+    return None if has_fill else inputs[0]
+
+
+def _dot(eqn: JaxprEqn, inputs: list[Known]) -> Known:
+    contracted, _ = parameter(eqn, "dimension_numbers")
+    is_zero = any(_is(x, 0) for x in inputs)
+    left, right = (
+        [k for k, axis in enumerate(axes) if axis in axes_of_rows(v)]
+        for v, axes in zip(eqn.invars, contracted, strict=True)
+    )
+    if not left and not right:
+        return 0 if is_zero else None
+    if is_zero and left == right:
+        return None
+    raise _refused(eqn, f"sums over rows, and {_COUNT}")
+
+
+RULES: dict[str, Rule] = {
+    "broadcast_in_dim": _kept,
+    "transpose": _kept,
+    "reshape": _reshape,
+    "squeeze": _reshape,
+    "stack": lambda eqn, inputs: functools.reduce(_common, inputs),
+    "concatenate": _along("dimension"),
+    "split": _along("axis"),
+    "rev": _along("dimensions"),
+    "slice": _slice,
+    "gather": _gather,
+    "dot_general": _dot,
+} | dict.fromkeys((*NEUTRAL, "reduce_max", "reduce_min"), _reduce)
+
+
+# --- control flow --------------------------------------------------------------------------
+
+
+def _cond(eqn: JaxprEqn, inputs: list[Known]) -> list[Known]:
+    every = [_outputs(branch, inputs[1:]) for branch in branches_of(eqn)]
+    return [functools.reduce(_common, outputs) for outputs in zip(*every, strict=True)]
+
+
+def _scan(eqn: JaxprEqn, inputs: list[Known]) -> list[Known]:
+    scan = scan_of(eqn)
+    if export.is_symbolic_dim(scan.how["length"]):
+        raise _refused(eqn, "runs over rows in sequence")
+    return _loop(scan.body, inputs, scan.consts, scan.carry)
+
+
+def _while(eqn: JaxprEqn, inputs: list[Known]) -> list[Known]:
+    loop, first = while_of(eqn), while_of(eqn).condition_consts
+    carry = _loop(loop.body, inputs[first:], loop.body_consts, len(eqn.outvars))
+    _outputs(loop.condition, [*inputs[:first], *carry])
+    return carry
+
+
+def _loop(body: Opened, inputs: list[Known], consts: int, carry: int) -> list[Known]:
+    """Run a body until what is known of its carry, which only becomes less, stays."""
+    while True:
+        outputs = _outputs(body, inputs)
+        end = consts + carry
+        carried = list(map(_common, inputs[consts:end], outputs))
+        if all(map(operator.is_, carried, inputs[consts:end])):
+            return [*carried, *outputs[carry:]]
+        inputs = [*inputs[:consts], *carried, *inputs[end:]]
+
+
+CONTROL_FLOW = {"cond": _cond, "scan": _scan, "while": _while}
+
+
+def _common(x: Known, y: Known) -> Known:
+    # By identity first: a nan is in common with itself.
+    return x if x is y or (x is not None and y is not None and x == y) else None
+
+
+def _is(x: Known, value: Scalar) -> bool:
+    return x is not None and bool(x == value)
