@@ -278,7 +278,10 @@ def _run_on_arrays(eqn: JaxprEqn, arrays: Sequence[Value]) -> list[jax.Array]:
     """Run an equation on arrays that are typed as it was traced for."""
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays) and not holds_jaxprs(eqn):
         # Under jit it would be a constant, which fails where nobody knows what it is.
-        raise TypeError("a ShapeDtypeStruct, which stands for a table, has no numbers")
+        raise TypeError(
+            "a ShapeDtypeStruct, which stands for a table, has no numbers: use "
+            "table.todense(), or jmask.tree.norm for the norm of all parameters"
+        )
     outputs = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 

@@ -114,7 +114,8 @@ REDUCTIONS = """
 ALONG = ("softmax", "softmin", "log_softmax", "normalize", "logsumexp", "attention_weights")
 ALONG += ("logmeanexp", "standardize")
 NN = {*ALONG, "linear", *(n for n, f in vars(nn).items() if hasattr(f, "__wrapped__"))}
-NN = {n for n in NN if not n.startswith("_")}
+# Attention takes no sparse tensors.
+NN = {n for n in NN - {"dot_product_attention"} if not n.startswith("_")}
 
 
 def calls(text):
