@@ -130,7 +130,7 @@ def proved(
     Raises:
         NotRowLocalError: with the first operation that mixes or counts rows.
     """
-    rows = open_rows(sorted({i for i in tables if i is not None}))
+    rows = open_rows(tuple(sorted({i for i in tables if i is not None})))
     opened = [
         x if i is None else x.update(shape=(rows[i], *x.shape[1:]))
         for x, i in zip(shapes, tables, strict=True)

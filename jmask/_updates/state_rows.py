@@ -6,6 +6,7 @@ number of rows of each table left open:
     tables (rows0, 8) and (rows1, 4)   ->   count (), mu (rows0, 8), (rows1, 4), sum (rows0, 1)
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -21,8 +22,12 @@ Dimension = Value
 """A size that `jax.export` leaves open: `rows0`, or a multiple of it."""
 
 
-def open_rows(tables: Sequence[int]) -> dict[int, Dimension]:
-    """Return an open number of rows for each table, all of one scope."""
+@functools.cache
+def open_rows(tables: tuple[int, ...]) -> dict[int, Dimension]:
+    """Return an open number of rows for each table, all of one scope.
+
+    They are the same in each call, so that JAX finds what it has traced for these shapes.
+    """
     names = ", ".join(f"rows{i}" for i in tables)
     return dict(zip(tables, export.symbolic_shape(names), strict=True)) if tables else {}
 
@@ -53,7 +58,7 @@ def tables_of_state(
         ValueError: if the state does not come from `init` for these parameters, or if its
             shapes depend on the tables in another way.
     """
-    rows = open_rows([i for i, table in enumerate(is_table) if table])
+    rows = open_rows(tuple(i for i, table in enumerate(is_table) if table))
     opened = [
         x.update(shape=(rows[i], *x.shape[1:])) if i in rows else x
         for i, x in enumerate(params)
