@@ -103,7 +103,12 @@ def optimizer_spec(tx: optax.GradientTransformation, name: str = "jmask") -> Any
             return rule.hyperparameters(0 if step is None else step) or (jnp.float32(0),)
 
     initializers = tuple(jax.nn.initializers.constant(value) for value in rule.slots.values())
-    return Spec(0.0, rule.computation, initializers, name)
+    return Spec(  # by name: a version may have other parameters between these
+        learning_rate=0.0,
+        custom_computation_fn=rule.computation,
+        slot_variable_initializers_tuple=initializers,
+        short_name_str=name,
+    )
 
 
 def to_cores(table: jax.Array, cores: int) -> jax.Array:

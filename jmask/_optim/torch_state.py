@@ -160,7 +160,14 @@ def _only_state(state: OptState) -> tuple[OptState, dict[str, str]]:
             f"`state` must hold one state of jmask.adam or jmask.adagrad, found {len(states)} "
             f"in {jax.tree.structure(state)}."
         )
-    return states[0], _KEYS[type(states[0])]
+    keys = _KEYS[type(states[0])]
+    shapes = [list(map(jnp.shape, jax.tree.leaves(getattr(states[0], x)))) for x in keys]
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError(
+            "`state` has one number for each row, as jmask.rowwise_adam's, and torch has no "
+            "such optimizer: it must be of jmask.adam or jmask.adagrad."
+        )
+    return states[0], keys
 
 
 def _checked_order(order: Sequence[Key] | None, count: int) -> list[Key]:

@@ -202,18 +202,18 @@ def _as_row_sparse(name: str, given: PyTree, like: RowSparse) -> RowSparse:
     if getattr(ids, "dtype", None) == jnp.uint32 and jnp.ndim(ids) == 2:  # as orbax stores them
         ids = reveal(wrap(ids))
     ids = _checked_kind(f"`{name}['indices']`", ids, jnp.zeros((), jnp.int32))
-    if jnp.shape(values)[1:] != like.shape[1:] or jnp.shape(ids) != jnp.shape(values)[:1]:
+    if jnp.shape(values)[1:] != like.row or jnp.shape(ids) != jnp.shape(values)[:1]:
         raise ValueError(
             f"`{name}['values']` of shape {jnp.shape(values)} and `{name}['indices']` of "
             f"shape {jnp.shape(ids)} do not fit `like`, {like!r}: expected (n, "
-            f"*{like.shape[1:]}) and (n,)."
+            f"*{like.row}) and (n,)."
         )
-    if not isinstance(ids, jax.core.Tracer) and np.any(np.asarray(ids) > like.shape[0]):
+    if not isinstance(ids, jax.core.Tracer) and np.any(np.asarray(ids) > like.row_count):
         raise ValueError(
             f"`{name}['indices']` holds {np.max(ids)}, which is no row of `like`, {like!r}: "
             "is it of a larger table?"
         )
-    return RowSparse(ids, values, like.shape, coalesced=like.coalesced)
+    return RowSparse(ids, values, like.shape, coalesced=like.coalesced, leading=like.leading)
 
 
 def _as_deferred(name: str, given: PyTree, like: Deferred) -> Deferred:

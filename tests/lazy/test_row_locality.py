@@ -128,9 +128,7 @@ NEW_STATES = functions("x, s", globals())("""
 @pytest.mark.parametrize("name", NEW_STATES)
 def test_counting_rows_in_the_state_is_refused(name):
     update = lambda updates, state, params=None: (updates, NEW_STATES[name](updates, state))
-    with pytest.raises(
-        ValueError, match=r"number of rows|would count"
-    ):
+    with pytest.raises(ValueError, match=r"number of rows|would count"):
         traced(update, ROWS, lambda _: (jnp.zeros(()), jnp.zeros(())))
 
 

@@ -1,6 +1,8 @@
 """Optimizers and tables as SparseCore takes them; the compiled update where libtpu is."""
 
 import functools
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +59,32 @@ def test_tables_come_back(shape, cores):
     for i in range(shape[0]):
         np.testing.assert_array_equal(blocks[i % cores, i // cores, : shape[1]], table[i])
     np.testing.assert_array_equal(sparsecore.from_cores(blocks, shape), table)
+
+
+def test_a_spec_whose_parameters_have_another_order(monkeypatch):
+    """jax-tpu-embedding 0.2 has one more, between those of 0.1."""
+
+    class Newer:
+        def __init__(
+            self,
+            learning_rate=0.001,
+            custom_computation_fn=None,
+            stablehlo=None,
+            slot_variable_initializers_tuple=(),
+            short_name_str="custom",
+        ):
+            self.others = learning_rate, stablehlo, short_name_str
+            self.computation = custom_computation_fn
+            self.initializers = slot_variable_initializers_tuple
+
+    home = "jax_tpu_embedding.sparsecore.lib.nn"
+    module = types.SimpleNamespace(CustomOptimizerSpec=Newer)
+    monkeypatch.setitem(sys.modules, home, types.SimpleNamespace(embedding_spec=module))
+    spec = sparsecore.optimizer_spec(jmask.adam(0.1), "ours")
+    assert spec.others == (0.0, None, "ours")
+    assert callable(spec.computation)
+    key = jax.random.key(0)
+    assert [x(key, (1,), jnp.float32).item() for x in spec.initializers] == [0, 0]
 
 
 @pytest.mark.needs(what="libtpu")

@@ -250,3 +250,11 @@ def test_averages_are_read():
         average = (average + dense) / 2
     np.testing.assert_allclose(t, dense)
     np.testing.assert_allclose(ema.average(state, t), average)
+
+
+@pytest.mark.parametrize("at", [(1, jnp.array([0, 2])), (jnp.array([0, 1]), 2, jnp.array([0]))])
+def test_arrays_of_a_gradient_come_back(at):
+    gradient = jmask.grad(lambda t: jnp.sum(t[at]))(jnp.ones((2, 3, 1)))
+    again = jmask.from_arrays(jmask.to_arrays(gradient), gradient)
+    assert again.leading == gradient.leading
+    np.testing.assert_array_equal(again.todense(), gradient.todense())

@@ -132,7 +132,9 @@ def test_penalty_over_all_parameters(table, penalty, is_jitted):
     gradient = jmask.value_and_grad(loss)
     gradient = jax.jit(gradient) if is_jitted else gradient
     if penalty in OF_LEAVES:
-        told = r"leaves of `p\['t'\]`, a \w+Table|stands for a table.*jmask\.tree\.norm|key<fry>"
+        told = (
+            r"leaves of `p\['t'\]`, a \w+Table|stands for a table.*jmask\.tree\.norm|key<fry>"
+        )
         with pytest.raises(TypeError, match=told):
             gradient(params)
         return
