@@ -371,7 +371,7 @@ def test_duplicates_are_summed_in_their_order():
 
 def test_torch_has_no_optimizer_with_a_number_for_each_row():
     state = jmask.rowwise_adam(0.1).init(jnp.ones((4, 3)))
-    with pytest.raises(ValueError, match="one number for each row, as jmask.rowwise_adam"):
+    with pytest.raises(ValueError, match=r"one number for each row, as jmask\.rowwise_adam"):
         jmask.to_torch_state(state)
     with pytest.raises(ValueError, match="one number for each row"):
         jmask.from_torch_state(state, {0: {"step": 1}})
