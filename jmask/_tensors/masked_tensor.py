@@ -310,26 +310,6 @@ def as_masked_tensor(x: TensorLike) -> MaskedTensor:
     return MaskedTensor(x)
 
 
-def read_at(x: TensorLike, like: Storage, otherwise: str = "") -> tuple[jax.Array, jax.Array]:
-    """Read any tensor at the stored positions of a storage of its shape.
-
-    Args:
-        otherwise: the warning if `x` is sparse at other positions and has to be made dense.
-
-    Returns:
-        The entries, and which of them exist: all of a tensor that is not masked.
-    """
-    storage = x.storage if isinstance(x, MaskedTensor) else as_tensor(x)
-    valid = x.valid if isinstance(x, MaskedTensor) else jnp.ones((), bool)
-    if is_sparse(storage) and is_sparse(like) and same_positions(storage, like):
-        return stored_values(storage), valid
-    if is_sparse(storage) and otherwise:
-        report_fallback(otherwise)
-    if isinstance(x, MaskedTensor):
-        valid = sampled(scattered(valid, storage, False), like)
-    return sampled(as_dense(storage), like), valid
-
-
 def common_shape(shapes: Sequence[Shape]) -> Shape:
     """Return the broadcast shape of operands; the error names all shapes."""
     try:

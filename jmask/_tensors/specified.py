@@ -24,9 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
+from jmask._base.fallback import report_fallback
 from jmask._base.types import Mask, PyTree, Tensor, TensorLike
 from jmask._base.validation import check_flag
-from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined, read_at
+from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
     as_dense,
@@ -34,6 +35,7 @@ from jmask._tensors.storage import (
     is_sparse,
     same_positions,
     sampled,
+    scattered,
     stored_values,
     stype,
     unique_positions,
@@ -100,8 +102,8 @@ def sparse_mask(x: TensorLike, mask: Mask) -> Tensor:
         ValueError: if the shapes differ.
 
     Warns:
-        StorageFallbackWarning: if `x` and `mask` are sparse in ways that do not match
-            (rows and coordinates), so that `x` had to be made dense.
+        StorageFallbackWarning: if `x` and `mask` are sparse at other positions, so that `x`
+            had to be made dense.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -114,27 +116,36 @@ def sparse_mask(x: TensorLike, mask: Mask) -> Tensor:
     """
     x, mask = _tensor_or_array(x), without_placeholder(_tensor_or_array(mask, "mask"))
     _check_mask(x, mask)
-    if not is_tensor(mask):
-        return _at_booleans(x, mask)
-    masked = isinstance(x, MaskedTensor) or isinstance(mask, MaskedTensor)
-    pattern = mask.storage if isinstance(mask, MaskedTensor) else unique_positions(mask)
-    specified = mask.valid if isinstance(mask, MaskedTensor) else is_entry(pattern)
     placeholder, x = placeholder_of(x), without_placeholder(x)
-    otherwise = ""
-    if is_sparse(pattern):  # a dense result is what a dense mask asks for
-        kind = stype(x.storage if isinstance(x, MaskedTensor) else x)
-        otherwise = (
-            f"`sparse_mask` made a {kind} tensor of shape {tuple(x.shape)} dense, at O(size) "
-            "cost: its positions are laid out otherwise than those of the "
-            f"{stype(pattern)} mask"
-        )
-    values, exists = read_at(x, pattern, otherwise)
-    is_alike = is_sparse(x) and is_sparse(pattern) and same_positions(x, pattern)
-    if placeholder is not None and not (is_alike or isinstance(x, MaskedTensor)):
-        values += sampled(placeholder, pattern)
+    storage = x.storage if isinstance(x, MaskedTensor) else x
+    pattern, specified = storage, mask
+    if isinstance(mask, MaskedTensor):
+        pattern, specified = mask.storage, mask.valid
+    elif is_sparse(mask):
+        pattern = unique_positions(mask)
+        specified = is_entry(pattern)
+    else:
+        specified = sampled(mask, pattern)
+    values, exists = stored_values(storage), getattr(x, "valid", jnp.ones((), bool))
+    if not same_positions(storage, pattern):
+        if is_sparse(storage) and is_sparse(pattern):  # a dense mask asks for a dense result
+            report_fallback(
+                f"`sparse_mask` made a {stype(storage)} tensor of shape {tuple(x.shape)} "
+                "dense, at O(size) cost: its positions are laid out otherwise than those of "
+                f"the {stype(pattern)} mask"
+            )
+        values = sampled(as_dense(storage), pattern)
+        if isinstance(x, MaskedTensor):
+            exists = sampled(scattered(exists, storage, False), pattern)
+        elif placeholder is not None:
+            values += sampled(placeholder, pattern)
     valid = specified & exists
     result = with_stored_values(pattern, jnp.where(valid, values, jnp.zeros_like(values)))
-    return joined(result, valid) if masked else result
+    if isinstance(x, MaskedTensor) or isinstance(mask, MaskedTensor):
+        return joined(result, valid)
+    if is_sparse(mask) or placeholder is None:
+        return result
+    return with_placeholder(result, jnp.where(mask, placeholder, 0))
 
 
 def _tensor_or_array(x: TensorLike, argument: str = "x") -> Tensor:
@@ -161,18 +172,6 @@ def _check_mask(x: TensorLike, mask: Mask) -> None:
         )
 
 
-def _at_booleans(x: TensorLike, mask: jax.Array) -> Tensor:
-    if isinstance(x, MaskedTensor):
-        pattern = without_placeholder(x).storage
-        return joined(pattern, x.valid & sampled(mask, pattern))
-    values = stored_values(x)
-    values = jnp.where(sampled(mask, x), values, jnp.zeros_like(values))
-    result, placeholder = with_stored_values(x, values), placeholder_of(x)
-    if placeholder is None:
-        return result
-    return with_placeholder(result, jnp.where(mask, placeholder, 0))
-
-
 # --- placeholders --------------------------------------------------------------------------
 #
 # Tangent placeholders: where the gradient at entries that are not stored is collected.
@@ -191,8 +190,6 @@ def _at_booleans(x: TensorLike, mask: jax.Array) -> Tensor:
 # placeholders use the stored values and return tensors without one, which is what their
 # gradients say: nothing at other entries.
 
-_PLACEHOLDER = jax.tree_util.GetAttrKey("placeholder")
-
 
 class _WithPlaceholder:
     """A tensor with one more leaf, its placeholder. Comes before the type of the tensor."""
@@ -200,10 +197,6 @@ class _WithPlaceholder:
     __slots__ = ()
 
     placeholder: jax.Array | None
-
-    def tree_flatten_with_keys(self) -> tuple[Sequence[tuple[object, PyTree]], PyTree]:
-        leaves, static = super().tree_flatten_with_keys()  # type: ignore[misc]
-        return (*leaves, (_PLACEHOLDER, self.placeholder)), static
 
     def tree_flatten(self) -> tuple[Sequence[PyTree], PyTree]:
         leaves, static = super().tree_flatten()  # type: ignore[misc]
@@ -217,36 +210,13 @@ class _WithPlaceholder:
         return node
 
 
-@jax.tree_util.register_pytree_node_class
-class BCOOWithPlaceholder(_WithPlaceholder, BCOO):
-    """A BCOO with a placeholder."""
+def _subclass(base: type) -> PyTree:
+    kind = type(f"{base.__name__}WithPlaceholder", (_WithPlaceholder, base), {})
+    return jax.tree_util.register_pytree_node_class(kind)
 
 
-@jax.tree_util.register_pytree_node_class
-class BCSRWithPlaceholder(_WithPlaceholder, BCSR):
-    """A BCSR with a placeholder."""
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class RowSparseWithPlaceholder(_WithPlaceholder, RowSparse):
-    """A `RowSparse` with a placeholder."""
-
-    __slots__ = ("placeholder",)
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class MaskedTensorWithPlaceholder(_WithPlaceholder, MaskedTensor):
-    """A `MaskedTensor` with a placeholder."""
-
-    __slots__ = ("placeholder",)
-
-
-_KINDS = (
-    (BCOO, BCOOWithPlaceholder),
-    (BCSR, BCSRWithPlaceholder),
-    (RowSparse, RowSparseWithPlaceholder),
-    (MaskedTensor, MaskedTensorWithPlaceholder),
-)
+_KINDS = {base: _subclass(base) for base in (BCOO, BCSR, RowSparse, MaskedTensor)}
+_BASES: dict[type, PyTree] = {kind: base for base, kind in _KINDS.items()}
 
 
 def values_of(x: TensorLike) -> jax.Array:
@@ -265,8 +235,7 @@ def with_placeholder(x: TensorLike, placeholder: jax.Array | None) -> Tensor:
     """Return the sparse or masked tensor `x` with this placeholder in place of its own."""
     x = without_placeholder(x)
     leaves, static = x.tree_flatten()
-    kind = next(kind for base, kind in _KINDS if isinstance(x, base))
-    return kind.tree_unflatten(static, (*leaves, placeholder))
+    return _KINDS[type(x)].tree_unflatten(static, (*leaves, placeholder))
 
 
 def placeholder_of(x: TensorLike) -> jax.Array | None:
@@ -274,8 +243,8 @@ def placeholder_of(x: TensorLike) -> jax.Array | None:
 
 
 def without_placeholder(x: TensorLike) -> Tensor:
-    if placeholder_of(x) is None:
+    base = _BASES.get(type(x))
+    if base is None:
         return x
     leaves, static = x.tree_flatten()
-    kind = next(base for base, _ in _KINDS if isinstance(x, base))
-    return kind.tree_unflatten(static, leaves[:-1])
+    return base.tree_unflatten(static, leaves[:-1])

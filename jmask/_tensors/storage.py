@@ -204,8 +204,8 @@ def scattered(values: jax.Array, like: Storage, fill: Scalar) -> jax.Array:
     return dense.at[(first, *others)].set(values, mode="drop")
 
 
-def same_positions(x: Sparse, y: Sparse) -> bool:
-    """Decide whether two sparse tensors surely store the same positions in the same order.
+def same_positions(x: Storage, y: Storage) -> bool:
+    """Decide whether two tensors surely store the same positions in the same order.
 
     True for shared index arrays; concrete ones are compared. Traced ones that are not shared
     cannot be compared, and count as different.
@@ -213,12 +213,12 @@ def same_positions(x: Sparse, y: Sparse) -> bool:
     return tuple(x.shape) == tuple(y.shape) and same_index_arrays(x, y)
 
 
-def same_index_arrays(x: Sparse, y: Sparse) -> bool:
+def same_index_arrays(x: Storage, y: Storage) -> bool:
     """Decide as `same_positions`, for tensors whose dense, trailing sizes may differ."""
-    if stype(x) != stype(y) or stored_values(x).shape[:1] != stored_values(y).shape[:1]:
+    if stype(x) != stype(y) or x.ndim != y.ndim:
         return False
-    sparse = 1 if isinstance(x, RowSparse) else x.n_sparse
-    if x.ndim != y.ndim or x.shape[:sparse] != y.shape[:sparse]:
+    sparse = 1 if isinstance(x, RowSparse) else getattr(x, "n_sparse", 0)
+    if x.shape[:sparse] != y.shape[:sparse]:
         return False
     return all(map(_same_array, _index_arrays(x), _index_arrays(y)))
 
@@ -271,10 +271,12 @@ def compressed(x: BCOO) -> BCSR:
     )
 
 
-def _index_arrays(x: Sparse) -> tuple[Ids, ...]:
+def _index_arrays(x: Storage) -> tuple[Ids, ...]:
     if isinstance(x, RowSparse):
         return (x.index_leaf,)
-    return (x.indices, x.indptr) if isinstance(x, BCSR) else (x.indices,)
+    if isinstance(x, BCSR):
+        return x.indices, x.indptr
+    return (x.indices,) if isinstance(x, BCOO) else ()
 
 
 def _same_array(x: jax.Array, y: jax.Array) -> bool:
