@@ -21,20 +21,17 @@ from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import sum_dtype, trailing
 from jmask._base.types import Ids, Scalar, Shape, Tensor, TensorLike
-from jmask._base.validation import refuse_scipy
-from jmask._kernels.coalesce import coalesce_rows
+from jmask._base.validation import abstract_leaf, refuse_scipy, shown
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.row_sparse import RowSparse
 
 Storage = jax.Array | RowSparse | BCOO | BCSR
 Sparse = RowSparse | BCOO | BCSR
 SPARSE = (RowSparse, BCOO, BCSR)
-_ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def stype(x: object, argument: str = "x") -> str:
@@ -43,21 +40,15 @@ def stype(x: object, argument: str = "x") -> str:
         if isinstance(x, kind):
             return name
     refuse_scipy(argument, x)
-    name = type(x).__name__
-    if isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "OSUMm":
-        raise TypeError(f"`{argument}` is an array of {x.dtype}, which are no numbers.")
-    if isinstance(x, list):
-        leaves = jax.tree.leaves(x, is_leaf=lambda leaf: not isinstance(leaf, list | tuple))
-        others = [leaf for leaf in leaves if not isinstance(leaf, _ARRAYS)]
-        if not others:
-            return "default"
-        name = f"a list that holds a {type(others[0]).__name__}"
-    elif isinstance(x, _ARRAYS):
+    is_list, is_leaf = isinstance(x, list), lambda leaf: not isinstance(leaf, list | tuple)
+    leaves = jax.tree.leaves(x, is_leaf=is_leaf) if is_list else [x]
+    others = [leaf for leaf in leaves if abstract_leaf(leaf) is None]
+    if not others:
         return "default"
-    array = " Its `.todense()` is an array." if hasattr(x, "todense") else ""
+    array = ". Its `.todense()` is an array" if hasattr(x, "todense") else ""
     raise TypeError(
-        f"`{argument}`: {name} is not a storage: expected an array, RowSparse, BCOO or "
-        f"BCSR.{array}"
+        f"`{argument}`: {'a list that holds ' * is_list}{shown(others[0])} is not a "
+        f"storage: expected an array of numbers, RowSparse, BCOO or BCSR{array}."
     )
 
 
@@ -131,15 +122,14 @@ def stored_at(x: RowSparse, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     The place of an id that is not stored is their number.
     """
-    stored, values = x.row_ids(), x.values
-    if not x.coalesced:
-        stored, values = coalesce_rows(stored, values, x.shape[0])
-    places, count = jnp.searchsorted(stored, ids).astype(stored.dtype), values.shape[0]
+    x = x.coalesce()
+    stored, count = x.row_ids(), x.nse
+    places = jnp.searchsorted(stored, ids).astype(stored.dtype)
     if not count:
-        return values, places
+        return x.values, places
     # Padding of the tensor and of the ids is V, which is found, but is no row.
     exists = (stored[jnp.minimum(places, count - 1)] == ids) & (ids < x.shape[0])
-    return values, jnp.where(exists, places, count)
+    return x.values, jnp.where(exists, places, count)
 
 
 def is_stored(x: Sparse) -> jax.Array:
