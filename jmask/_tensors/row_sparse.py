@@ -225,11 +225,6 @@ class RowSparse(RowSparseMethods):
         x = checked_array("x", x)
         if not x.ndim:
             raise ValueError("`x` must have a dimension of rows, got a scalar.")
-        if nse is None and isinstance(x, jax.core.Tracer):
-            raise ValueError(
-                "RowSparse.fromdense: `nse`, the number of rows to store, must be given for a "
-                "traced `x` (under jit, vmap or grad)."
-            )
         return library().cast_storage(x, "row_sparse", nse=nse)
 
     def todense(self) -> jax.Array:

@@ -134,7 +134,8 @@ def stored_at(x: RowSparse, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def is_stored(x: Sparse) -> jax.Array:
     """Find which of the (nse,) places of `x` hold an entry or a row, and are not padding."""
-    return _inside(coordinates(x), x.shape)
+    pairs = zip(coordinates(x), x.shape, strict=False)
+    return jnp.array([(index >= 0) & (index < size) for index, size in pairs]).all(axis=0)
 
 
 def is_entry(x: Storage) -> jax.Array:
@@ -188,9 +189,8 @@ def scattered(values: jax.Array, like: Storage, fill: Scalar) -> jax.Array:
     if not is_sparse(like):
         return values
     dense = jnp.full(like.shape, fill, values.dtype)
-    places = coordinates(like)
-    first = jnp.where(_inside(places, like.shape), places[0], like.shape[0])
-    others = places[1:]
+    first, *others = coordinates(like)
+    first = jnp.where(is_stored(like), first, like.shape[0])
     return dense.at[(first, *others)].set(values, mode="drop")
 
 
@@ -276,11 +276,3 @@ def _same_array(x: jax.Array, y: jax.Array) -> bool:
         return False
     with jax.ensure_compile_time_eval():  # constants, also while something is traced
         return x.shape == y.shape and bool((x == y).all())
-
-
-def _inside(coordinates: tuple[jax.Array, ...], sizes: Shape) -> jax.Array:
-    """Find which positions are in range; sizes of dense, trailing dimensions are not used."""
-    inside = jnp.ones(coordinates[0].shape, bool)
-    for index, size in zip(coordinates, sizes, strict=False):
-        inside &= (index >= 0) & (index < size)
-    return inside

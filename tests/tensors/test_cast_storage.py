@@ -185,6 +185,8 @@ def test_from_each_to_each(source, target, sources):
         left = np.asarray(stored_values(y.storage))[np.asarray(y.valid)]
         assert left.size
         assert np.isnan(left).all()
+    if source != "default":  # traced, as many as it can need
+        assert_same(jax.jit(lambda x: jmask.cast_storage(x, target))(x))
     with pytest.raises(ValueError, match=r"`nse`=2 is too small: \d"):
         jmask.cast_storage(x, target, nse=2)
 
