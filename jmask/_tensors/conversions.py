@@ -1,13 +1,13 @@
-"""Masked tensors from one storage to another: every valid entry is stored.
+"""Tensors from one storage to another, to NumPy, and to text.
 
     data  [[1, nan, 2],     coo   indices [0,0] [0,2] [1,1]   values [1, 2, 5]
            [0,   5, 0]]     csr   indices  0 2 1, indptr 0 2 3, values [1, 2, 5]
     mask  [[T,   F, T],
            [F,   T, F]]     row_sparse  indices 0 1, values as data, mask as mask
 
-Coordinate and compressed row storage hold the valid entries and nothing else. Row-sparse
-storage holds the rows with a valid entry; their other entries stay masked. Sizes are
-static: what `nse` leaves over is padding, which is never valid.
+A cast stores the valid entries, or the rows with one; of a tensor that is not masked those
+that are not zero (nan is not). Sizes are static: what `nse` leaves over is padding, which is
+never valid.
 """
 
 import jax
@@ -162,18 +162,6 @@ def _assembled_rows(x: MaskedTensor, nse: int | None) -> MaskedTensor:
     return joined(storage, valid)
 
 
-# --- cast storage -------------------------------------------------------------------------
-#
-# The same tensor on another storage: `cast_storage`.
-#
-#     [[0, 0],     "row_sparse"    indices [1]          values [[0, 5]]
-#      [0, 5],     "coo"           indices [[1, 1]]     values [5]
-#      [0, 0]]     "csr"           indices [1]          values [5], indptr [0, 0, 1, 1]
-#
-# A cast stores what is not zero: rows with an entry that is not zero (nan is not), or such
-# entries. For masked tensors it stores the valid entries, zero or not.
-
-
 def cast_storage(x: TensorLike, stype: str, *, nse: int | None = None) -> Tensor:
     """Return the tensor on another storage; MXNet's function of this name.
 
@@ -191,19 +179,14 @@ def cast_storage(x: TensorLike, stype: str, *, nse: int | None = None) -> Tensor
     Raises:
         ValueError: if `stype` is none of these, the storage does not suit the shape, or
             `nse` is missing or too small. Where that cannot be known, under jit, floating
-            values are nan and others are refused: nothing is lost silently.
+            values are nan and others are refused.
         TypeError: if `x` is none of these.
 
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> x = jmask.cast_storage(jnp.array([[0., 0.], [0., 5.]]), "row_sparse")
-        >>> x
-        RowSparse(float32[2, 2], nse=1)
-        >>> jmask.cast_storage(x, "csr")
-        BCSR(float32[2, 2], nse=1)
-        >>> jmask.cast_storage(x, "default")
-        Array([[0., 0.],
-               [0., 5.]], dtype=float32)
+        >>> x, jmask.cast_storage(x, "csr")
+        (RowSparse(float32[2, 2], nse=1), BCSR(float32[2, 2], nse=1))
     """
     checked_choice(stype, "stype", ("default", *_TO_SPARSE))
     is_masked = isinstance(x, MaskedTensor)
@@ -243,17 +226,13 @@ def _check_castable(x: TensorLike, stype: str) -> None:
         )
 
 
-# --- printing ------------------------------------------------------------------------------
-#
-# How masked tensors print: masked entries as `--`, laid out as NumPy lays out arrays.
-#
-#     MaskedTensor([1.0, --, 3.0], dtype=float32)
-#     MaskedTensor(coo, float32[2, 4], nse=3, values=[3.0, --, 5.0])
-#     MaskedTensor(float32[2, 4])                                        while traced
-
-
 def representation(x: MaskedTensor) -> str:
-    """Print `MaskedTensor([1.0, --, 3.0], dtype=float32)`; its type and shape while traced."""
+    """Print a masked tensor, as NumPy lays arrays out; its type and shape while traced.
+
+    MaskedTensor([1.0, --, 3.0], dtype=float32)
+    MaskedTensor(coo, float32[2, 4], nse=3, values=[3.0, --, 5.0])
+    MaskedTensor(float32[2, 4])
+    """
     # A repr that raises hides the error somebody is looking for: transformations put
     # anything into the leaves, and buffers may be donated or live on other hosts.
     try:

@@ -6,12 +6,9 @@
 
 What lies under the mask is never read as a number: not by a result, not by a gradient.
 Operations combine masks by intersection (an entry of `a + b` exists where both do), and
-reductions run over the entries that exist.
-
-The data may have any storage; the mask has the same one. With sparse storage (`RowSparse`,
-BCOO, BCSR) the entries that are not stored do not exist either. Entries of the mask are
-kept as the booleans of the stored values alone, so that data and mask share their indices
-by construction.
+reductions run over the entries that exist. Of sparse storage (`RowSparse`, BCOO, BCSR) the
+entries that are not stored do not exist either; the mask is kept as the booleans of the stored
+values alone.
 """
 
 import functools
@@ -54,13 +51,11 @@ class MaskedTensor(MaskedMethods):
 
     Args:
         data: an array, `RowSparse`, BCOO or BCSR.
-        mask: where entries are valid. For dense data a boolean array; it and the data
-            broadcast against each other. For sparse data a boolean array of the shape of
-            the stored values, a dense boolean array of the shape of the tensor, or None:
-            everything stored is valid. A sparse boolean mask gives the result its storage:
-            an entry is valid where the mask is True and the data, if sparse, stores it. Data
-            and mask with different index arrays become dense. (A BCOO or BCSR of booleans
-            that JAX made int32, as `BCOO.fromdense` does, is a mask too.)
+        mask: where entries are valid, everything (stored) if None. For dense data a boolean
+            array; it and the data broadcast against each other. For sparse data a boolean
+            array of the shape of the tensor or of its stored values. A sparse mask, whose
+            booleans JAX may have made int32, gives dense data its storage; sparse data with
+            other index arrays becomes dense.
 
     Equal positions of sparse data are one entry: the sum of those that are valid.
 

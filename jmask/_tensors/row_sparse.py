@@ -8,11 +8,9 @@
         row 2:  4 4        equal indices add
         row 3:  0 0
 
-It is the exact gradient of an embedding lookup: `indices` are the ids looked up and
-`values` the cotangents of the rows. The number of stored rows n ("nse", number of stored
-elements, as in `jax.experimental.sparse`) is static; an index outside [0, shape[0]) is
-padding and its row is dropped. `coalesced` is a static promise: indices sorted, unique
-apart from padding, padding last.
+It is the exact gradient of an embedding lookup: `indices` are the ids looked up, `values` the
+cotangents of their rows. The number of stored rows n ("nse", as in `jax.experimental.sparse`)
+is static; an index outside [0, shape[0]) is padding and its row is dropped.
 """
 
 import math
@@ -49,13 +47,12 @@ class RowSparse(RowSparseMethods):
         values (n, *row): the rows.
         shape: (V, *row), static. By default V is the largest index + 1, for which the
             indices must be concrete.
-        leading: how many leading dimensions the indices number, in row-major order: 1 of an
-            ordinary table. The gradient of stacked tables (M, V, *row) that were looked up by
-            `t[m, ids]` has 2, and its index is m * V + id; `x.flat()` has the shape
-            (M * V, *row).
+        leading: how many leading dimensions the indices number, in row-major order: 1 of a
+            table, 2 of stacked tables (M, V, *row), where an index is m * V + id and
+            `x.flat()` has the shape (M * V, *row).
         coalesced: promise that the indices are sorted, unique apart from padding, and
-            that padding comes last. Checked for concrete indices; a broken promise of
-            traced ones is undefined behaviour, as of `unique_indices` in JAX.
+            that padding comes last. Checked for concrete indices; otherwise as
+            `unique_indices` in JAX.
 
     Raises:
         TypeError: if `indices` are not integers, or `values` no numbers.
@@ -64,14 +61,9 @@ class RowSparse(RowSparseMethods):
 
     Example:
         >>> import jax.numpy as jnp, jmask
-        >>> x = jmask.RowSparse([2, 0, 2], jnp.array([[1., 1], [5, 5], [3, 3]]), (4, 2))
-        >>> x
-        RowSparse(float32[4, 2], nse=3)
-        >>> x.todense()
-        Array([[5., 5.],
-               [0., 0.],
-               [4., 4.],
-               [0., 0.]], dtype=float32)
+        >>> x = jmask.RowSparse([2, 0, 2], jnp.array([[1.], [5.], [3.]]), (4, 1))
+        >>> x, x.todense().tolist()
+        (RowSparse(float32[4, 1], nse=3), [[5.0], [0.0], [4.0], [0.0]])
     """
 
     __slots__ = ("coalesced", "index_leaf", "leading", "shape", "values")
@@ -213,19 +205,15 @@ class RowSparse(RowSparseMethods):
                 cannot be known while `x` is traced.
 
         Raises:
-            ValueError: if `nse` is needed and missing, negative, or too small for a
-                concrete `x`. For a traced `x` with too many non-zero rows the values are
-                nan (integer values: `nse` must be V).
+            ValueError: if `nse` is needed and missing, negative, or too small. If it may be
+                for a traced `x`, the values are nan then (integers: `nse` must be V).
 
         Example:
             >>> import jax.numpy as jnp, jmask
             >>> jmask.RowSparse.fromdense(jnp.array([[0., 0.], [1., 2.]]))
             RowSparse(float32[2, 2], nse=1)
         """
-        x = checked_array("x", x)
-        if not x.ndim:
-            raise ValueError("`x` must have a dimension of rows, got a scalar.")
-        return library().cast_storage(x, "row_sparse", nse=nse)
+        return library().cast_storage(checked_array("x", x), "row_sparse", nse=nse)
 
     def todense(self) -> jax.Array:
         """Return the dense array (V, *row): zeros, with the stored rows added."""
@@ -276,13 +264,11 @@ class RowSparse(RowSparseMethods):
         """Return the same tensor with sorted unique indices, duplicates summed, padding last.
 
         Args:
-            nse: the capacity of the result, static; min(n, V) by default, which always
-                suffices.
+            nse: the capacity of the result, static; min(n, V), which suffices, by default.
 
         Raises:
-            ValueError: if `nse` is negative or, for concrete indices, too small. For
-                traced indices that do not fit, floating values are nan and integer
-                values are refused: rows are never dropped silently.
+            ValueError: if `nse` is negative or too small. If it may be for traced indices,
+                floating values are nan then, and integers refused.
 
         Example:
             >>> import jax.numpy as jnp, jmask
@@ -332,15 +318,9 @@ class RowSparse(RowSparseMethods):
         """Check the stored indices, which needs them concrete (outside jit).
 
         Raises:
-            ValueError: if an index is neither a row nor the padding V, if the values do not
-                have one row for each index, or if the tensor claims to be coalesced and is
-                not.
+            ValueError: if an index is neither a row nor the padding V, if the values have not
+                one row for each, or if the tensor claims to be coalesced and is not.
         """
-        if isinstance(self.index_leaf, jax.core.Tracer):
-            raise ValueError(
-                "RowSparse.validate() reads the indices and cannot run while they are traced: "
-                "call it outside jit."
-            )
         self.check_single()
         ids = np.asarray(self.indices)
         checks.check_values(ids, self.values, (self.row_count, *self.row))
@@ -349,10 +329,7 @@ class RowSparse(RowSparseMethods):
             checks.check_coalesced(ids, self.row_count)
 
     def check_single(self) -> None:
-        """Raise ValueError if this is a stack of tensors, whose leaves have leading axes.
-
-        `jax.vmap` and loops may stack; what reads indices and values is meant for one tensor.
-        """
+        """Raise ValueError if this is a stack of tensors, as `jax.vmap` and loops make them."""
         if jnp.ndim(self.index_leaf) > 1:
             raise ValueError(
                 f"{self!r} is a stack of tensors, as jax.vmap and jax.lax.map return them, and "

@@ -4,17 +4,10 @@
                  [4, -]]      [[0, 3], [4, 0]]                 [7, 8]], x) = [7, -]]
 
 An entry that is not specified counts for zero in the first, and is left out of the second.
-What that means for gradients is said by the caller, not by the storage:
-
-| function                       | sends a gradient to                        |
-|--------------------------------|--------------------------------------------|
-| `todense(x)`                   | every entry of x                           |
-| `todense(x, masked_grad=True)` | the specified entries of x                 |
-| `sparse_mask(x, mask)`         | the entries of x that `mask` specifies     |
-
-Other functions of a sparse tensor compute with its stored values, and their gradients go to
-these: `x @ y` is the matrix product with masked gradient, `todense(x) @ y` the same product
-with the gradient of an ordinary tensor.
+`todense(x)` sends a gradient to every entry of x, `todense(x, masked_grad=True)` to those that
+are specified, `sparse_mask(x, mask)` to those that `mask` specifies. Other functions of sparse
+tensors compute with stored values, and their gradients go there: `x @ y` is the matrix product
+with masked gradient, `todense(x) @ y` with that of an ordinary tensor.
 """
 
 from collections.abc import Sequence
@@ -49,9 +42,8 @@ def todense(x: TensorLike, *, masked_grad: bool = False) -> jax.Array:
     Args:
         x: an array, `RowSparse`, BCOO, BCSR or `MaskedTensor`.
         masked_grad: whether the gradient goes to the specified entries of `x` only. By
-            default it goes to every entry, as for an ordinary tensor: with `jmask.grad` a
-            sparse `x` then has a dense gradient. JAX's own transformations keep the
-            stored part of it.
+            default it goes to every entry, and with `jmask.grad` a sparse `x` has a dense
+            gradient. JAX's own transformations keep the stored part of it.
 
     Returns:
         An array of the shape of `x`.
@@ -61,14 +53,11 @@ def todense(x: TensorLike, *, masked_grad: bool = False) -> jax.Array:
 
     Example:
         >>> import jax.numpy as jnp, jmask
-        >>> x = jmask.RowSparse([1], jnp.array([[3., 4.]]), (3, 2))
-        >>> weight = jnp.arange(6.).reshape(3, 2)
-        >>> jmask.grad(lambda x: jnp.sum(jmask.todense(x) * weight))(x)
-        Array([[0., 1.],
-               [2., 3.],
-               [4., 5.]], dtype=float32)
-        >>> jmask.grad(lambda x: jnp.sum(jmask.todense(x, masked_grad=True) * weight))(x)
-        RowSparse(float32[3, 2], nse=1)
+        >>> x = jmask.RowSparse([1], jnp.array([3.]), (3,))
+        >>> jmask.grad(lambda x: jnp.sum(jmask.todense(x)))(x)
+        Array([1., 1., 1.], dtype=float32)
+        >>> jmask.grad(lambda x: jnp.sum(jmask.todense(x, masked_grad=True)))(x)
+        RowSparse(float32[3], nse=1)
     """
     check_flag("masked_grad", masked_grad)
     if isinstance(x, MaskedTensor):
@@ -109,10 +98,8 @@ def sparse_mask(x: TensorLike, mask: Mask) -> Tensor:
         >>> import jax.numpy as jnp, jmask
         >>> from jax.experimental.sparse import BCOO
         >>> mask = BCOO.fromdense(jnp.array([[0., 1.], [1., 0.]]))
-        >>> x = jmask.sparse_mask(jnp.array([[5., 6.], [7., 8.]]), mask)
-        >>> x.todense()
-        Array([[0., 6.],
-               [7., 0.]], dtype=float32)
+        >>> jmask.sparse_mask(jnp.array([[5., 6.], [7., 8.]]), mask).todense().tolist()
+        [[0.0, 6.0], [7.0, 0.0]]
     """
     x, mask = _tensor_or_array(x), without_placeholder(_tensor_or_array(mask, "mask"))
     _check_mask(x, mask)
@@ -174,21 +161,11 @@ def _check_mask(x: TensorLike, mask: Mask) -> None:
 
 # --- placeholders --------------------------------------------------------------------------
 #
-# Tangent placeholders: where the gradient at entries that are not stored is collected.
-#
 # JAX keeps a sparse tensor as its stored values, so a gradient has numbers for those alone. The
-# placeholder is a dense array of zeros, added by operations for which every entry counts:
-#
-#     x = BCOO of [[-, 3], [4, -]]        - is not stored
-#
-#     todense(x)                     stored values + placeholder    its gradient: at every entry
-#     todense(x, masked_grad=True)   stored values                  its gradient: zero
-#
-# The derivative in the stored values is the same with and without it; its own is read at the
-# other entries only: the two together are the gradient at every entry. A tensor with a
-# placeholder *is* a BCOO, BCSR, `RowSparse` or `MaskedTensor`. Functions that do not know of
-# placeholders use the stored values and return tensors without one, which is what their
-# gradients say: nothing at other entries.
+# tangent placeholder is a dense array of zeros that `todense` adds, so that its gradient has
+# those of the other entries. A tensor with a placeholder *is* a BCOO, BCSR, `RowSparse` or
+# `MaskedTensor`; functions that do not know of it return tensors without one, which is what
+# their gradients say: nothing at other entries.
 
 
 class _WithPlaceholder:

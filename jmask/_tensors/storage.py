@@ -7,9 +7,8 @@
 | "coo"        | `jax.experimental.sparse.BCOO`    | (nse, *dense dimensions) |
 | "csr"        | `jax.experimental.sparse.BCSR`    | (nse, *dense dimensions) |
 
-Code for any storage needs few things of it, which a dense array has too: its stored values,
-the same storage with other values, which stored values are entries and not padding, a dense
-array sampled at the stored positions, and the dense array itself:
+Code for any storage asks for its stored values, the same storage with other values, which of
+them are entries and not padding, and a dense array sampled at their positions:
 
     x = BCOO of [[0, 3], [4, 0]]      stored_values(x)               [3, 4]
                                       is_entry(x)                    [T, T]
