@@ -93,7 +93,7 @@ class MaskedTensor(MaskedMethods):
         register_in_flax(MaskedTensor)
         stype(data, "data")  # refuses what is no storage
         data = without_nothing_sparse(data)
-        mask = None if mask is None else _booleans(without_nothing_sparse(mask))
+        mask = None if mask is None else checked_mask(without_nothing_sparse(mask))
         place = _on_sparse if is_sparse(data) else _on_dense
         self.storage, self.valid = place(data, mask)
 
@@ -283,10 +283,7 @@ def as_masked_tensor(x: TensorLike) -> MaskedTensor:
         >>> jmask.as_masked_tensor(jnp.arange(3))
         MaskedTensor([0, 1, 2], dtype=int32)
     """
-    if isinstance(x, MaskedTensor):
-        return x
-    stype(x)  # refuses what is no storage
-    return MaskedTensor(x)
+    return x if isinstance(x, MaskedTensor) else MaskedTensor(x)
 
 
 def common_shape(shapes: Sequence[Shape], operands: str = "operands") -> Shape:
@@ -362,7 +359,7 @@ def _summed(data: Sparse, valid: jax.Array) -> tuple[Tensor, jax.Array]:
     return merged, (stored_values(number) > 0) & is_entry(merged)
 
 
-def _booleans(mask: Mask) -> Mask:
+def checked_mask(mask: Mask) -> Mask:
     """Return a mask as an array or a storage of booleans, or raise TypeError."""
     stype(mask, "mask")  # refuses what is no storage
     mask = as_booleans(mask) if is_sparse(mask) else jnp.asarray(mask)

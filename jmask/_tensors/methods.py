@@ -151,11 +151,6 @@ class MaskedMethods(TensorMethods):
         """Format the number that a scalar is; `--` if it is masked."""
         if not spec:
             return str(self)
-        if np.ndim(self):
-            raise TypeError(
-                f"a MaskedTensor of shape {np.shape(self)} is not one number to format as "
-                f"{spec!r}: format an entry, or the array `x.to_tensor(fill_value)`."
-            )
         number = self.item()
         return "--" if number is None else format(number, spec)
 

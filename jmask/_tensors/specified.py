@@ -20,7 +20,7 @@ from jax.experimental.sparse import BCOO, BCSR
 from jmask._base.fallback import report_fallback
 from jmask._base.types import Mask, PyTree, Tensor, TensorLike
 from jmask._base.validation import check_flag
-from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
+from jmask._tensors.masked_tensor import MaskedTensor, checked_mask, is_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
     as_dense,
@@ -101,7 +101,8 @@ def sparse_mask(x: TensorLike, mask: Mask) -> Tensor:
         >>> jmask.sparse_mask(jnp.array([[5., 6.], [7., 8.]]), mask).todense().tolist()
         [[0.0, 6.0], [7.0, 0.0]]
     """
-    x, mask = _tensor_or_array(x), without_placeholder(_tensor_or_array(mask, "mask"))
+    x = _tensor_or_array(x)
+    mask = without_placeholder(mask) if is_tensor(mask) else checked_mask(mask)
     _check_mask(x, mask)
     placeholder, x = placeholder_of(x), without_placeholder(x)
     storage = x.storage if isinstance(x, MaskedTensor) else x
@@ -135,19 +136,14 @@ def sparse_mask(x: TensorLike, mask: Mask) -> Tensor:
     return with_placeholder(result, jnp.where(mask, placeholder, 0))
 
 
-def _tensor_or_array(x: TensorLike, argument: str = "x") -> Tensor:
+def _tensor_or_array(x: TensorLike) -> Tensor:
     if is_tensor(x):
         return x
-    stype(x, argument)  # refuses what is no tensor
+    stype(x)  # refuses what is no tensor
     return jnp.asarray(x)
 
 
 def _check_mask(x: TensorLike, mask: Mask) -> None:
-    if not is_tensor(mask) and mask.dtype != jnp.dtype(bool):
-        raise TypeError(
-            f"`mask` is an array of {mask.dtype}: pass booleans, True for the entries that "
-            "are specified (`mask != 0`), or a sparse or masked tensor."
-        )
     if getattr(mask, "n_batch", 0) or getattr(x, "n_batch", 0):
         raise ValueError(
             "`x` and `mask` may not have batch dimensions: use vmap over tensors without them."

@@ -16,6 +16,7 @@ them are entries and not padding, and a dense array sampled at their positions:
                                       as_dense(x)                    [[0, 3], [4, 0]]
 """
 
+import functools
 from typing import TypeGuard
 
 import jax
@@ -134,7 +135,8 @@ def stored_at(x: RowSparse, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 def is_stored(x: Sparse) -> jax.Array:
     """Find which of the (nse,) places of `x` hold an entry or a row, and are not padding."""
     pairs = zip(coordinates(x), x.shape, strict=False)
-    return jnp.array([(index >= 0) & (index < size) for index, size in pairs]).all(axis=0)
+    inside = [(index >= 0) & (index < size) for index, size in pairs]
+    return functools.reduce(jnp.logical_and, inside)
 
 
 def is_entry(x: Storage) -> jax.Array:
@@ -172,8 +174,6 @@ def sampled(dense: jax.Array, like: Storage, shape: Shape | None = None) -> jax.
     dense = dense.reshape((1,) * (len(shape) - dense.ndim) + dense.shape)
     if isinstance(like, RowSparse) and dense.shape[0] > 1:
         dense = gather_rows(dense, where[0], coalesced=like.coalesced)
-    elif isinstance(like, RowSparse):
-        dense = jnp.broadcast_to(dense, (*where[0].shape, *dense.shape[1:]))
     else:
         sizes = dense.shape[: len(where)]
         places = [0 if size == 1 else i for i, size in zip(where, sizes, strict=True)]
@@ -214,9 +214,7 @@ def same_index_arrays(x: Storage, y: Storage) -> bool:
 
 def has_unique_positions(x: Storage) -> bool:
     """Decide whether it is known that no two stored values have one position."""
-    if isinstance(x, RowSparse):
-        return x.coalesced
-    return not isinstance(x, SPARSE) or x.unique_indices
+    return getattr(x, "unique_indices", getattr(x, "coalesced", True))
 
 
 def unique_positions(x: Storage) -> Tensor:
