@@ -1,13 +1,13 @@
-"""Masked tensors from one storage to another: every valid entry is stored.
+"""Tensors from one storage to another, to NumPy, and to text.
 
     data  [[1, nan, 2],     coo   indices [0,0] [0,2] [1,1]   values [1, 2, 5]
            [0,   5, 0]]     csr   indices  0 2 1, indptr 0 2 3, values [1, 2, 5]
     mask  [[T,   F, T],
            [F,   T, F]]     row_sparse  indices 0 1, values as data, mask as mask
 
-Coordinate and compressed row storage hold the valid entries and nothing else. Row-sparse
-storage holds the rows with a valid entry; their other entries stay masked. Sizes are
-static: what `nse` leaves over is padding, which is never valid.
+A cast stores the valid entries, or the rows with one; of a tensor that is not masked those
+that are not zero (nan is not). Sizes are static: what `nse` leaves over is padding, which is
+never valid.
 """
 
 import jax
@@ -20,7 +20,7 @@ from jmask._base.types import HostArray, MaskedHostArray, Tensor, TensorLike
 from jmask._base.validation import checked_array, checked_choice
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.checks import checked_capacity, fit_or_poison
-from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, joined
+from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, is_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
     as_dense,
@@ -43,11 +43,11 @@ def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
         jnp.where(inside, index, size)
         for index, size in zip(entry_indices(x.storage, picked), x.shape, strict=True)
     ]
-    dtype = joint_dtype(*indices)
+    dtype, rows_are_sorted = joint_dtype(*indices), getattr(x.storage, "coalesced", True)
     storage = BCOO(
         (values, jnp.stack([index.astype(dtype) for index in indices], axis=1)),
         shape=x.shape,
-        indices_sorted=_is_sorted(x.storage),
+        indices_sorted=getattr(x.storage, "indices_sorted", rows_are_sorted),
         unique_indices=True,
     )
     return joined(storage, inside)
@@ -95,23 +95,16 @@ def to_numpy_ma(x: TensorLike) -> MaskedHostArray:
     return np.ma.MaskedArray(np.array(x.storage), mask=~np.asarray(x.valid))
 
 
-def _capacity(valid: jax.Array, nse: int | None, what: str) -> int:
-    """Return `nse`, by default the number of True in `valid`."""
-    traced = isinstance(valid, jax.core.Tracer)
-    if nse is None:
-        if traced:
-            raise ValueError(
-                f"`nse`, the number of {what} to store, must be given while the mask is "
-                "traced (under jit, vmap or grad)."
-            )
-        return int(valid.sum())
-    nse = checked_capacity(nse)
-    if traced and nse == 0 < valid.size:
+def _capacity(flags: jax.Array, nse: int | None, what: str) -> int:
+    """Return `nse`, by default the number of True in `flags`."""
+    if nse is not None:
+        return checked_capacity(nse)
+    if isinstance(flags, jax.core.Tracer):
         raise ValueError(
-            f"`nse`=0 leaves no room for any of {valid.size} {what}, which cannot be checked "
-            "while the mask is traced."
+            f"`nse`, the number of {what} to store, must be given for a traced dense `x` "
+            "(under jit, vmap or grad)."
         )
-    return nse
+    return int(flags.sum())
 
 
 def _picked(values: jax.Array, picked: jax.Array) -> jax.Array:
@@ -133,12 +126,6 @@ def _chosen(
     kept = trailing(inside, values.ndim)
     values = jnp.where(kept, _picked(values, picked), jnp.zeros((), values.dtype))
     return picked, inside, fit_or_poison(values, flags.sum(), nse, flags.size, what)
-
-
-def _is_sorted(storage: Tensor) -> bool:
-    if isinstance(storage, BCOO | BCSR):
-        return storage.indices_sorted
-    return not isinstance(storage, RowSparse) or storage.coalesced
 
 
 def _has_valid(x: MaskedTensor) -> jax.Array:
@@ -175,18 +162,6 @@ def _assembled_rows(x: MaskedTensor, nse: int | None) -> MaskedTensor:
     return joined(storage, valid)
 
 
-# --- cast storage -------------------------------------------------------------------------
-#
-# The same tensor on another storage: `cast_storage`.
-#
-#     [[0, 0],     "row_sparse"    indices [1]          values [[0, 5]]
-#      [0, 5],     "coo"           indices [[1, 1]]     values [5]
-#      [0, 0]]     "csr"           indices [1]          values [5], indptr [0, 0, 1, 1]
-#
-# A cast stores what is not zero: rows with an entry that is not zero (nan is not), or such
-# entries. For masked tensors it stores the valid entries, zero or not.
-
-
 def cast_storage(x: TensorLike, stype: str, *, nse: int | None = None) -> Tensor:
     """Return the tensor on another storage; MXNet's function of this name.
 
@@ -204,54 +179,37 @@ def cast_storage(x: TensorLike, stype: str, *, nse: int | None = None) -> Tensor
     Raises:
         ValueError: if `stype` is none of these, the storage does not suit the shape, or
             `nse` is missing or too small. Where that cannot be known, under jit, floating
-            values are nan and others are refused: nothing is lost silently.
+            values are nan and others are refused.
         TypeError: if `x` is none of these.
 
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> x = jmask.cast_storage(jnp.array([[0., 0.], [0., 5.]]), "row_sparse")
-        >>> x
-        RowSparse(float32[2, 2], nse=1)
-        >>> jmask.cast_storage(x, "csr")
-        BCSR(float32[2, 2], nse=1)
-        >>> jmask.cast_storage(x, "default")
-        Array([[0., 0.],
-               [0., 5.]], dtype=float32)
+        >>> x, jmask.cast_storage(x, "csr")
+        (RowSparse(float32[2, 2], nse=1), BCSR(float32[2, 2], nse=1))
     """
     checked_choice(stype, "stype", ("default", *_TO_SPARSE))
-    if isinstance(x, MaskedTensor):
-        if stype == "default":
-            return x.to_dense()
-        _check_castable(x, stype)
-        if nse is None and x.stype == stype and not getattr(x.storage, "n_dense", 0):
-            kept = _has_valid(x) if stype == "row_sparse" else x.valid
-            if isinstance(kept, jax.core.Tracer):
-                nse = kept.size
-            elif kept.all():
-                return x
-        return _TO_SPARSE[stype](x, nse)
-    current = stype_of(x)
-    x = x if is_sparse(x) else jnp.asarray(x)
-    if current == stype and (nse is None or stype == "default"):
-        return x
+    is_masked = isinstance(x, MaskedTensor)
+    current = x.stype if is_masked else stype_of(x)
+    x = x if is_tensor(x) else jnp.asarray(x)
     if stype == "default":
-        return as_dense(x)
+        return x.to_dense() if is_masked else as_dense(x)
+    if current == stype and nse is None and not is_masked:
+        return x
     _check_castable(x, stype)
-    if is_sparse(x):
+    if not is_masked:
         x = unique_positions(x)
-        entries = is_entry(x) & is_nonzero(stored_values(x))
-    else:
-        entries = is_nonzero(x)
-    if nse is None and isinstance(entries, jax.core.Tracer):
-        if not is_sparse(x):
-            raise ValueError(
-                "`nse`, the number of rows or entries to store, must be given for a traced "
-                "dense `x` (under jit, vmap or grad)."
-            )
-        # As many as a sparse tensor can need.
-        rows = min(x.shape[0], entries.shape[0])
-        nse = rows if stype == "row_sparse" else entries.size
-    return _TO_SPARSE[stype](joined(x, entries), nse).storage
+        x = joined(x, is_entry(x) & is_nonzero(stored_values(x)))
+    is_traced = isinstance(x.valid, jax.core.Tracer)
+    if nse is None and is_traced and is_sparse(x.storage):  # as many as it can need
+        rows = min(x.shape[0], x.valid.shape[0])
+        nse = rows if stype == "row_sparse" else x.valid.size
+    if nse is None and current == stype and not getattr(x.storage, "n_dense", 0):
+        kept = _has_valid(x) if stype == "row_sparse" else x.valid
+        if kept.all():
+            return x
+    result = _TO_SPARSE[stype](x, nse)
+    return result if is_masked else result.storage
 
 
 _TO_SPARSE = {"row_sparse": to_row_sparse, "coo": to_coo, "csr": to_csr}
@@ -268,17 +226,13 @@ def _check_castable(x: TensorLike, stype: str) -> None:
         )
 
 
-# --- printing ------------------------------------------------------------------------------
-#
-# How masked tensors print: masked entries as `--`, laid out as NumPy lays out arrays.
-#
-#     MaskedTensor([1.0, --, 3.0], dtype=float32)
-#     MaskedTensor(coo, float32[2, 4], nse=3, values=[3.0, --, 5.0])
-#     MaskedTensor(float32[2, 4])                                        while traced
-
-
 def representation(x: MaskedTensor) -> str:
-    """Print `MaskedTensor([1.0, --, 3.0], dtype=float32)`; its type and shape while traced."""
+    """Print a masked tensor, as NumPy lays arrays out; its type and shape while traced.
+
+    MaskedTensor([1.0, --, 3.0], dtype=float32)
+    MaskedTensor(coo, float32[2, 4], nse=3, values=[3.0, --, 5.0])
+    MaskedTensor(float32[2, 4])
+    """
     # A repr that raises hides the error somebody is looking for: transformations put
     # anything into the leaves, and buffers may be donated or live on other hosts.
     try:

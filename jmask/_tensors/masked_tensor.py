@@ -6,12 +6,9 @@
 
 What lies under the mask is never read as a number: not by a result, not by a gradient.
 Operations combine masks by intersection (an entry of `a + b` exists where both do), and
-reductions run over the entries that exist.
-
-The data may have any storage; the mask has the same one. With sparse storage (`RowSparse`,
-BCOO, BCSR) the entries that are not stored do not exist either. Entries of the mask are
-kept as the booleans of the stored values alone, so that data and mask share their indices
-by construction.
+reductions run over the entries that exist. Of sparse storage (`RowSparse`, BCOO, BCSR) the
+entries that are not stored do not exist either; the mask is kept as the booleans of the stored
+values alone.
 """
 
 import functools
@@ -54,13 +51,11 @@ class MaskedTensor(MaskedMethods):
 
     Args:
         data: an array, `RowSparse`, BCOO or BCSR.
-        mask: where entries are valid. For dense data a boolean array; it and the data
-            broadcast against each other. For sparse data a boolean array of the shape of
-            the stored values, a dense boolean array of the shape of the tensor, or None:
-            everything stored is valid. A sparse boolean mask gives the result its storage:
-            an entry is valid where the mask is True and the data, if sparse, stores it. Data
-            and mask with different index arrays become dense. (A BCOO or BCSR of booleans
-            that JAX made int32, as `BCOO.fromdense` does, is a mask too.)
+        mask: where entries are valid, everything (stored) if None. For dense data a boolean
+            array; it and the data broadcast against each other. For sparse data a boolean
+            array of the shape of the tensor or of its stored values. A sparse mask, whose
+            booleans JAX may have made int32, gives dense data its storage; sparse data with
+            other index arrays becomes dense.
 
     Equal positions of sparse data are one entry: the sum of those that are valid.
 
@@ -97,14 +92,10 @@ class MaskedTensor(MaskedMethods):
             raise TypeError("`data` is a numpy.ma array: use jmask.from_numpy_ma(data).")
         register_in_flax(MaskedTensor)
         stype(data, "data")  # refuses what is no storage
-        data, mask = without_nothing_sparse(data), without_nothing_sparse(mask)
-        if isinstance(mask, bool | list | tuple):
-            mask = np.asarray(mask)
-        if not is_sparse(data) and is_sparse(mask):
-            mask = unique_positions(booleans(mask))
-            data = with_stored_values(mask, sampled(jnp.asarray(data), mask))
-        on_storage = on_sparse if is_sparse(data) else on_dense
-        self.storage, self.valid = on_storage(data, mask)
+        data = without_nothing_sparse(data)
+        mask = None if mask is None else checked_mask(without_nothing_sparse(mask))
+        place = _on_sparse if is_sparse(data) else _on_dense
+        self.storage, self.valid = place(data, mask)
 
     # --- pytree: data and the booleans of its stored values -----------------------------
 
@@ -154,8 +145,7 @@ class MaskedTensor(MaskedMethods):
     @property
     def nbytes(self) -> int:
         """How many bytes data, mask and indices take."""
-        leaves = jax.tree.leaves(self)
-        return sum(int(np.prod(x.shape, dtype=np.int64)) * x.dtype.itemsize for x in leaves)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
 
     @property
     def stype(self) -> str:
@@ -226,30 +216,19 @@ class MaskedTensor(MaskedMethods):
         """Return the same tensor on dense storage; entries that are not stored are masked."""
         if not is_sparse(self.storage):
             return self
-        values = stored_values(self.storage)
-        mask = scattered(self.valid, self.storage, False)
-        return MaskedTensor(scattered(values, self.storage, 0), mask)
+        data = scattered(stored_values(self.storage), self.storage, 0)
+        return joined(data, scattered(self.valid, self.storage, False))
 
     def to_sparse(self, nse: int | None = None) -> "MaskedTensor":
-        """Return the same tensor on coordinate (BCOO) storage: every valid entry is stored.
-
-        Args:
-            nse: the number of stored entries, static; the exact number by default, which
-                needs a concrete mask.
-        """
+        """Return `jmask.cast_storage(x, "coo")`: every valid entry is stored."""
         return library().cast_storage(self, "coo", nse=nse)
 
     def to_sparse_csr(self, nse: int | None = None) -> "MaskedTensor":
-        """Return the same tensor on compressed row (BCSR) storage; arguments as `to_sparse`."""
+        """Return `jmask.cast_storage(x, "csr")`: every valid entry is stored."""
         return library().cast_storage(self, "csr", nse=nse)
 
     def to_row_sparse(self, nse: int | None = None) -> "MaskedTensor":
-        """Return the same tensor on row-sparse storage: rows with a valid entry are stored.
-
-        Args:
-            nse: the number of stored rows, static; the exact number by default, which
-                needs a concrete mask.
-        """
+        """Return `jmask.cast_storage(x, "row_sparse")`: rows with a valid entry are stored."""
         return library().cast_storage(self, "row_sparse", nse=nse)
 
     def astype(self, dtype: DTypeLike) -> "MaskedTensor":
@@ -304,39 +283,16 @@ def as_masked_tensor(x: TensorLike) -> MaskedTensor:
         >>> jmask.as_masked_tensor(jnp.arange(3))
         MaskedTensor([0, 1, 2], dtype=int32)
     """
-    if isinstance(x, MaskedTensor):
-        return x
-    stype(x)  # refuses what is no storage
-    return MaskedTensor(x)
+    return x if isinstance(x, MaskedTensor) else MaskedTensor(x)
 
 
-def read_at(x: TensorLike, like: Storage, otherwise: str = "") -> tuple[jax.Array, jax.Array]:
-    """Read any tensor at the stored positions of a storage of its shape.
-
-    Args:
-        otherwise: the warning if `x` is sparse at other positions and has to be made dense.
-
-    Returns:
-        The entries, and which of them exist: all of a tensor that is not masked.
-    """
-    storage = x.storage if isinstance(x, MaskedTensor) else as_tensor(x)
-    valid = x.valid if isinstance(x, MaskedTensor) else jnp.ones((), bool)
-    if is_sparse(storage) and is_sparse(like) and same_positions(storage, like):
-        return stored_values(storage), valid
-    if is_sparse(storage) and otherwise:
-        report_fallback(otherwise)
-    if isinstance(x, MaskedTensor):
-        valid = sampled(scattered(valid, storage, False), like)
-    return sampled(as_dense(storage), like), valid
-
-
-def common_shape(shapes: Sequence[Shape]) -> Shape:
+def common_shape(shapes: Sequence[Shape], operands: str = "operands") -> Shape:
     """Return the broadcast shape of operands; the error names all shapes."""
     try:
         return tuple(jnp.broadcast_shapes(*shapes))
     except ValueError:
         listed = ", ".join(map(str, shapes))
-        raise ValueError(f"operands of shapes {listed} do not broadcast.") from None
+        raise ValueError(f"{operands} of shapes {listed} do not broadcast.") from None
 
 
 # --- data and mask of one storage ----------------------------------------------------------
@@ -344,58 +300,53 @@ def common_shape(shapes: Sequence[Shape]) -> Shape:
 # Equal positions of sparse data are one entry: the sum of those that are valid, if any is.
 
 
-def on_dense(data: TensorLike, mask: Mask) -> tuple[jax.Array, jax.Array]:
-    """Return an array and a mask that broadcast against each other, in one shape."""
+def _on_dense(data: TensorLike, mask: Mask) -> tuple[Tensor, jax.Array]:
+    """Return an array and a mask in one shape, or both on the storage of a sparse mask."""
     data = jnp.asarray(data)
-    if mask is None:
-        return data, jnp.ones(data.shape, bool)
-    _check_boolean(mask)
-    mask = jnp.asarray(mask)
-    try:
-        shape = jnp.broadcast_shapes(data.shape, mask.shape)
-    except ValueError:
-        raise ValueError(
-            f"`mask` of shape {mask.shape} does not broadcast with `data` of shape "
-            f"{data.shape}."
-        ) from None
+    if is_sparse(mask):
+        mask = unique_positions(mask)
+        storage = with_stored_values(mask, sampled(data, mask))
+        return storage, stored_values(mask) & is_entry(mask)
+    mask = jnp.ones((), bool) if mask is None else jnp.asarray(mask)
+    shape = common_shape([data.shape, mask.shape], "`data` and `mask`")
     return jnp.broadcast_to(data, shape), jnp.broadcast_to(mask, shape)
 
 
-def on_sparse(data: Sparse, mask: Mask) -> tuple[Tensor, jax.Array]:
+def _on_sparse(data: Sparse, mask: Mask) -> tuple[Tensor, jax.Array]:
     """Return sparse data with unique positions, and which of its stored values are valid."""
-    batch = getattr(data, "n_batch", 0)
-    if batch:
+    if getattr(data, "n_batch", 0):
         raise ValueError(
-            f"`data` is a {type(data).__name__} with {batch} batch dimensions: use "
-            "vmap over tensors without them."
+            f"`data` is a {type(data).__name__} with batch dimensions: use vmap over tensors "
+            "without them."
         )
-    valid = jnp.ones(stored_values(data).shape, bool)
-    if is_sparse(mask):
-        mask = booleans(mask)
-        if not same_positions(data, mask):
-            return _on_no_common_positions(data, mask)
+    values, shape = stored_values(data), tuple(data.shape)
+    if is_sparse(mask) and tuple(mask.shape) != shape:
+        raise ValueError(
+            f"`mask` of shape {tuple(mask.shape)} must have the shape of `data`, {shape}."
+        )
+    if is_sparse(mask) and not same_positions(data, mask):
+        # Which positions both store is not known while tracing.
+        report_fallback(
+            f"`masked_tensor` made sparse data of shape {shape} dense, at O(size) cost: the "
+            "mask has other index arrays; give the booleans of the stored values"
+        )
+        return as_dense(data), scattered(is_entry(data), data, False) & as_dense(mask)
+    if mask is None:
+        valid = jnp.ones(values.shape, bool)
+    elif is_sparse(mask):
         valid = stored_values(mask)
-    elif mask is not None:
-        _check_boolean(mask)
-        valid = _stored_mask(data, jnp.asarray(mask))
+    else:
+        fits = [mask.shape == shape, mask.shape == values.shape]
+        if sum(fits) != 1:
+            raise ValueError(
+                f"`mask` of shape {mask.shape} fits {'both' if all(fits) else 'neither'} the "
+                f"entries of a tensor of shape {shape} and its stored values of shape "
+                f"{values.shape}: pass a {type(data).__name__} with the index arrays of `data`."
+            )
+        valid = sampled(mask, data) if fits[0] else mask
     if has_unique_positions(data):
         return data, valid & is_entry(data)
     return _summed(data, valid)
-
-
-def _on_no_common_positions(data: Sparse, mask: Sparse) -> tuple[jax.Array, jax.Array]:
-    """Return dense data and mask: which positions both store is not known while tracing."""
-    if tuple(data.shape) != tuple(mask.shape):
-        raise ValueError(
-            f"`mask` of shape {tuple(mask.shape)} must have the shape of `data`, "
-            f"{tuple(data.shape)}."
-        )
-    report_fallback(
-        f"`masked_tensor` made sparse data of shape {tuple(data.shape)} dense, at O(size) "
-        "cost: the mask has other index arrays; give the booleans of the stored values"
-    )
-    stored = scattered(is_entry(data), data, False)
-    return as_dense(data), stored & as_dense(mask)
 
 
 # Some fifty operations, which outside jit would each be called from Python.
@@ -408,29 +359,15 @@ def _summed(data: Sparse, valid: jax.Array) -> tuple[Tensor, jax.Array]:
     return merged, (stored_values(number) > 0) & is_entry(merged)
 
 
-def _stored_mask(data: Sparse, mask: jax.Array) -> jax.Array:
-    shape = stored_values(data).shape
-    fits_entries, fits_stored = mask.shape == tuple(data.shape), mask.shape == shape
-    if fits_entries and fits_stored:
-        raise ValueError(
-            f"`mask` of shape {mask.shape} may be meant for the entries of the tensor or for "
-            f"its stored values, which are as many: pass it as a {type(data).__name__} with "
-            "the index arrays of `data`."
+def checked_mask(mask: Mask) -> Mask:
+    """Return a mask as an array or a storage of booleans, or raise TypeError."""
+    stype(mask, "mask")  # refuses what is no storage
+    mask = as_booleans(mask) if is_sparse(mask) else jnp.asarray(mask)
+    if mask.dtype != jnp.dtype(bool):
+        raise TypeError(
+            f"`mask` must be boolean, True where an entry is valid, got {mask.dtype}. Write "
+            "`mask != 0` if that is meant."
         )
-    if fits_entries:
-        return sampled(mask, data)
-    if fits_stored:
-        return mask
-    raise ValueError(
-        f"`mask` of shape {mask.shape} fits neither the tensor of shape "
-        f"{tuple(data.shape)} nor its stored values of shape {shape}."
-    )
-
-
-def booleans(mask: Mask) -> Mask:
-    """Return a sparse mask of booleans, or raise TypeError."""
-    mask = as_booleans(mask)
-    _check_boolean(mask)
     return mask
 
 
@@ -439,13 +376,3 @@ def as_booleans(x: TensorLike) -> Tensor:
     if isinstance(x, BCOO | BCSR) and jnp.issubdtype(x.dtype, jnp.integer):
         return with_stored_values(x, x.data != 0)
     return x
-
-
-def _check_boolean(mask: Mask) -> None:
-    stype(mask, "mask")  # refuses what is no storage
-    dtype = stored_values(mask).dtype if is_sparse(mask) else jnp.result_type(mask)
-    if dtype != jnp.dtype(bool):
-        raise TypeError(
-            f"`mask` must be boolean, True where an entry is valid, got {dtype}. Write "
-            "`mask != 0` if that is meant."
-        )

@@ -8,6 +8,7 @@ These functions are made of the classes, so the classes look them up when they a
 
 import math
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -61,6 +62,10 @@ class TensorMethods(NDArrayOperatorsMixin):
 
     __array_priority__ = 1000
 
+    if TYPE_CHECKING:  # the methods in `_METHODS`
+
+        def __getattr__(self, name: str) -> Function: ...
+
     @property
     def ndim(self: Shaped) -> int:
         """The number of dimensions."""
@@ -112,28 +117,8 @@ class TensorMethods(NDArrayOperatorsMixin):
     mT = property(method("matrix_transpose"))  # noqa: N815
     imag = property(method("imag"))
     real = property(method("real"))
-
-    all = method("all")
-    any = method("any")
-    argmax = method("argmax")
-    argmin = method("argmin")
-    clip = method("clip")
     conj = conjugate = method("conj")
-    copy = method("copy")
-    cumprod = method("cumprod")
-    cumsum = method("cumsum")
     flatten = ravel = method("ravel")
-    max = method("max")
-    mean = method("mean")
-    min = method("min")
-    prod = method("prod")
-    round = method("round")
-    squeeze = method("squeeze")
-    std = method("std")
-    sum = method("sum")
-    swapaxes = method("swapaxes")
-    take = method("take")
-    var = method("var")
 
 
 class MaskedMethods(TensorMethods):
@@ -153,18 +138,6 @@ class MaskedMethods(TensorMethods):
     def __repr__(self) -> str:
         return library()._tensors.conversions.representation(self)
 
-    argsort = method("argsort")
-    compressed = method("compressed")
-    count = method("count")
-    diagonal = method("diagonal")
-    dot = method("dot")
-    median = method("median")
-    nonzero = method("nonzero")
-    ptp = method("ptp")
-    repeat = method("repeat")
-    sort = method("sort")
-    trace = method("trace")
-
     def item(self, *index: int) -> Scalar | None:
         """Return the single entry, or that at `index`, as a Python number; None if masked."""
         array = library().to_numpy_ma(self)
@@ -178,11 +151,6 @@ class MaskedMethods(TensorMethods):
         """Format the number that a scalar is; `--` if it is masked."""
         if not spec:
             return str(self)
-        if np.ndim(self):
-            raise TypeError(
-                f"a MaskedTensor of shape {np.shape(self)} is not one number to format as "
-                f"{spec!r}: format an entry, or the array `x.to_tensor(fill_value)`."
-            )
         number = self.item()
         return "--" if number is None else format(number, spec)
 
@@ -219,3 +187,15 @@ class RowSparseMethods(TensorMethods):
             "where that is meant"
         )
         return dense
+
+
+_METHODS = {
+    TensorMethods: """
+        all any argmax argmin clip copy cumprod cumsum max mean min prod round squeeze std sum
+        swapaxes take var""",
+    MaskedMethods: """
+        argsort compressed count diagonal dot median nonzero ptp repeat sort trace""",
+}
+for _class, _names in _METHODS.items():
+    for _name in _names.split():
+        setattr(_class, _name, method(_name))

@@ -8,11 +8,9 @@
         row 2:  4 4        equal indices add
         row 3:  0 0
 
-It is the exact gradient of an embedding lookup: `indices` are the ids looked up and
-`values` the cotangents of the rows. The number of stored rows n ("nse", number of stored
-elements, as in `jax.experimental.sparse`) is static; an index outside [0, shape[0]) is
-padding and its row is dropped. `coalesced` is a static promise: indices sorted, unique
-apart from padding, padding last.
+It is the exact gradient of an embedding lookup: `indices` are the ids looked up, `values` the
+cotangents of their rows. The number of stored rows n ("nse", as in `jax.experimental.sparse`)
+is static; an index outside [0, shape[0]) is padding and its row is dropped.
 """
 
 import math
@@ -26,36 +24,13 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import adds_when_cast, is_narrow, wide
 from jmask._base.row_ids import Order, canonical, hide, id_dtype, is_opaque, reveal, widen
-from jmask._base.types import (
-    DType,
-    Function,
-    HostArray,
-    Ids,
-    Numbers,
-    PyTree,
-    Shape,
-    Static,
-)
+from jmask._base.types import DType, Function, HostArray, Ids, Numbers, PyTree, Shape, Static
 from jmask._base.validation import check_flag, checked_array, checked_dtype
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gathered_rows import Rows, cast, gathered
 from jmask._kernels.rows import split_rows
 from jmask._kernels.update_rows import add_to_rows
-from jmask._tensors.checks import (
-    check_coalesced,
-    check_order,
-    check_stored,
-    check_values,
-    checked_capacity,
-    checked_indices,
-    checked_leading,
-    checked_replacement,
-    checked_shape,
-    leaf_from_words,
-    refuse_tangent,
-    resized,
-    shape_that_fits,
-)
+from jmask._tensors import checks
 from jmask._tensors.flax_state import register_in_flax
 from jmask._tensors.methods import RowSparseMethods, library
 
@@ -72,13 +47,12 @@ class RowSparse(RowSparseMethods):
         values (n, *row): the rows.
         shape: (V, *row), static. By default V is the largest index + 1, for which the
             indices must be concrete.
-        leading: how many leading dimensions the indices number, in row-major order: 1 of an
-            ordinary table. The gradient of stacked tables (M, V, *row) that were looked up by
-            `t[m, ids]` has 2, and its index is m * V + id; `x.flat()` has the shape
-            (M * V, *row).
+        leading: how many leading dimensions the indices number, in row-major order: 1 of a
+            table, 2 of stacked tables (M, V, *row), where an index is m * V + id and
+            `x.flat()` has the shape (M * V, *row).
         coalesced: promise that the indices are sorted, unique apart from padding, and
-            that padding comes last. Checked for concrete indices; a broken promise of
-            traced ones is undefined behaviour, as of `unique_indices` in JAX.
+            that padding comes last. Checked for concrete indices; otherwise as
+            `unique_indices` in JAX.
 
     Raises:
         TypeError: if `indices` are not integers, or `values` no numbers.
@@ -87,14 +61,9 @@ class RowSparse(RowSparseMethods):
 
     Example:
         >>> import jax.numpy as jnp, jmask
-        >>> x = jmask.RowSparse([2, 0, 2], jnp.array([[1., 1], [5, 5], [3, 3]]), (4, 2))
-        >>> x
-        RowSparse(float32[4, 2], nse=3)
-        >>> x.todense()
-        Array([[5., 5.],
-               [0., 0.],
-               [4., 4.],
-               [0., 0.]], dtype=float32)
+        >>> x = jmask.RowSparse([2, 0, 2], jnp.array([[1.], [5.], [3.]]), (4, 1))
+        >>> x, x.todense().tolist()
+        (RowSparse(float32[4, 1], nse=3), [[5.0], [0.0], [4.0], [0.0]])
     """
 
     __slots__ = ("coalesced", "index_leaf", "leading", "shape", "values")
@@ -109,25 +78,25 @@ class RowSparse(RowSparseMethods):
     def __init__(
         self,
         indices: Numbers,
-        values: Numbers | None = None,
+        values: Numbers,
         shape: Sequence[int] | None = None,
         *,
         coalesced: bool = False,
         leading: int = 1,
     ):
-        check_order(indices, values)
-        indices, values = checked_indices(indices), checked_array("values", values)
-        shape = checked_shape(shape_that_fits(indices, values) if shape is None else shape)
-        self.leading = checked_leading(leading, shape)
+        indices = checks.checked_indices(indices)
+        values = checked_array("values", values)
+        shape = checks.shape_that_fits(indices, values) if shape is None else shape
+        self.shape = checks.checked_shape(shape)
+        self.leading = checks.checked_leading(leading, self.shape)
+        checks.check_values(indices, values, (self.row_count, *self.row))
         register_in_flax(RowSparse)
-        self.shape = shape
-        check_values(indices, values, (self.row_count, *self.row))
         self.index_leaf = hide(widen(indices, self.row_count))
         self.values = values
         check_flag("coalesced", coalesced)
         self.coalesced = bool(coalesced)
         if coalesced and not isinstance(indices, jax.core.Tracer):
-            check_coalesced(np.asarray(indices), self.row_count)
+            checks.check_coalesced(np.asarray(indices), self.row_count)
 
     # --- pytree: leaves are the opaque ids and the values -------------------------------
 
@@ -142,7 +111,7 @@ class RowSparse(RowSparseMethods):
         leaf, values = leaves
         # JAX also builds nodes of axes, masks and objects. Opaque dtypes are not NumPy's.
         if isinstance(getattr(leaf, "dtype", None), np.dtype):
-            leaf = leaf_from_words(leaf, values, len(static[0]) - static[2])
+            leaf = checks.leaf_from_words(leaf, values, len(static[0]) - static[2])
         register_in_flax(cls)
         node = object.__new__(cls)
         node.index_leaf, node.values = leaf, values
@@ -154,28 +123,16 @@ class RowSparse(RowSparseMethods):
         return self.shape, self.coalesced, self.leading
 
     def with_leaves(
-        self,
-        index_leaf: jax.Array,
-        values: jax.Array,
-        *,
-        shape: Shape | None = None,
-        coalesced: bool | None = None,
-        leading: int | None = None,
+        self, index_leaf: jax.Array, values: jax.Array, **changes: Shape | int
     ) -> "RowSparse":
-        """Replace leaves, unchecked, and what else is given."""
-        pairs = zip((shape, coalesced, leading), self._static, strict=True)
-        static = tuple(old if new is None else new for new, old in pairs)
+        """Replace leaves, unchecked, and `shape`, `coalesced` or `leading` where given."""
+        names = ("shape", "coalesced", "leading")
+        static = tuple(changes.get(n, old) for n, old in zip(names, self._static, strict=True))
         return RowSparse.tree_unflatten(static, (index_leaf, values))
 
     @classmethod
     def from_rows(
-        cls,
-        ids: jax.Array,
-        values: jax.Array,
-        shape: Shape,
-        *,
-        coalesced: bool,
-        leading: int = 1,
+        cls, ids: Ids, values: jax.Array, shape: Shape, *, coalesced: bool, leading: int = 1
     ) -> "RowSparse":
         """Make a tensor of ids (n,) and values (n, *row) that are known to fit, unchecked."""
         leaf = hide(widen(ids, math.prod(shape[:leading])))
@@ -234,7 +191,7 @@ class RowSparse(RowSparseMethods):
             >>> jmask.RowSparse.zeros((4, 2))
             RowSparse(float32[4, 2], nse=0)
         """
-        shape, nse = checked_shape(shape), checked_capacity(nse)
+        shape, nse = checks.checked_shape(shape), checks.checked_capacity(nse)
         ids = jnp.full((nse,), shape[0], id_dtype(shape[0]))
         return cls.from_rows(ids, jnp.zeros((nse, *shape[1:]), dtype), shape, coalesced=True)
 
@@ -248,24 +205,15 @@ class RowSparse(RowSparseMethods):
                 cannot be known while `x` is traced.
 
         Raises:
-            ValueError: if `nse` is needed and missing, negative, or too small for a
-                concrete `x`. For a traced `x` with too many non-zero rows the values are
-                nan (integer values: `nse` must be V).
+            ValueError: if `nse` is needed and missing, negative, or too small. If it may be
+                for a traced `x`, the values are nan then (integers: `nse` must be V).
 
         Example:
             >>> import jax.numpy as jnp, jmask
             >>> jmask.RowSparse.fromdense(jnp.array([[0., 0.], [1., 2.]]))
             RowSparse(float32[2, 2], nse=1)
         """
-        x = checked_array("x", x)
-        if not x.ndim:
-            raise ValueError("`x` must have a dimension of rows, got a scalar.")
-        if nse is None and isinstance(x, jax.core.Tracer):
-            raise ValueError(
-                "RowSparse.fromdense: `nse`, the number of rows to store, must be given for a "
-                "traced `x` (under jit, vmap or grad)."
-            )
-        return library().cast_storage(x, "row_sparse", nse=nse)
+        return library().cast_storage(checked_array("x", x), "row_sparse", nse=nse)
 
     def todense(self) -> jax.Array:
         """Return the dense array (V, *row): zeros, with the stored rows added."""
@@ -293,9 +241,8 @@ class RowSparse(RowSparseMethods):
 
     def stacked_as(self, like: "RowSparse") -> "RowSparse":
         """Undo `flat`: return the tensor with the shape of `like`."""
-        return self.with_leaves(
-            self.index_leaf, self.values, shape=like.shape, leading=like.leading
-        )
+        shape, _, leading = like._static
+        return self.with_leaves(self.index_leaf, self.values, shape=shape, leading=leading)
 
     def with_leading(self, leading: int) -> "RowSparse":
         """Return the same tensor with rows of fewer dimensions: each row is several then."""
@@ -317,13 +264,11 @@ class RowSparse(RowSparseMethods):
         """Return the same tensor with sorted unique indices, duplicates summed, padding last.
 
         Args:
-            nse: the capacity of the result, static; min(n, V) by default, which always
-                suffices.
+            nse: the capacity of the result, static; min(n, V), which suffices, by default.
 
         Raises:
-            ValueError: if `nse` is negative or, for concrete indices, too small. For
-                traced indices that do not fit, floating values are nan and integer
-                values are refused: rows are never dropped silently.
+            ValueError: if `nse` is negative or too small. If it may be for traced indices,
+                floating values are nan then, and integers refused.
 
         Example:
             >>> import jax.numpy as jnp, jmask
@@ -337,11 +282,12 @@ class RowSparse(RowSparseMethods):
         rows = self.row_count
         ids, values = coalesce_rows(self.flat().row_ids(), self.values, rows)
         if nse is not None:
-            most = min(rows, self.nse)
-            ids, values = resized(ids, values, checked_capacity(nse), rows, most)
-        return RowSparse.from_rows(
-            ids, values, self.shape, coalesced=True, leading=self.leading
-        )
+            extra = max(checks.checked_capacity(nse) - ids.shape[0], 0)
+            needed, most = jnp.sum(ids < rows), min(rows, self.nse)
+            ids = jnp.pad(ids, (0, extra), constant_values=rows)[:nse]
+            values = jnp.pad(values, [(0, extra)] + [(0, 0)] * len(self.row))[:nse]
+            values = checks.fit_or_poison(values, needed, nse, most)
+        return self.with_leaves(hide(ids), values, coalesced=True)
 
     def retain(self, rows: Numbers) -> "RowSparse":
         """Keep the stored rows whose index is among `rows` (m,); the others become zero.
@@ -353,7 +299,7 @@ class RowSparse(RowSparseMethods):
             Array([1., 0., 0., 0., 0.], dtype=float32)
         """
         ids = self.row_ids()
-        kept = jnp.isin(ids, widen(checked_indices(rows, "rows"), self.shape[0]))
+        kept = jnp.isin(ids, widen(checks.checked_indices(rows, "rows"), self.shape[0]))
         ids = jnp.where(kept, ids, self.shape[0])
         return RowSparse(ids, self.values, self.shape)
 
@@ -372,25 +318,18 @@ class RowSparse(RowSparseMethods):
         """Check the stored indices, which needs them concrete (outside jit).
 
         Raises:
-            ValueError: if an index is neither a row nor the padding V, if the values do not
-                have one row for each index, or if the tensor claims to be coalesced and is
-                not.
+            ValueError: if an index is neither a row nor the padding V, if the values have not
+                one row for each, or if the tensor claims to be coalesced and is not.
         """
-        if isinstance(self.index_leaf, jax.core.Tracer):
-            raise ValueError(
-                "RowSparse.validate() reads the indices and cannot run while they are traced: "
-                "call it outside jit."
-            )
-        shape = (self.row_count, *self.row)
-        check_stored(np.asarray(self.indices), self.values.shape, shape)
+        self.check_single()
+        ids = np.asarray(self.indices)
+        checks.check_values(ids, self.values, (self.row_count, *self.row))
+        checks.check_padding(ids, self.row_count)
         if self.coalesced:
-            check_coalesced(np.asarray(self.indices), self.row_count)
+            checks.check_coalesced(ids, self.row_count)
 
     def check_single(self) -> None:
-        """Raise ValueError if this is a stack of tensors, whose leaves have leading axes.
-
-        `jax.vmap` and loops may stack; what reads indices and values is meant for one tensor.
-        """
+        """Raise ValueError if this is a stack of tensors, as `jax.vmap` and loops make them."""
         if jnp.ndim(self.index_leaf) > 1:
             raise ValueError(
                 f"{self!r} is a stack of tensors, as jax.vmap and jax.lax.map return them, and "
@@ -412,7 +351,12 @@ class RowSparse(RowSparseMethods):
                 f"first {self.leading} dimensions: use x.flat(), of shape "
                 f"{(self.row_count, *self.row)}, or x.todense()."
             )
-        refuse_tangent(self.index_leaf)
+        if self.index_leaf.dtype == jax.dtypes.float0:
+            raise TypeError(
+                "this RowSparse is a tangent, as jax.jvp returns it, and has no indices: they "
+                "are those of the tensor x that it is a tangent of. Use "
+                "x.with_values(tangent.values)."
+            )
         return canonical(self.indices, self.shape[0])
 
     def with_values(self, values: jax.Array) -> "RowSparse":
@@ -421,8 +365,9 @@ class RowSparse(RowSparseMethods):
         Raises:
             ValueError: if the values have another shape than those stored.
         """
-        values = checked_replacement(values, self.values)
-        return self.with_leaves(self.index_leaf, values)
+        return self.with_leaves(
+            self.index_leaf, checks.checked_replacement(values, self.values)
+        )
 
     def rows(self) -> Rows:
         """Return the values, or what makes them, for readers that go block by block."""

@@ -4,17 +4,10 @@
                  [4, -]]      [[0, 3], [4, 0]]                 [7, 8]], x) = [7, -]]
 
 An entry that is not specified counts for zero in the first, and is left out of the second.
-What that means for gradients is said by the caller, not by the storage:
-
-| function                       | sends a gradient to                        |
-|--------------------------------|--------------------------------------------|
-| `todense(x)`                   | every entry of x                           |
-| `todense(x, masked_grad=True)` | the specified entries of x                 |
-| `sparse_mask(x, mask)`         | the entries of x that `mask` specifies     |
-
-Other functions of a sparse tensor compute with its stored values, and their gradients go to
-these: `x @ y` is the matrix product with masked gradient, `todense(x) @ y` the same product
-with the gradient of an ordinary tensor.
+`todense(x)` sends a gradient to every entry of x, `todense(x, masked_grad=True)` to those that
+are specified, `sparse_mask(x, mask)` to those that `mask` specifies. Other functions of sparse
+tensors compute with stored values, and their gradients go there: `x @ y` is the matrix product
+with masked gradient, `todense(x) @ y` with that of an ordinary tensor.
 """
 
 from collections.abc import Sequence
@@ -24,9 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
+from jmask._base.fallback import report_fallback
 from jmask._base.types import Mask, PyTree, Tensor, TensorLike
 from jmask._base.validation import check_flag
-from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined, read_at
+from jmask._tensors.masked_tensor import MaskedTensor, checked_mask, is_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
     as_dense,
@@ -34,6 +28,7 @@ from jmask._tensors.storage import (
     is_sparse,
     same_positions,
     sampled,
+    scattered,
     stored_values,
     stype,
     unique_positions,
@@ -47,9 +42,8 @@ def todense(x: TensorLike, *, masked_grad: bool = False) -> jax.Array:
     Args:
         x: an array, `RowSparse`, BCOO, BCSR or `MaskedTensor`.
         masked_grad: whether the gradient goes to the specified entries of `x` only. By
-            default it goes to every entry, as for an ordinary tensor: with `jmask.grad` a
-            sparse `x` then has a dense gradient. JAX's own transformations keep the
-            stored part of it.
+            default it goes to every entry, and with `jmask.grad` a sparse `x` has a dense
+            gradient. JAX's own transformations keep the stored part of it.
 
     Returns:
         An array of the shape of `x`.
@@ -59,14 +53,11 @@ def todense(x: TensorLike, *, masked_grad: bool = False) -> jax.Array:
 
     Example:
         >>> import jax.numpy as jnp, jmask
-        >>> x = jmask.RowSparse([1], jnp.array([[3., 4.]]), (3, 2))
-        >>> weight = jnp.arange(6.).reshape(3, 2)
-        >>> jmask.grad(lambda x: jnp.sum(jmask.todense(x) * weight))(x)
-        Array([[0., 1.],
-               [2., 3.],
-               [4., 5.]], dtype=float32)
-        >>> jmask.grad(lambda x: jnp.sum(jmask.todense(x, masked_grad=True) * weight))(x)
-        RowSparse(float32[3, 2], nse=1)
+        >>> x = jmask.RowSparse([1], jnp.array([3.]), (3,))
+        >>> jmask.grad(lambda x: jnp.sum(jmask.todense(x)))(x)
+        Array([1., 1., 1.], dtype=float32)
+        >>> jmask.grad(lambda x: jnp.sum(jmask.todense(x, masked_grad=True)))(x)
+        RowSparse(float32[3], nse=1)
     """
     check_flag("masked_grad", masked_grad)
     if isinstance(x, MaskedTensor):
@@ -100,56 +91,59 @@ def sparse_mask(x: TensorLike, mask: Mask) -> Tensor:
         ValueError: if the shapes differ.
 
     Warns:
-        StorageFallbackWarning: if `x` and `mask` are sparse in ways that do not match
-            (rows and coordinates), so that `x` had to be made dense.
+        StorageFallbackWarning: if `x` and `mask` are sparse at other positions, so that `x`
+            had to be made dense.
 
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> from jax.experimental.sparse import BCOO
         >>> mask = BCOO.fromdense(jnp.array([[0., 1.], [1., 0.]]))
-        >>> x = jmask.sparse_mask(jnp.array([[5., 6.], [7., 8.]]), mask)
-        >>> x.todense()
-        Array([[0., 6.],
-               [7., 0.]], dtype=float32)
+        >>> jmask.sparse_mask(jnp.array([[5., 6.], [7., 8.]]), mask).todense().tolist()
+        [[0.0, 6.0], [7.0, 0.0]]
     """
-    x, mask = _tensor_or_array(x), without_placeholder(_tensor_or_array(mask, "mask"))
+    x = _tensor_or_array(x)
+    mask = without_placeholder(mask) if is_tensor(mask) else checked_mask(mask)
     _check_mask(x, mask)
-    if not is_tensor(mask):
-        return _at_booleans(x, mask)
-    masked = isinstance(x, MaskedTensor) or isinstance(mask, MaskedTensor)
-    pattern = mask.storage if isinstance(mask, MaskedTensor) else unique_positions(mask)
-    specified = mask.valid if isinstance(mask, MaskedTensor) else is_entry(pattern)
     placeholder, x = placeholder_of(x), without_placeholder(x)
-    otherwise = ""
-    if is_sparse(pattern):  # a dense result is what a dense mask asks for
-        kind = stype(x.storage if isinstance(x, MaskedTensor) else x)
-        otherwise = (
-            f"`sparse_mask` made a {kind} tensor of shape {tuple(x.shape)} dense, at O(size) "
-            "cost: its positions are laid out otherwise than those of the "
-            f"{stype(pattern)} mask"
-        )
-    values, exists = read_at(x, pattern, otherwise)
-    is_alike = is_sparse(x) and is_sparse(pattern) and same_positions(x, pattern)
-    if placeholder is not None and not (is_alike or isinstance(x, MaskedTensor)):
-        values += sampled(placeholder, pattern)
+    storage = x.storage if isinstance(x, MaskedTensor) else x
+    pattern, specified = storage, mask
+    if isinstance(mask, MaskedTensor):
+        pattern, specified = mask.storage, mask.valid
+    elif is_sparse(mask):
+        pattern = unique_positions(mask)
+        specified = is_entry(pattern)
+    else:
+        specified = sampled(mask, pattern)
+    values, exists = stored_values(storage), getattr(x, "valid", jnp.ones((), bool))
+    if not same_positions(storage, pattern):
+        if is_sparse(storage) and is_sparse(pattern):  # a dense mask asks for a dense result
+            report_fallback(
+                f"`sparse_mask` made a {stype(storage)} tensor of shape {tuple(x.shape)} "
+                "dense, at O(size) cost: its positions are laid out otherwise than those of "
+                f"the {stype(pattern)} mask"
+            )
+        values = sampled(as_dense(storage), pattern)
+        if isinstance(x, MaskedTensor):
+            exists = sampled(scattered(exists, storage, False), pattern)
+        elif placeholder is not None:
+            values += sampled(placeholder, pattern)
     valid = specified & exists
     result = with_stored_values(pattern, jnp.where(valid, values, jnp.zeros_like(values)))
-    return joined(result, valid) if masked else result
+    if isinstance(x, MaskedTensor) or isinstance(mask, MaskedTensor):
+        return joined(result, valid)
+    if is_sparse(mask) or placeholder is None:
+        return result
+    return with_placeholder(result, jnp.where(mask, placeholder, 0))
 
 
-def _tensor_or_array(x: TensorLike, argument: str = "x") -> Tensor:
+def _tensor_or_array(x: TensorLike) -> Tensor:
     if is_tensor(x):
         return x
-    stype(x, argument)  # refuses what is no tensor
+    stype(x)  # refuses what is no tensor
     return jnp.asarray(x)
 
 
 def _check_mask(x: TensorLike, mask: Mask) -> None:
-    if not is_tensor(mask) and mask.dtype != jnp.dtype(bool):
-        raise TypeError(
-            f"`mask` is an array of {mask.dtype}: pass booleans, True for the entries that "
-            "are specified (`mask != 0`), or a sparse or masked tensor."
-        )
     if getattr(mask, "n_batch", 0) or getattr(x, "n_batch", 0):
         raise ValueError(
             "`x` and `mask` may not have batch dimensions: use vmap over tensors without them."
@@ -161,37 +155,13 @@ def _check_mask(x: TensorLike, mask: Mask) -> None:
         )
 
 
-def _at_booleans(x: TensorLike, mask: jax.Array) -> Tensor:
-    if isinstance(x, MaskedTensor):
-        pattern = without_placeholder(x).storage
-        return joined(pattern, x.valid & sampled(mask, pattern))
-    values = stored_values(x)
-    values = jnp.where(sampled(mask, x), values, jnp.zeros_like(values))
-    result, placeholder = with_stored_values(x, values), placeholder_of(x)
-    if placeholder is None:
-        return result
-    return with_placeholder(result, jnp.where(mask, placeholder, 0))
-
-
 # --- placeholders --------------------------------------------------------------------------
 #
-# Tangent placeholders: where the gradient at entries that are not stored is collected.
-#
 # JAX keeps a sparse tensor as its stored values, so a gradient has numbers for those alone. The
-# placeholder is a dense array of zeros, added by operations for which every entry counts:
-#
-#     x = BCOO of [[-, 3], [4, -]]        - is not stored
-#
-#     todense(x)                     stored values + placeholder    its gradient: at every entry
-#     todense(x, masked_grad=True)   stored values                  its gradient: zero
-#
-# The derivative in the stored values is the same with and without it; its own is read at the
-# other entries only: the two together are the gradient at every entry. A tensor with a
-# placeholder *is* a BCOO, BCSR, `RowSparse` or `MaskedTensor`. Functions that do not know of
-# placeholders use the stored values and return tensors without one, which is what their
-# gradients say: nothing at other entries.
-
-_PLACEHOLDER = jax.tree_util.GetAttrKey("placeholder")
+# tangent placeholder is a dense array of zeros that `todense` adds, so that its gradient has
+# those of the other entries. A tensor with a placeholder *is* a BCOO, BCSR, `RowSparse` or
+# `MaskedTensor`; functions that do not know of it return tensors without one, which is what
+# their gradients say: nothing at other entries.
 
 
 class _WithPlaceholder:
@@ -200,10 +170,6 @@ class _WithPlaceholder:
     __slots__ = ()
 
     placeholder: jax.Array | None
-
-    def tree_flatten_with_keys(self) -> tuple[Sequence[tuple[object, PyTree]], PyTree]:
-        leaves, static = super().tree_flatten_with_keys()  # type: ignore[misc]
-        return (*leaves, (_PLACEHOLDER, self.placeholder)), static
 
     def tree_flatten(self) -> tuple[Sequence[PyTree], PyTree]:
         leaves, static = super().tree_flatten()  # type: ignore[misc]
@@ -217,36 +183,13 @@ class _WithPlaceholder:
         return node
 
 
-@jax.tree_util.register_pytree_node_class
-class BCOOWithPlaceholder(_WithPlaceholder, BCOO):
-    """A BCOO with a placeholder."""
+def _subclass(base: type) -> PyTree:
+    kind = type(f"{base.__name__}WithPlaceholder", (_WithPlaceholder, base), {})
+    return jax.tree_util.register_pytree_node_class(kind)
 
 
-@jax.tree_util.register_pytree_node_class
-class BCSRWithPlaceholder(_WithPlaceholder, BCSR):
-    """A BCSR with a placeholder."""
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class RowSparseWithPlaceholder(_WithPlaceholder, RowSparse):
-    """A `RowSparse` with a placeholder."""
-
-    __slots__ = ("placeholder",)
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class MaskedTensorWithPlaceholder(_WithPlaceholder, MaskedTensor):
-    """A `MaskedTensor` with a placeholder."""
-
-    __slots__ = ("placeholder",)
-
-
-_KINDS = (
-    (BCOO, BCOOWithPlaceholder),
-    (BCSR, BCSRWithPlaceholder),
-    (RowSparse, RowSparseWithPlaceholder),
-    (MaskedTensor, MaskedTensorWithPlaceholder),
-)
+_KINDS = {base: _subclass(base) for base in (BCOO, BCSR, RowSparse, MaskedTensor)}
+_BASES: dict[type, PyTree] = {kind: base for base, kind in _KINDS.items()}
 
 
 def values_of(x: TensorLike) -> jax.Array:
@@ -265,8 +208,7 @@ def with_placeholder(x: TensorLike, placeholder: jax.Array | None) -> Tensor:
     """Return the sparse or masked tensor `x` with this placeholder in place of its own."""
     x = without_placeholder(x)
     leaves, static = x.tree_flatten()
-    kind = next(kind for base, kind in _KINDS if isinstance(x, base))
-    return kind.tree_unflatten(static, (*leaves, placeholder))
+    return _KINDS[type(x)].tree_unflatten(static, (*leaves, placeholder))
 
 
 def placeholder_of(x: TensorLike) -> jax.Array | None:
@@ -274,8 +216,8 @@ def placeholder_of(x: TensorLike) -> jax.Array | None:
 
 
 def without_placeholder(x: TensorLike) -> Tensor:
-    if placeholder_of(x) is None:
+    base = _BASES.get(type(x))
+    if base is None:
         return x
     leaves, static = x.tree_flatten()
-    kind = next(base for base, _ in _KINDS if isinstance(x, base))
-    return kind.tree_unflatten(static, leaves[:-1])
+    return base.tree_unflatten(static, leaves[:-1])

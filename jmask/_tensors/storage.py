@@ -7,9 +7,8 @@
 | "coo"        | `jax.experimental.sparse.BCOO`    | (nse, *dense dimensions) |
 | "csr"        | `jax.experimental.sparse.BCSR`    | (nse, *dense dimensions) |
 
-Code for any storage needs few things of it, which a dense array has too: its stored values,
-the same storage with other values, which stored values are entries and not padding, a dense
-array sampled at the stored positions, and the dense array itself:
+Code for any storage asks for its stored values, the same storage with other values, which of
+them are entries and not padding, and a dense array sampled at their positions:
 
     x = BCOO of [[0, 3], [4, 0]]      stored_values(x)               [3, 4]
                                       is_entry(x)                    [T, T]
@@ -17,24 +16,22 @@ array sampled at the stored positions, and the dense array itself:
                                       as_dense(x)                    [[0, 3], [4, 0]]
 """
 
+import functools
 from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import sum_dtype, trailing
 from jmask._base.types import Ids, Scalar, Shape, Tensor, TensorLike
-from jmask._base.validation import refuse_scipy
-from jmask._kernels.coalesce import coalesce_rows
+from jmask._base.validation import abstract_leaf, refuse_scipy, shown
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.row_sparse import RowSparse
 
 Storage = jax.Array | RowSparse | BCOO | BCSR
 Sparse = RowSparse | BCOO | BCSR
 SPARSE = (RowSparse, BCOO, BCSR)
-_ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def stype(x: object, argument: str = "x") -> str:
@@ -43,21 +40,15 @@ def stype(x: object, argument: str = "x") -> str:
         if isinstance(x, kind):
             return name
     refuse_scipy(argument, x)
-    name = type(x).__name__
-    if isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "OSUMm":
-        raise TypeError(f"`{argument}` is an array of {x.dtype}, which are no numbers.")
-    if isinstance(x, list):
-        leaves = jax.tree.leaves(x, is_leaf=lambda leaf: not isinstance(leaf, list | tuple))
-        others = [leaf for leaf in leaves if not isinstance(leaf, _ARRAYS)]
-        if not others:
-            return "default"
-        name = f"a list that holds a {type(others[0]).__name__}"
-    elif isinstance(x, _ARRAYS):
+    is_list, is_leaf = isinstance(x, list), lambda leaf: not isinstance(leaf, list | tuple)
+    leaves = jax.tree.leaves(x, is_leaf=is_leaf) if is_list else [x]
+    others = [leaf for leaf in leaves if abstract_leaf(leaf) is None]
+    if not others:
         return "default"
-    array = " Its `.todense()` is an array." if hasattr(x, "todense") else ""
+    array = ". Its `.todense()` is an array" if hasattr(x, "todense") else ""
     raise TypeError(
-        f"`{argument}`: {name} is not a storage: expected an array, RowSparse, BCOO or "
-        f"BCSR.{array}"
+        f"`{argument}`: {'a list that holds ' * is_list}{shown(others[0])} is not a "
+        f"storage: expected an array of numbers, RowSparse, BCOO or BCSR{array}."
     )
 
 
@@ -131,20 +122,21 @@ def stored_at(x: RowSparse, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     The place of an id that is not stored is their number.
     """
-    stored, values = x.row_ids(), x.values
-    if not x.coalesced:
-        stored, values = coalesce_rows(stored, values, x.shape[0])
-    places, count = jnp.searchsorted(stored, ids).astype(stored.dtype), values.shape[0]
+    x = x.coalesce()
+    stored, count = x.row_ids(), x.nse
+    places = jnp.searchsorted(stored, ids).astype(stored.dtype)
     if not count:
-        return values, places
+        return x.values, places
     # Padding of the tensor and of the ids is V, which is found, but is no row.
     exists = (stored[jnp.minimum(places, count - 1)] == ids) & (ids < x.shape[0])
-    return values, jnp.where(exists, places, count)
+    return x.values, jnp.where(exists, places, count)
 
 
 def is_stored(x: Sparse) -> jax.Array:
     """Find which of the (nse,) places of `x` hold an entry or a row, and are not padding."""
-    return _inside(coordinates(x), x.shape)
+    pairs = zip(coordinates(x), x.shape, strict=False)
+    inside = [(index >= 0) & (index < size) for index, size in pairs]
+    return functools.reduce(jnp.logical_and, inside)
 
 
 def is_entry(x: Storage) -> jax.Array:
@@ -182,8 +174,6 @@ def sampled(dense: jax.Array, like: Storage, shape: Shape | None = None) -> jax.
     dense = dense.reshape((1,) * (len(shape) - dense.ndim) + dense.shape)
     if isinstance(like, RowSparse) and dense.shape[0] > 1:
         dense = gather_rows(dense, where[0], coalesced=like.coalesced)
-    elif isinstance(like, RowSparse):
-        dense = jnp.broadcast_to(dense, (*where[0].shape, *dense.shape[1:]))
     else:
         sizes = dense.shape[: len(where)]
         places = [0 if size == 1 else i for i, size in zip(where, sizes, strict=True)]
@@ -198,14 +188,13 @@ def scattered(values: jax.Array, like: Storage, fill: Scalar) -> jax.Array:
     if not is_sparse(like):
         return values
     dense = jnp.full(like.shape, fill, values.dtype)
-    places = coordinates(like)
-    first = jnp.where(_inside(places, like.shape), places[0], like.shape[0])
-    others = places[1:]
+    first, *others = coordinates(like)
+    first = jnp.where(is_stored(like), first, like.shape[0])
     return dense.at[(first, *others)].set(values, mode="drop")
 
 
-def same_positions(x: Sparse, y: Sparse) -> bool:
-    """Decide whether two sparse tensors surely store the same positions in the same order.
+def same_positions(x: Storage, y: Storage) -> bool:
+    """Decide whether two tensors surely store the same positions in the same order.
 
     True for shared index arrays; concrete ones are compared. Traced ones that are not shared
     cannot be compared, and count as different.
@@ -213,21 +202,19 @@ def same_positions(x: Sparse, y: Sparse) -> bool:
     return tuple(x.shape) == tuple(y.shape) and same_index_arrays(x, y)
 
 
-def same_index_arrays(x: Sparse, y: Sparse) -> bool:
+def same_index_arrays(x: Storage, y: Storage) -> bool:
     """Decide as `same_positions`, for tensors whose dense, trailing sizes may differ."""
-    if stype(x) != stype(y) or stored_values(x).shape[:1] != stored_values(y).shape[:1]:
+    if stype(x) != stype(y) or x.ndim != y.ndim:
         return False
-    sparse = 1 if isinstance(x, RowSparse) else x.n_sparse
-    if x.ndim != y.ndim or x.shape[:sparse] != y.shape[:sparse]:
+    sparse = 1 if isinstance(x, RowSparse) else getattr(x, "n_sparse", 0)
+    if x.shape[:sparse] != y.shape[:sparse]:
         return False
     return all(map(_same_array, _index_arrays(x), _index_arrays(y)))
 
 
 def has_unique_positions(x: Storage) -> bool:
     """Decide whether it is known that no two stored values have one position."""
-    if isinstance(x, RowSparse):
-        return x.coalesced
-    return not isinstance(x, SPARSE) or x.unique_indices
+    return getattr(x, "unique_indices", getattr(x, "coalesced", True))
 
 
 def unique_positions(x: Storage) -> Tensor:
@@ -271,10 +258,12 @@ def compressed(x: BCOO) -> BCSR:
     )
 
 
-def _index_arrays(x: Sparse) -> tuple[Ids, ...]:
+def _index_arrays(x: Storage) -> tuple[Ids, ...]:
     if isinstance(x, RowSparse):
         return (x.index_leaf,)
-    return (x.indices, x.indptr) if isinstance(x, BCSR) else (x.indices,)
+    if isinstance(x, BCSR):
+        return x.indices, x.indptr
+    return (x.indices,) if isinstance(x, BCOO) else ()
 
 
 def _same_array(x: jax.Array, y: jax.Array) -> bool:
@@ -284,11 +273,3 @@ def _same_array(x: jax.Array, y: jax.Array) -> bool:
         return False
     with jax.ensure_compile_time_eval():  # constants, also while something is traced
         return x.shape == y.shape and bool((x == y).all())
-
-
-def _inside(coordinates: tuple[jax.Array, ...], sizes: Shape) -> jax.Array:
-    """Find which positions are in range; sizes of dense, trailing dimensions are not used."""
-    inside = jnp.ones(coordinates[0].shape, bool)
-    for index, size in zip(coordinates, sizes, strict=False):
-        inside &= (index >= 0) & (index < size)
-    return inside

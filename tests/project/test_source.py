@@ -84,9 +84,9 @@ def test_parameters_of_equations_are_read_in_one_place():
 
 
 def test_every_method_is_a_function_of_jmask_numpy():
-    names = re.findall(r"\bmethod\(\"(\w+)\"\)", Path(methods.__file__).read_text())
-    assert len(names) > 30
-    for name in names:
+    names = " ".join(methods._METHODS.values()).split()
+    assert len(names) >= 30
+    for name in (*names, "transpose", "matrix_transpose", "imag", "real", "conj", "ravel"):
         assert callable(getattr(jmask.numpy, name)), name
 
 
