@@ -21,7 +21,6 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 from jax.typing import DTypeLike
 
-from jmask._base.fallback import report_fallback
 from jmask._base.types import DType, Mask, PyTree, Scalar, Shape, Tensor, TensorLike
 from jmask._base.validation import checked_dtype, checked_scalar, refuse_scipy
 from jmask._tensors.checks import checked_replacement
@@ -30,13 +29,15 @@ from jmask._tensors.methods import MaskedMethods, library
 from jmask._tensors.storage import (
     Sparse,
     Storage,
-    as_dense,
+    coordinates,
     has_unique_positions,
     is_entry,
     is_sparse,
+    read_at_positions,
     same_positions,
     sampled,
     scattered,
+    sparse_sizes,
     stored_values,
     stype,
     unique_positions,
@@ -54,17 +55,15 @@ class MaskedTensor(MaskedMethods):
         mask: where entries are valid, everything (stored) if None. For dense data a boolean
             array; it and the data broadcast against each other. For sparse data a boolean
             array of the shape of the tensor or of its stored values. A sparse mask, whose
-            booleans JAX may have made int32, gives dense data its storage; sparse data with
-            other index arrays becomes dense.
+            booleans JAX may have made int32, gives dense data its storage; for sparse data it
+            stores positions in the same way, and is False at those that it does not store.
 
     Equal positions of sparse data are one entry: the sum of those that are valid.
 
     Raises:
         TypeError: if the mask is not boolean, or the data no known storage.
-        ValueError: if shapes do not broadcast.
-
-    Warns:
-        StorageFallbackWarning: if data and mask are sparse at different positions.
+        ValueError: if shapes do not broadcast, or a sparse mask numbers rows and its data
+            entries.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -324,17 +323,15 @@ def _on_sparse(data: Sparse, mask: Mask) -> tuple[Tensor, jax.Array]:
         raise ValueError(
             f"`mask` of shape {tuple(mask.shape)} must have the shape of `data`, {shape}."
         )
-    if is_sparse(mask) and not same_positions(data, mask):
-        # Which positions both store is not known while tracing.
-        report_fallback(
-            f"`masked_tensor` made sparse data of shape {shape} dense, at O(size) cost: the "
-            "mask has other index arrays; give the booleans of the stored values"
-        )
-        return as_dense(data), scattered(is_entry(data), data, False) & as_dense(mask)
     if mask is None:
         valid = jnp.ones(values.shape, bool)
     elif is_sparse(mask):
-        valid = stored_values(mask)
+        if sparse_sizes(data) != sparse_sizes(mask):
+            raise ValueError(
+                f"`mask`, a {stype(mask)}, must store positions in the same way as `data`, a "
+                f"{stype(data)}."
+            )
+        valid = _flags_of(data, mask)
     else:
         fits = [mask.shape == shape, mask.shape == values.shape]
         if sum(fits) != 1:
@@ -347,6 +344,23 @@ def _on_sparse(data: Sparse, mask: Mask) -> tuple[Tensor, jax.Array]:
     if has_unique_positions(data):
         return data, valid & is_entry(data)
     return _summed(data, valid)
+
+
+def _flags_of(data: Sparse, mask: Sparse) -> jax.Array:
+    """Return the booleans of a sparse mask for the stored values of `data`.
+
+    A mask of the same positions in the same order has one for each stored value, also of equal
+    positions; which that is, is known only when a traced program runs.
+    """
+    flags = stored_values(mask)
+    if same_positions(data, mask):
+        return flags
+    found = read_at_positions(mask, flags, data)
+    pairs = zip(coordinates(data), coordinates(mask), strict=True)
+    if found.shape != flags.shape:
+        return found
+    is_alike = jnp.stack([jnp.array_equal(a, b) for a, b in pairs]).all()
+    return jnp.where(is_alike, flags, found)
 
 
 # Some fifty operations, which outside jit would each be called from Python.

@@ -26,9 +26,10 @@ from jmask._tensors.storage import (
     as_dense,
     is_entry,
     is_sparse,
+    read_at_positions,
     same_positions,
     sampled,
-    scattered,
+    sparse_sizes,
     stored_values,
     stype,
     unique_positions,
@@ -91,8 +92,8 @@ def sparse_mask(x: TensorLike, mask: Mask) -> Tensor:
         ValueError: if the shapes differ.
 
     Warns:
-        StorageFallbackWarning: if `x` and `mask` are sparse at other positions, so that `x`
-            had to be made dense.
+        StorageFallbackWarning: if one of `x` and `mask` stores rows and the other entries, so
+            that `x` had to be made dense.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -116,15 +117,9 @@ def sparse_mask(x: TensorLike, mask: Mask) -> Tensor:
         specified = sampled(mask, pattern)
     values, exists = stored_values(storage), getattr(x, "valid", jnp.ones((), bool))
     if not same_positions(storage, pattern):
-        if is_sparse(storage) and is_sparse(pattern):  # a dense mask asks for a dense result
-            report_fallback(
-                f"`sparse_mask` made a {stype(storage)} tensor of shape {tuple(x.shape)} "
-                "dense, at O(size) cost: its positions are laid out otherwise than those of "
-                f"the {stype(pattern)} mask"
-            )
-        values = sampled(as_dense(storage), pattern)
+        values = _at_positions_of(pattern, storage, jnp.where(exists, values, 0))
         if isinstance(x, MaskedTensor):
-            exists = sampled(scattered(exists, storage, False), pattern)
+            exists = _at_positions_of(pattern, storage, exists)
         elif placeholder is not None:
             values += sampled(placeholder, pattern)
     valid = specified & exists
@@ -134,6 +129,19 @@ def sparse_mask(x: TensorLike, mask: Mask) -> Tensor:
     if is_sparse(mask) or placeholder is None:
         return result
     return with_placeholder(result, jnp.where(mask, placeholder, 0))
+
+
+def _at_positions_of(pattern: Tensor, storage: Tensor, values: jax.Array) -> jax.Array:
+    """Return values in the place of those that `storage` has, at the positions of `pattern`."""
+    if is_sparse(storage) and is_sparse(pattern):
+        if sparse_sizes(storage) == sparse_sizes(pattern):
+            return read_at_positions(storage, values, pattern)
+        report_fallback(  # a dense mask asks for a dense result
+            f"`sparse_mask` made a {stype(storage)} tensor of shape {tuple(storage.shape)} "
+            "dense, at O(size) cost: its positions are laid out otherwise than those of the "
+            f"{stype(pattern)} mask"
+        )
+    return sampled(as_dense(with_stored_values(storage, values)), pattern)
 
 
 def _tensor_or_array(x: TensorLike) -> Tensor:

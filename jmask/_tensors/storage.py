@@ -212,6 +212,41 @@ def same_index_arrays(x: Storage, y: Storage) -> bool:
     return all(map(_same_array, _index_arrays(x), _index_arrays(y)))
 
 
+def sparse_sizes(x: Sparse) -> Shape:
+    """Return the sizes of the dimensions that the stored positions number."""
+    if isinstance(x, RowSparse):
+        return (x.row_count,)
+    return tuple(x.shape[: x.n_sparse])
+
+
+# Some thirty operations, which outside jit would each be called from Python.
+@functools.partial(jax.jit, inline=True)
+def read_at_positions(x: Sparse, values: jax.Array, like: Sparse) -> jax.Array:
+    """Return what `x` stores at the positions of `like`: sums (`or` of booleans), or 0.
+
+    The positions of both are sorted together, and equal ones get one number:
+
+        x at (0, 2) (1, 0), like at (1, 0) (3, 1)    numbers 0 1, 1 2
+
+    Args:
+        x, like: of equal `sparse_sizes`.
+        values: in the place of those that `x` stores.
+    """
+    pairs = list(zip(coordinates(x), coordinates(like), strict=True))
+    dtype = jnp.promote_types(pairs[0][0].dtype, pairs[0][1].dtype)
+    both = [jnp.concatenate([a.astype(dtype), b.astype(dtype)]) for a, b in pairs]
+    order = jnp.lexsort(both)
+    places = [index[order] for index in both]
+    differs = functools.reduce(jnp.logical_or, [p[1:] != p[:-1] for p in places])
+    begins = jnp.zeros(order.shape, jnp.int32).at[1:].set(differs.astype(jnp.int32))
+    numbers = jnp.zeros_like(begins).at[order].set(jnp.cumsum(begins, dtype=jnp.int32))
+    of_x, of_like = numbers[: values.shape[0]], numbers[values.shape[0] :]
+    wide_values = jnp.where(is_entry(x), values, jnp.zeros_like(values))
+    wide_values = wide_values.astype(sum_dtype(values.dtype))
+    sums = jnp.zeros((order.shape[0], *values.shape[1:]), wide_values.dtype)
+    return sums.at[of_x].add(wide_values)[of_like].astype(values.dtype)
+
+
 def has_unique_positions(x: Storage) -> bool:
     """Decide whether it is known that no two stored values have one position."""
     return getattr(x, "unique_indices", getattr(x, "coalesced", True))
