@@ -1,4 +1,4 @@
-"""The tensors. Sub-packages above install their operations.
+"""The tensors. Their methods are functions of sub-packages above, looked up when called.
 
 row_sparse, checks              a tensor that stores some of its rows
 masked_tensor                   a tensor some entries of which are not valid

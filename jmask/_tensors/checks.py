@@ -80,8 +80,7 @@ def checked_leading(leading: int, shape: Shape) -> int:
     leading = checked_integer("leading", leading)
     if not 1 <= leading <= len(shape):
         raise ValueError(
-            f"`leading`, the number of dimensions that indices number, must be between 1 and "
-            f"{len(shape)} for a tensor of shape {shape}, got {leading}."
+            f"`leading` must be between 1 and {len(shape)} for shape {shape}, got {leading}."
         )
     return leading
 

@@ -55,7 +55,7 @@ def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
 
 def to_csr(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     """Return the tensor of two dimensions on compressed row (BCSR) storage."""
-    x = to_coo(x, _capacity(x.valid.reshape(-1), nse, "entries"))
+    x = to_coo(x, nse)
     # Sorted or not, padding comes last.
     valid = jnp.arange(x.valid.shape[0]) < x.valid.sum()
     return joined(compressed(x.storage), valid)
@@ -63,11 +63,14 @@ def to_csr(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
 
 def to_row_sparse(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     """Return the tensor on row-sparse storage: the rows with a valid entry, in order."""
-    if not is_sparse(x.storage):
-        return _stored_rows(x, jnp.arange(x.shape[0]), nse)
-    if isinstance(x.storage, RowSparse):
-        return _stored_rows(x, x.storage.row_ids(), nse)
-    return _assembled_rows(x, nse)
+    if isinstance(x.storage, BCOO | BCSR):
+        return _assembled_rows(x, nse)
+    is_rows = isinstance(x.storage, RowSparse)
+    ids = x.storage.row_ids() if is_rows else jnp.arange(x.shape[0])
+    picked, inside, values = _chosen(stored_values(x.storage), _has_valid(x), nse, "rows")
+    ids = jnp.where(inside, _picked(ids, picked), x.shape[0])
+    storage = RowSparse.from_rows(ids, values, x.shape, coalesced=True)
+    return joined(storage, _picked(x.valid, picked) & trailing(inside, x.valid.ndim))
 
 
 def from_numpy_ma(x: MaskedHostArray) -> MaskedTensor:
@@ -131,14 +134,6 @@ def _chosen(
 def _has_valid(x: MaskedTensor) -> jax.Array:
     """Return for each row (or entry) that is stored whether something in it is valid."""
     return x.valid.any(axis=tuple(range(1, x.valid.ndim)))
-
-
-def _stored_rows(x: MaskedTensor, ids: jax.Array, nse: int | None) -> MaskedTensor:
-    """Store the rows that have a valid entry, of rows in order."""
-    picked, inside, values = _chosen(stored_values(x.storage), _has_valid(x), nse, "rows")
-    ids = jnp.where(inside, _picked(ids, picked), x.shape[0])
-    storage = RowSparse.from_rows(ids, values, x.shape, coalesced=True)
-    return joined(storage, _picked(x.valid, picked) & trailing(inside, x.valid.ndim))
 
 
 def _assembled_rows(x: MaskedTensor, nse: int | None) -> MaskedTensor:
