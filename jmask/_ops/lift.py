@@ -35,6 +35,7 @@ from jmask._tensors.conversions import from_numpy_ma
 from jmask._tensors.masked_tensor import (
     MaskedTensor,
     any_masked,
+    as_tensor,
     common_shape,
     is_tensor,
     joined,
@@ -77,6 +78,51 @@ def data_of(x: TensorLike) -> Tensor:
 def is_hidden(x: TensorLike) -> jax.Array:
     """Find where a dense masked tensor is masked: nowhere for an array."""
     return ~x.valid if isinstance(x, MaskedTensor) else jnp.zeros(jnp.shape(x), bool)
+
+
+def refuse_output(options: dict[str, Argument]) -> None:
+    """Drop arguments of NumPy about memory, which JAX has in its signatures and refuses too."""
+    for name in ("out", "overwrite_input"):
+        if options.pop(name, None):
+            raise NotImplementedError(f"`{name}` is not supported: results are new arrays.")
+
+
+def extends(
+    of_jax: Function, *tensors: str, more: Sequence[str] = ()
+) -> Callable[[Function], Function]:
+    """Extend a function of JAX to masked tensors: its arguments, and its documentation.
+
+    What is decorated gets the tensors, and other arguments by name, if one of them is masked or
+    an argument is one that JAX does not have. Sparse storage becomes dense.
+
+    Args:
+        tensors: names of the arguments that are tensors; by default the first.
+        more: names of arguments that JAX does not have.
+    """
+    signature = inspect.signature(of_jax)
+    tensors = tensors or tuple(signature.parameters)[:1]
+
+    def extend(function: Function) -> Function:
+        @functools.wraps(of_jax)
+        def extended(*args: Argument, **kwargs: Argument) -> PyTree:
+            ours = {name: kwargs.pop(name) for name in more if name in kwargs}
+            bound = signature.bind(*args, **kwargs)
+            options = bound.arguments
+            for name in tensors:
+                if options.get(name) is not None:
+                    x = as_tensor(adopted(options[name]))
+                    options[name] = dense(x, of_jax.__name__)
+            operands = [options.get(name) for name in tensors]
+            if not ours and not any_masked(*operands):
+                return of_jax(*bound.args, **bound.kwargs)
+            refuse_output(options)
+            options = {name: x for name, x in options.items() if name not in tensors}
+            return function(*operands, **options, **ours)
+
+        extended.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{of_jax.__doc__}"
+        return extended
+
+    return extend
 
 
 # --- entrywise ---------------------------------------------------------------------------
@@ -210,10 +256,14 @@ def _where_valid(
     # Operands made from one tensor share its mask, which is then not read twice.
     distinct = {id(mask): mask for mask in masks if mask is not _ALL}
     valid = functools.reduce(operator.and_, distinct.values())
-    result = function(*[where_or(valid, x, safe) for x in values])
-    shape = jnp.broadcast_shapes(result.shape, valid.shape)
-    result, valid = jnp.broadcast_to(result, shape), jnp.broadcast_to(valid, shape)
-    return joined(result if like is None else with_stored_values(like, result), valid)
+    return on(like, function(*[where_or(valid, x, safe) for x in values]), valid)
+
+
+def on(like: Storage | None, values: jax.Array, valid: jax.Array) -> MaskedTensor:
+    """Return values and a mask that broadcast to one shape, at the positions of `like`."""
+    shape = jnp.broadcast_shapes(values.shape, valid.shape)
+    values, valid = jnp.broadcast_to(values, shape), jnp.broadcast_to(valid, shape)
+    return joined(values if like is None else with_stored_values(like, values), valid)
 
 
 # --- moves -------------------------------------------------------------------------------

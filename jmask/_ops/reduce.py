@@ -47,7 +47,7 @@ from jmask._base.types import (
 )
 from jmask._base.validation import refuse_scipy
 from jmask._kernels.rows import add_rows
-from jmask._ops.lift import adopted, dense, entrywise
+from jmask._ops.lift import adopted, dense, entrywise, refuse_output
 from jmask._tensors.masked_tensor import (
     MaskedTensor,
     as_booleans,
@@ -171,13 +171,6 @@ def reduces(
 
 # Why a function makes a sparse tensor dense.
 _NOT_DECOMPOSED = "it does not decompose into results of its stored values"
-
-
-def refuse_output(options: dict[str, Argument]) -> None:
-    """Drop arguments of NumPy about memory, which JAX has in its signatures and refuses too."""
-    for name in ("out", "overwrite_input"):
-        if options.pop(name, None):
-            raise NotImplementedError(f"`{name}` is not supported: results are new arrays.")
 
 
 def result_dtype(function: Function, kind: DTypeLike, **options: Argument) -> DType:
