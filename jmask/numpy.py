@@ -22,8 +22,6 @@ what it does with zeros that are not stored is said beside it (`_ops/rows.py`).
     MaskedTensor([1.0, --, --], dtype=float32)
 """
 
-import functools as _functools
-
 import jax.numpy as _jnp
 import jax.scipy.special as _special
 from jax import lax as _lax
@@ -54,7 +52,6 @@ from jmask._ops.reduce import ZEROS_CHANGE_NOTHING as _NOTHING
 from jmask._ops.reduce import greatest as _greatest
 from jmask._ops.reduce import least as _least
 from jmask._ops.reduce import reduces as _reduces
-from jmask._ops.reduce import with_zeros as _with_zeros
 from jmask._ops.selection import likened as _likened
 from jmask._ops.selection import masked_fill as masked_fill
 from jmask._ops.selection import masked_where as masked_where
@@ -175,46 +172,25 @@ _nan = _jnp.nan
 
 sum = _reduces(_formulas.total, _jnp.sum, zeros=_NOTHING, like=_jnp.sum, initial=add)
 prod = _reduces(
-    _formulas.product,
-    _jnp.prod,
-    empty=1,
-    zeros=_with_zeros(
-        _formulas.product, lambda x, zero: _jnp.where(zero, _jnp.zeros_like(x), x)
-    ),
-    like=_jnp.prod,
+    _formulas.product, _jnp.prod, empty=1, zeros=_formulas.product_of_all, like=_jnp.prod,
     initial=multiply,
-)
+)  # fmt: skip
 mean = _reduces(
-    _formulas.mean, _jnp.mean, empty=_nan, zeros=_formulas.mean_with_zeros, like=_jnp.mean
+    _formulas.mean, _jnp.mean, empty=_nan, zeros=_formulas.mean_of_all, like=_jnp.mean
 )
 var = _reduces(_formulas.variance, _jnp.var, empty=_nan, like=_jnp.var)
 std = _reduces(_formulas.deviation, _jnp.std, empty=_nan, like=_jnp.std)
 max = amax = _reduces(
-    _formulas.maximum,
-    _jnp.max,
-    empty=_least,
-    zeros=_with_zeros(
-        _formulas.maximum,
-        lambda x, zero: _jnp.where(zero, _jnp.maximum(x, _jnp.zeros_like(x)), x),
-    ),
-    initial=maximum,
+    _formulas.maximum, _jnp.max, empty=_least, zeros=_formulas.maximum_of_all, initial=maximum
 )
 min = amin = _reduces(
     _formulas.minimum,
     _jnp.min,
     empty=_greatest,
-    zeros=_with_zeros(
-        _formulas.minimum,
-        lambda x, zero: _jnp.where(zero, _jnp.minimum(x, _jnp.zeros_like(x)), x),
-    ),
+    zeros=_formulas.minimum_of_all,
     initial=minimum,
 )
-all = _reduces(
-    _formulas.every,
-    _jnp.all,
-    empty=True,
-    zeros=_with_zeros(_formulas.every, lambda x, zero: x & ~zero),
-)
+all = _reduces(_formulas.every, _jnp.all, empty=True, zeros=_formulas.every_of_all)
 any = _reduces(_formulas.some, _jnp.any, zeros=_NOTHING)
 count_nonzero = _reduces(_formulas.number_of_nonzero, _jnp.count_nonzero, zeros=_NOTHING)
 argmax = _reduces(_formulas.first_maximum, _jnp.argmax, one_axis=True)
@@ -222,10 +198,9 @@ argmin = _reduces(_formulas.first_minimum, _jnp.argmin, one_axis=True)
 ptp = _reduces(_formulas.spread, _jnp.ptp)
 logsumexp = _reduces(_formulas.logsumexp, _special.logsumexp, empty=-_jnp.inf, like=_jnp.mean)
 # By sorting, also for arrays: an infinite neighbour without weight is not read.
-_quantile = _functools.partial(_reduces, empty=_nan, densely=True, arrays_too=True)
-quantile = _quantile(_formulas.quantile, _jnp.quantile)
-percentile = _quantile(_formulas.percentile, _jnp.percentile)
-median = _quantile(_formulas.median, _jnp.median, extra=("averaged",))
+quantile = _reduces(_formulas.quantile, _jnp.quantile, empty=_nan, arrays_too=True)
+percentile = _reduces(_formulas.percentile, _jnp.percentile, empty=_nan, arrays_too=True)
+median = _reduces(_formulas.median, _jnp.median, empty=_nan, arrays_too=True)
 _count = _reduces(_formulas.number, empty=0)
 
 cumlogsumexp = _accumulates(_cumlogsumexp, -_jnp.inf)

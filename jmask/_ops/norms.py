@@ -79,14 +79,14 @@ def norm_in_parts(x: Tensor, axis: tuple[int, ...], order: float) -> Norm:
     size = _size(x)
     nonzero = stored_values(data_of(size)) != 0
     if order == 0:
-        number = on_values(lambda a: a.astype(size.dtype), count(x, axis, True, nonzero))
+        number = on_values(lambda a: a.astype(size.dtype), count(x, axis, nonzero))
         return Norm(x, number, on_values(jnp.ones_like, number))
 
     # --- the greatest power, near which all are brought ----------------------------------
     # Powers of negative order are greatest where the entry is least.
     taken = size if order > 0 else _masked_where_zero(size)
     extreme = "max" if order > 0 else "min"
-    pivot = reduced(on_values(lax.stop_gradient, taken), axis, True, extreme)
+    pivot = reduced(on_values(lax.stop_gradient, taken), axis, extreme)
     pivot = on_values(
         lambda a: jnp.where(jnp.isfinite(a) & (a > 0), a, jnp.ones_like(a)), pivot
     )
@@ -99,17 +99,17 @@ def norm_in_parts(x: Tensor, axis: tuple[int, ...], order: float) -> Norm:
     # --- the norm of what they are then --------------------------------------------------
     if math.isinf(order):
         exact = extremum if isinstance(size, MaskedTensor) else reduced
-        result = exact(size, axis, True, extreme)
+        result = exact(size, axis, extreme)
     elif order == 2:
-        result = _root(reduced(_squared(x), axis, True, "sum"))
+        result = _root(reduced(_squared(x), axis, "sum"))
     else:
         pivot = on_values(jnp.ones_like, pivot) if order == 1 else _multiply(pivot, factor)
         powers = entrywise(where_nonzero(lambda a: a**order))(_divide(size, pivot))
-        total = reduced(powers, axis, True, "sum")
+        total = reduced(powers, axis, "sum")
         root = where_nonzero(lambda a: a ** (1 / order), 0 if order > 0 else jnp.inf)
         result = _multiply(entrywise(root)(total), pivot)
     if order < 0:  # a single 0 makes the sum infinite and the norm 0
-        has_zero = count(x, axis, True, ~nonzero)
+        has_zero = count(x, axis, ~nonzero)
         result = _where(entrywise(lambda number: number > 0)(has_zero), result)
     return Norm(x, result, factor)
 

@@ -18,7 +18,7 @@ from jmask._base.array_types import joint_dtype, wide
 from jmask._base.types import Argument, Axis, Function, Mask, Tensor, TensorLike
 from jmask._ops import formulas
 from jmask._ops.lift import adopted, aligned, contracts, dense, entrywise, extends, moves, on
-from jmask._ops.reduce import checked_axes, result_dtype, valid_entries
+from jmask._ops.reduce import checked_axes, result_dtype, valid_entries, without_axes
 from jmask._tensors.masked_tensor import (
     MaskedTensor,
     any_masked,
@@ -74,11 +74,13 @@ def weighted_average(
     valid = jnp.asarray(valid) & counted
     dtype = result_dtype(jnp.mean, joint_dtype(values, weights))
     weights = weights.astype(wide(dtype))
-    sums = formulas.total(on(like, weights, valid), axes, keepdims)
+    sums = formulas.total(on(like, weights, valid), axes)
     # Values under the mask may be nan; `total` leaves them out.
     products = on(like, values.astype(wide(dtype)) * weights, valid)
-    result = _divide(formulas.total(products, axes, keepdims), sums)
-    result, sums = result.astype(dtype), sums.astype(dtype)
+    result = _divide(formulas.total(products, axes), sums)
+    result, sums = (
+        (x if keepdims else without_axes(x, axes)).astype(dtype) for x in (result, sums)
+    )
     return (result, sums) if masked else (result.to_tensor(jnp.nan), sums.to_tensor(0))
 
 
@@ -239,8 +241,7 @@ def _none(differs: TensorLike, masked_equal: bool) -> jax.Array:
     """Decide whether no entry differs; and, if masked entries do not count, that all exist."""
     masked = isinstance(differs, MaskedTensor)
     differs = as_masked_tensor(differs)
-    every = tuple(range(differs.ndim))
-    none = ~formulas.some(differs, every, False).to_tensor(False)
+    none = ~jnp.any(differs.valid & stored_values(differs.storage))
     if masked_equal or not masked:
         return none
-    return none & (formulas.count(differs, every, False).to_tensor(0) == differs.size)
+    return none & (jnp.sum(differs.valid) == differs.size)
