@@ -7,14 +7,12 @@
 | `moves`      | f(x)                        | what is moved there does, or f brings it in   |
 | `contracts`  | f(where(valid, x, 0))       | one term of its sum of products does          |
 
-**No nan under a mask.** `where(valid, x, safe)` and `where(valid, f(...), fill)` stand on both
-sides of f, and the derivative of a selection sends exactly 0 to what was not selected, in both
-modes and at every order. `safe` only matters to `jax_debug_nans`: ½ lies in the domain of all
-functions of `jax.numpy` but arccosh.
+Selections stand on both sides of f, and the derivative of a selection sends exactly 0 to what
+was not selected, in both modes and at every order. `safe` only matters to `jax_debug_nans`: ½
+lies in the domain of all functions of `jax.numpy` but arccosh.
 
-**Storages.** Functions of entries are applied to stored values if all sparse operands share the
-index arrays of one; dense operands are sampled there. What moves or contracts entries needs
-dense storage. Whatever becomes dense is reported.
+Functions of entries are applied to stored values if all sparse operands share the index arrays
+of one; dense operands are sampled there. Whatever else becomes dense, which is reported.
 """
 
 import functools
@@ -80,6 +78,11 @@ def is_hidden(x: TensorLike) -> jax.Array:
     return ~x.valid if isinstance(x, MaskedTensor) else jnp.zeros(jnp.shape(x), bool)
 
 
+def each(word: Function, *functions: Function) -> list[Function]:
+    """Lift several functions by one word."""
+    return [word(function) for function in functions]
+
+
 def refuse_output(options: dict[str, Argument]) -> None:
     """Drop arguments of NumPy about memory, which JAX has in its signatures and refuses too."""
     for name in ("out", "overwrite_input"):
@@ -140,14 +143,10 @@ def entrywise(
     """Lift a function whose result at an entry depends on the operands at this entry alone.
 
     Args:
-        function: takes arrays that broadcast, by position or by name, and options.
         safe: what floating operands are where an entry does not exist; the function and its
             first two derivatives should be finite there. Integers are 1 there.
         adds, scales, vanishes, by_arrays: what it makes of zeros that are not stored, as
             `rows.py` says.
-
-    Returns:
-        A function that takes `MaskedTensor`, `RowSparse`, BCOO and BCSR in place of arrays.
     """
 
     @functools.wraps(function)
@@ -173,16 +172,13 @@ def entrywise(
         name = getattr(function, "__name__", "a function")
         if any_masked(*operands):
             return _where_valid(of_operands, operands, name, safe)
-        # Words are about positions of arguments, some of which are options.
-        sets, more = (
-            [
-                {places.index(i) for i in one if i in places}
-                for one in several
-                if all(i in places or not leaves[i] for i in one)
-            ]
-            for several in (scales, vanishes)
-        )
-        words = Words(adds, list(filter(None, sets)), list(filter(None, more)), by_arrays)
+
+        def sets(several: Sequence[tuple[int, ...]]) -> list[set[int]]:
+            # Words are about positions of arguments, some of which are options.
+            held = [one for one in several if all(i in places or not leaves[i] for i in one)]
+            return [{places.index(i) for i in one if i in places} for one in held]
+
+        words = Words(adds, sets(scales), sets(vanishes), by_arrays)
         return on_stored_values(of_operands, operands, name, safe, words)
 
     return lifted

@@ -86,10 +86,8 @@ def norm_in_parts(x: Tensor, axis: tuple[int, ...], order: float) -> Norm:
     # Powers of negative order are greatest where the entry is least.
     taken = size if order > 0 else _masked_where_zero(size)
     extreme = "max" if order > 0 else "min"
-    pivot = reduced(on_values(lax.stop_gradient, taken), axis, extreme)
-    pivot = on_values(
-        lambda a: jnp.where(jnp.isfinite(a) & (a > 0), a, jnp.ones_like(a)), pivot
-    )
+    usable = lambda a: jnp.where(jnp.isfinite(a) & (a > 0), a, jnp.ones_like(a))
+    pivot = on_values(usable, reduced(on_values(lax.stop_gradient, taken), axis, extreme))
     if isinstance(pivot, MaskedTensor):
         pivot = joined(pivot.storage, jnp.ones_like(pivot.valid))  # 1 where all entries are 0
     factor = on_values(factor_for, pivot)

@@ -10,14 +10,9 @@
 | RowSparse, BCOO, BCSR | all entries, zeros included |                                   |
 
 A reduction is a formula of a `MaskedTensor`, in functions that keep masks and storages: the
-mean is the sum divided by the count. Only sum, product, maximum and minimum (`reduced`) see how
-entries are laid out:
-
-    slices      of the stored values, when all or none of the sparse axes are reduced
-    segments    of a BCOO or BCSR of which some sparse axes are kept, say the rows
-
-Results are dense; where all reduced axes are stored densely (the columns of a RowSparse) they
-keep the storage. A group without entries holds the identity and is masked.
+mean is the sum divided by the count. Only `reduced` sees how entries are laid out: it reduces
+slices of the stored values, or segments of them where some sparse axes are kept. Where all
+reduced axes are stored densely, say the columns of a RowSparse, results keep the storage.
 """
 
 import functools

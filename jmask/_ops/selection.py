@@ -78,13 +78,8 @@ def masked_where(condition: Mask, x: TensorLike) -> MaskedTensor:
     return on(like, values, jnp.asarray(valid) & known & ~holds.astype(bool))
 
 
-def masks_where(name: str, which: str, condition: Function) -> Function:
-    """Return the function of `numpy.ma` that masks the entries for which a condition holds.
-
-    Args:
-        which: entries these are, after "that".
-        condition: elementwise, of `x` and the other arguments of the function.
-    """
+def masks_where(name: str, condition: Function) -> Function:
+    """Return the function of `numpy.ma` that masks the entries for which a condition holds."""
     holds = entrywise(condition)
 
     @functools.wraps(condition)
@@ -93,7 +88,9 @@ def masks_where(name: str, which: str, condition: Function) -> Function:
         return masked_where(holds(x, *args, **kwargs), x)
 
     masked.__name__ = masked.__qualname__ = name
-    masked.__doc__ = f"Mask the entries of `x` that {which}, as `numpy.ma.{name}`."
+    masked.__doc__ = (
+        f"Mask entries of `x` with the condition and arguments of `numpy.ma.{name}`."
+    )
     return masked
 
 
