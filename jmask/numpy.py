@@ -36,6 +36,7 @@ from jmask._base.types import Tensor as _Tensor
 from jmask._base.types import TensorLike as _TensorLike
 from jmask._ops import contractions as _contractions
 from jmask._ops import formulas as _formulas
+from jmask._ops import norms as _norms
 from jmask._ops import order as _order
 from jmask._ops import selection as _selection
 from jmask._ops import statistics as _statistics
@@ -163,8 +164,8 @@ nanvar = _statistics.skips_nan(var, _jnp.nanvar, _nan)
 
 # An entry that is zero makes a norm of negative order zero, stored or not.
 _size = lambda x: _jnp.abs(_jnp.mean(x))
-_norm = _reduces(_formulas.norm, zeros=_NOTHING, like=_size)
-_negative_norm = _reduces(_formulas.norm, like=_size)
+_norm = _reduces(_norms.norm, zeros=_NOTHING, like=_size)
+_negative_norm = _reduces(_norms.norm, like=_size)
 
 
 def norm(

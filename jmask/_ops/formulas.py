@@ -173,10 +173,6 @@ def logmeanexp(x: MaskedTensor, axis: Axes) -> MaskedTensor:
 # --- norms -------------------------------------------------------------------------------
 
 
-def norm(x: MaskedTensor, axis: Axes, keepdims: bool = True, order: float = 2) -> MaskedTensor:
-    return norms.norm(x, axis, order)
-
-
 def normalize(
     x: MaskedTensor,
     ord: float | None = 2,  # noqa: A002

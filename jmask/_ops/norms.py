@@ -118,7 +118,9 @@ def _masked_where_zero(size: Tensor) -> Tensor:
     return joined(size.storage, size.valid & (stored_values(size.storage) != 0))
 
 
-def norm(x: MaskedTensor, axis: tuple[int, ...], order: float) -> MaskedTensor:
+def norm(
+    x: MaskedTensor, axis: tuple[int, ...], keepdims: bool = True, order: float = 2
+) -> MaskedTensor:
     """Return the norms of the valid entries along `axis`, which stays with size 1."""
     parts = norm_in_parts(x, axis, order)
     return _divide(parts.size, parts.factor)

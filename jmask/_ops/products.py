@@ -40,7 +40,7 @@ from jmask._base.fallback import report_fallback
 from jmask._base.lowering import lower, primitive
 from jmask._base.row_ids import canonical
 from jmask._base.types import Tensor, TensorLike
-from jmask._base.validation import check_flag, checked_choice, refuse_scipy
+from jmask._base.validation import check_flag, checked_choice
 from jmask._kernels.bag_sum import bag_sum
 from jmask._kernels.rows import add_rows
 from jmask._tensors.masked_tensor import MaskedTensor
@@ -224,17 +224,19 @@ def suits_kernel(x: TensorLike, dense: jax.Array) -> bool:
     )
 
 
-def _csr_terms(*arrays: jax.Array) -> list[jax.Array]:
+def _csr_matrix(*arrays: jax.Array) -> BCSR:
     values, columns, pointers, dense = arrays
-    x = BCSR((values, columns, pointers), shape=(pointers.shape[0] - 1, dense.shape[0]))
-    return [_bags(entries(x), dense, dense.dtype)]
+    return BCSR((values, columns, pointers), shape=(pointers.shape[0] - 1, dense.shape[0]))
+
+
+def _csr_terms(*arrays: jax.Array) -> list[jax.Array]:
+    return [_bags(entries(_csr_matrix(*arrays)), arrays[-1], arrays[-1].dtype)]
 
 
 def _csr_kernel(*arrays: jax.Array) -> list[jax.Array]:
     values, columns, pointers, dense = arrays
     pointers = jnp.clip(pointers, 0, columns.shape[0])
-    shape = (pointers.shape[0] - 1, dense.shape[0])
-    return [BCSR((values, columns, pointers), shape=shape) @ dense]
+    return [_csr_matrix(values, columns, pointers, dense) @ dense]
 
 
 def _csr_kernel_in_range(*arrays: jax.Array) -> list[jax.Array]:
@@ -356,14 +358,7 @@ def _checked(x: TensorLike, name: str) -> Tensor:
             f"`{name}` is a MaskedTensor: use jmask.numpy.matmul, or .to_tensor(0) for zeros "
             "where it is masked."
         )
-    refuse_scipy(name, x)
-    try:
-        storage = stype(x)
-    except TypeError as error:
-        raise TypeError(
-            f"`{name}` must be an array, RowSparse, BCSR or BCOO, got {type(x).__name__}."
-        ) from error
-    x = jnp.asarray(x) if storage == "default" else x
+    x = jnp.asarray(x) if stype(x, name) == "default" else x
     if isinstance(x, BCOO) and x.n_sparse == 1 and not x.n_batch:
         return RowSparse(x.indices[:, 0], x.data, x.shape)
     if isinstance(x, BCOO | BCSR) and (x.n_batch or x.n_dense or x.n_sparse != 2):
