@@ -34,22 +34,42 @@ from jmask._base.types import Axis as _Axis
 from jmask._base.types import Mask as _Mask
 from jmask._base.types import Tensor as _Tensor
 from jmask._base.types import TensorLike as _TensorLike
-from jmask._ops import contractions as _contractions
 from jmask._ops import formulas as _formulas
 from jmask._ops import norms as _norms
 from jmask._ops import order as _order
 from jmask._ops import selection as _selection
 from jmask._ops import statistics as _statistics
+from jmask._ops.contractions import dot as dot
+from jmask._ops.contractions import einsum as einsum
+from jmask._ops.contractions import matmul as matmul
 from jmask._ops.lift import contracts as _contracts
 from jmask._ops.lift import each as _each
 from jmask._ops.lift import elementwise as elementwise
 from jmask._ops.lift import entrywise as _entrywise
 from jmask._ops.lift import extends as _extends
 from jmask._ops.lift import moves as _moves
+from jmask._ops.order import argsort as argsort
+from jmask._ops.order import compressed as compressed
+from jmask._ops.order import nonzero as nonzero
+from jmask._ops.order import sort as sort
+from jmask._ops.order import top_k as top_k
+from jmask._ops.order import unique as unique
 from jmask._ops.reduce import ZEROS_CHANGE_NOTHING as _NOTHING
 from jmask._ops.reduce import greatest as _greatest
 from jmask._ops.reduce import least as _least
 from jmask._ops.reduce import reduces as _reduces
+from jmask._ops.selection import masked_fill as masked_fill
+from jmask._ops.selection import masked_where as masked_where
+from jmask._ops.selection import pad as pad
+from jmask._ops.selection import select as select
+from jmask._ops.selection import take as take
+from jmask._ops.selection import take_along_axis as take_along_axis
+from jmask._ops.selection import where as where
+from jmask._ops.statistics import allclose as allclose
+from jmask._ops.statistics import array_equal as array_equal
+from jmask._ops.statistics import corrcoef as corrcoef
+from jmask._ops.statistics import cov as cov
+from jmask._ops.statistics import diff as diff
 
 # --- entrywise ---------------------------------------------------------------------------
 
@@ -282,19 +302,8 @@ def trace(
     return sum(diagonal(a, offset, axis1, axis2), -1, dtype)
 
 
-# --- order, selection, statistics --------------------------------------------------------
-
-argsort, sort, top_k = _order.argsort, _order.sort, _order.top_k
-compressed, nonzero, unique = _order.compressed, _order.nonzero, _order.unique
-masked_fill, masked_where = _selection.masked_fill, _selection.masked_where
-select, where, pad = _selection.select, _selection.where, _selection.pad
-take, take_along_axis = _selection.take, _selection.take_along_axis
-allclose, array_equal = _statistics.allclose, _statistics.array_equal
-corrcoef, cov, diff = _statistics.corrcoef, _statistics.cov, _statistics.diff
-
 # --- contracts ---------------------------------------------------------------------------
 
-dot, einsum, matmul = _contractions.dot, _contractions.einsum, _contractions.matmul
 inner, outer = _each(_contracts, _jnp.inner, _jnp.outer)
 tensordot, vdot = _each(_contracts, _jnp.tensordot, _jnp.vdot)
 
