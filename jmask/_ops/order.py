@@ -36,12 +36,13 @@ def sort(a: MaskedTensor, axis: int | None = -1, **options: Argument) -> MaskedT
 
 @extends(jnp.argsort)
 def argsort(
-    a: MaskedTensor, axis: int | None = -1, dtype: DTypeLike = jnp.int32, **options: Argument
+    a: MaskedTensor, axis: int | None = -1, dtype: DTypeLike | None = None, **options: Argument
 ) -> MaskedTensor:
     """Return what `sort` takes, masked where that entry is masked."""
     a, axis = _along(a, axis)
     order = _order(a, axis, **options)
-    return joined(order.astype(dtype), jnp.take_along_axis(a.valid, order, axis))
+    valid = jnp.take_along_axis(a.valid, order, axis)
+    return joined(order if dtype is None else order.astype(dtype), valid)
 
 
 def _along(x: MaskedTensor, axis: int | None) -> tuple[MaskedTensor, int]:

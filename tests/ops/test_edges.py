@@ -69,7 +69,8 @@ EDGES = """
     [jnm.ptp(masked(2.5)), jnm.nanmax(masked(2.5)), jnm.outer(X[1, 1], ROW[:2])] |
         [0.0, 2.5, [[10.0, None]]]
     jnm.argsort(TIES) | [1, 3, 0, 4, None]
-    jnm.argsort(TIES, descending=True) | [0, 4, 1, 3, None]
+    jnm.argsort(TIES, descending=True, dtype=None) | [0, 4, 1, 3, None]
+    jnm.argsort(TIES, dtype=None).dtype.name | "int32"
     jnm.argsort(TIES, dtype=jnp.int8).dtype.name | "int8"
     jnm.sort(masked([inf, 1.0, nan, nan], [T, T, F, T])) | [1.0, inf, nan, None]
     cases.gradient(jnm.sort, TIES) | [3.0, 1.0, 0.0, 2.0, 4.0]
