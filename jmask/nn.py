@@ -29,11 +29,13 @@ from jmask._ops import formulas as _formulas
 from jmask._ops.contractions import dot_product_attention as dot_product_attention
 from jmask._ops.contractions import linear as linear
 from jmask._ops.lift import adopted as _adopted
+from jmask._ops.lift import each as _each
 from jmask._ops.lift import entrywise as _entrywise
 from jmask._ops.lift import moves as _moves
 from jmask._ops.reduce import checked_axes as _checked_axes
 from jmask._ops.reduce import reduces as _reduces
 from jmask._tensors.masked_tensor import MaskedTensor as _MaskedTensor
+from jmask._tensors.masked_tensor import as_masked_tensor as _as_masked_tensor
 from jmask._tensors.masked_tensor import as_tensor as _as_tensor
 from jmask.numpy import logsumexp as logsumexp
 
@@ -51,24 +53,16 @@ logmeanexp = _reduces(
 )
 
 # Activations.
-celu = _entrywise(_nn.celu)
-elu = _entrywise(_nn.elu)
-gelu = _entrywise(_nn.gelu)
-hard_sigmoid = _entrywise(_nn.hard_sigmoid)
-hard_silu = hard_swish = _entrywise(_nn.hard_silu)
-hard_tanh = _entrywise(_nn.hard_tanh)
+relu, relu6, celu, elu, selu = map(
+    _entrywise, (_nn.relu, _nn.relu6, _nn.celu, _nn.elu, _nn.selu)
+)
+gelu, mish, silu, sigmoid = _each(_entrywise, _nn.gelu, _nn.mish, _nn.silu, _nn.sigmoid)
+hard_sigmoid, hard_silu = _each(_entrywise, _nn.hard_sigmoid, _nn.hard_silu)
+hard_tanh, tanh = _each(_entrywise, _nn.hard_tanh, _jnp.tanh)
+log_sigmoid, soft_sign = _each(_entrywise, _nn.log_sigmoid, _nn.soft_sign)
+softplus, squareplus = _each(_entrywise, _nn.softplus, _nn.squareplus)
+swish, hard_swish = silu, hard_silu
 leaky_relu = _entrywise(_nn.leaky_relu, vanishes=((0,),))  # for slopes that are arrays
-log_sigmoid = _entrywise(_nn.log_sigmoid)
-mish = _entrywise(_nn.mish)
-relu = _entrywise(_nn.relu)
-relu6 = _entrywise(_nn.relu6)
-selu = _entrywise(_nn.selu)
-sigmoid = _entrywise(_nn.sigmoid)
-silu = swish = _entrywise(_nn.silu)
-soft_sign = _entrywise(_nn.soft_sign)
-softplus = _entrywise(_nn.softplus)
-squareplus = _entrywise(_nn.squareplus)
-tanh = _entrywise(_jnp.tanh)
 
 
 def softmin(x: _TensorLike, axis: _Axis = -1, where: _Mask | None = None) -> _Tensor:
@@ -94,9 +88,6 @@ def attention_weights(
         mask: booleans that broadcast to the shape of `scores`, True for keys to attend to.
         axis: of the keys.
 
-    Raises:
-        TypeError, ValueError: as for `softmax`, where `mask` is called `where`.
-
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> scores = jnp.array([[1., 1.], [2., 3.]])
@@ -105,10 +96,7 @@ def attention_weights(
         Array([[0.5, 0.5],
                [0. , 0. ]], dtype=float32)
     """
-    scores = _adopted(scores)
-    if not isinstance(scores, _MaskedTensor):
-        scores = _MaskedTensor(scores)
-    return softmax(scores, axis, where=mask)
+    return softmax(_as_masked_tensor(_adopted(scores)), axis, where=mask)
 
 
 _negative, _split = _entrywise(_jnp.negative), _moves(_jnp.split)

@@ -80,7 +80,8 @@ def public_names(module: ModuleType) -> list[str]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.append(node.name)
         elif isinstance(node, ast.Assign):
-            names += [target.id for target in node.targets if isinstance(target, ast.Name)]
+            targets = [x for target in node.targets for x in ast.walk(target)]
+            names += [x.id for x in targets if isinstance(x, ast.Name)]
         elif isinstance(node, ast.ImportFrom):
             names += [alias.name for alias in node.names if alias.name == alias.asname]
     return [name for name in names if not name.startswith("_")]
@@ -199,12 +200,14 @@ def _table_of_lifted(module: ModuleType, groups: Iterable[list[str]]) -> str:
 
 
 def _in_jax(function: Any) -> str:
-    name = function.__name__
+    name, (said, *_) = function.__name__, (function.__doc__ or "").split("\n", 1)
     for home in _HOMES:
-        if hasattr(importlib.import_module(home), name):
+        of_jax = getattr(importlib.import_module(home), name, None)
+        if of_jax is not None:
             page = f"https://docs.jax.dev/en/latest/_autosummary/{home}.{name}.html"
-            return f"[`{home}.{name}`]({page})"
-    return (function.__doc__ or "").partition("\n")[0]
+            ours = "" if function.__doc__ == of_jax.__doc__ else f": {said}"
+            return f"[`{home}.{name}`]({page}){ours}"
+    return said
 
 
 def _redirected(text: str, folder: str) -> str:

@@ -6,12 +6,8 @@ its terms does:
     [1, --]   [5, 6]     [1*5, 1*6]     [ 5,  6]        row 0: one term each
     [--, --] @ [7, 8]  =  [no term]    =  [--, --]        row 1: none
 
-Two other definitions are possible and are one line each: a masked operand taken for zeros is
-`x.to_tensor(0) @ y`; a result that exists only where *all* its terms do has the mask
-`matmul(x.mask, y.mask).data == x.shape[-1]`, for masks as integers.
-
-    add_n([x, y, z])        x + y + z
-    square_sum(x, axis=1)   sum(x * x, axis=1), at the cost of the rows stored
+A masked operand taken for zeros is `x.to_tensor(0) @ y`; a result that exists only where *all*
+its terms do has the mask `matmul(x.mask, y.mask).data == x.shape[-1]`, for masks as integers.
 """
 
 import functools
@@ -96,25 +92,25 @@ def dot_product_attention(*args: Argument, **kwargs: Argument) -> Tensor:
     """
     attend: Function = nn.dot_product_attention
     options = _ATTENTION.bind(*args, **kwargs).arguments
-    names = ("query", "key", "value", "bias", "mask")
-    for name in names:
-        x = options.get(name)
+    operands: list[Tensor] = []
+    for name in ("query", "key", "value", "bias", "mask"):
+        x = options.pop(name, None)
         if x is not None and jnp.iscomplexobj(x):
             raise TypeError(
                 f"`{name}` is complex, and JAX's attention drops the imaginary part: use "
                 "jmask.nn.softmax of scores that are real, jmask.numpy.real(scores)."
             )
-        options[name] = x if x is None else dense(adopted(x), "dot_product_attention")
-    query, key, value, bias, mask = (options.pop(name) for name in names)
-    if not any_masked(query, key, value, bias, mask):
-        return attend(query, key, value, bias, mask, **options)
-    arrays = [filled(x) for x in (query, key, value)]
+        operands.append(x if x is None else dense(adopted(x), "dot_product_attention"))
+    if not any_masked(*operands):
+        return attend(*operands, **options)
+    *arrays, bias, mask = operands
+    on_query, on_key, on_value = (_four(existing(x)) for x in arrays)
+    arrays = [filled(x) for x in arrays]
     jax.eval_shape(attend, *arrays)  # refuses shapes that do not fit
 
     # --- where there is a score ----------------------------------------------------------
-    on_query, *others = (_four(existing(x)) for x in (query, key, value))
-    groups = on_query.shape[2] // max(others[0].shape[2], 1)
-    on_key, on_value = (jnp.repeat(x, groups, axis=2) for x in others)
+    groups = on_query.shape[2] // max(on_key.shape[2], 1)
+    on_key, on_value = (jnp.repeat(x, groups, axis=2) for x in (on_key, on_value))
     allowed = jnp.einsum("btnh,bsnh->bnts", on_query, on_key) > 0.5
     queries, keys = (
         lax.broadcasted_iota(jnp.int32, (1, 1, *allowed.shape[2:]), i) for i in (2, 3)
@@ -161,10 +157,8 @@ def add_n(*tensors: TensorLike) -> Tensor:
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> x = jmask.RowSparse([1], jnp.array([2.]), (3,))
-        >>> jmask.add_n(x, x, x)
-        RowSparse(float32[3], nse=3)
-        >>> jmask.add_n(x, jnp.ones(3))
-        Array([1., 3., 1.], dtype=float32)
+        >>> jmask.add_n(x, x, x), jmask.add_n(x, jnp.ones(3))
+        (RowSparse(float32[3], nse=3), Array([1., 3., 1.], dtype=float32))
     """
     if len(tensors) == 1 and isinstance(tensors[0], Sequence):
         tensors = tuple(tensors[0])
@@ -184,21 +178,16 @@ def square_sum(x: TensorLike, axis: Axis = None, keepdims: bool = False) -> Tens
 
     Args:
         x: a tensor on any storage.
-        axis: an int, a tuple of ints or None, which is all axes.
-        keepdims: whether reduced axes stay, with size 1.
+        axis, keepdims: as of `jmask.numpy.sum`.
 
     Returns:
         A dense tensor; for a `RowSparse` of which axis 0 is kept, a `RowSparse`.
 
     Example:
         >>> import jax.numpy as jnp, jmask
-        >>> x = jmask.RowSparse([1], jnp.array([[3., 4.]]), (3, 2))
-        >>> jmask.square_sum(x, axis=1, keepdims=True)
-        RowSparse(float32[3, 1], nse=1)
-        >>> jmask.square_sum(x)
-        Array(25., dtype=float32)
+        >>> jmask.square_sum(jmask.RowSparse([1], jnp.array([[3., 4.]]), (3, 2)), axis=1)
+        RowSparse(float32[3], nse=1)
     """
     check_flag("keepdims", keepdims)
-    if not is_tensor(x):
-        x = checked_array("x", x)
+    x = x if is_tensor(x) else checked_array("x", x)
     return _sum(_square(x), axis, keepdims=keepdims)

@@ -1,7 +1,7 @@
 """Formulas of reductions, in functions that keep masks and storages; `reduces` lifts them.
 
-Each takes a `MaskedTensor`, the axes to reduce and whether they stay, and is masked where no
-entry is valid. The derivative is 0 where a formula has none: `std` and `norm` at 0.
+Each takes a `MaskedTensor` and the axes to reduce, which stay with size 1, and is masked where
+no entry is valid. The derivative is 0 where a formula has none: `std` and `norm` at 0.
 """
 
 import functools
@@ -22,17 +22,19 @@ from jmask._base.types import (
     TensorLike,
 )
 from jmask._base.validation import checked_choice
-from jmask._ops import norms, reduce
-from jmask._ops.lift import entrywise, filled
+from jmask._ops import norms
+from jmask._ops.lift import dense, entrywise, filled
 from jmask._ops.norms import where_nonzero
 from jmask._ops.order import sort
 from jmask._ops.reduce import (
     count,
     extremum,
+    first_index,
+    least,
     on_values,
     reduced,
     result_dtype,
-    without_axes,
+    with_zeros,
 )
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, joined
 from jmask._tensors.storage import stored_values
@@ -42,6 +44,8 @@ Axes = tuple[int, ...]
 _add, _subtract = entrywise(jnp.add), entrywise(jnp.subtract)
 _multiply, _divide = entrywise(jnp.multiply), entrywise(jnp.true_divide)
 _exp, _squared = entrywise(jnp.exp), entrywise(norms.squared)
+_log, _root = entrywise(jnp.log), entrywise(where_nonzero(jnp.sqrt))
+_positive = entrywise(lambda n: n > 0)
 
 
 # --- sums --------------------------------------------------------------------------------
@@ -49,23 +53,21 @@ _exp, _squared = entrywise(jnp.exp), entrywise(norms.squared)
 
 total = functools.partial(reduced, kind="sum")
 product = functools.partial(reduced, kind="prod")
+product_of_all = with_zeros(product, lambda x, zero: jnp.where(zero, jnp.zeros_like(x), x))
 
 
-def mean(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
-    number = count(x, axis, keepdims).astype(x.dtype)
-    return _divide(reduced(x, axis, keepdims, "sum"), number)
+def mean(x: MaskedTensor, axis: Axes) -> MaskedTensor:
+    return _divide(total(x, axis), count(x, axis).astype(x.dtype))
 
 
-def mean_with_zeros(x: MaskedTensor, axis: Axes, keepdims: bool) -> TensorLike:
+def mean_of_all(x: MaskedTensor, axis: Axes) -> MaskedTensor:
     """Return the mean of all entries of an ordinary sparse tensor."""
-    size = math.prod(x.shape[a] for a in axis)
-    return reduce.without_mask(on_values(lambda a: a / size, reduced(x, axis, keepdims, "sum")))
+    return on_values(lambda a: a / math.prod(x.shape[i] for i in axis), total(x, axis))
 
 
 def variance(
     x: MaskedTensor,
     axis: Axes,
-    keepdims: bool,
     ddof: float = 0,
     correction: float | None = None,
     mean: TensorLike | None = None,
@@ -76,100 +78,99 @@ def variance(
             raise ValueError("give `ddof` or `correction`, not both: they mean the same.")
         ddof = correction
     # Two passes: the mean of squares less the square of the mean cancels.
-    center = _mean(x, axis, True) if mean is None else as_tensor(mean).astype(x.dtype)
-    squares = reduced(_squared(_subtract(x, center)), axis, keepdims, "sum")
-    left = on_values(lambda n: n - ddof, count(x, axis, keepdims)).astype(squares.dtype)
-    exists = stored_values(left.storage) > 0
-    return _divide(squares, joined(left.storage, left.valid & exists))
+    squares = total(_squared(_subtract(x, _center(x, axis, mean))), axis)
+    left = on_values(lambda n: n - ddof, count(x, axis)).astype(squares.dtype)
+    return _divide(
+        squares, joined(left.storage, left.valid & (stored_values(left.storage) > 0))
+    )
 
 
-_mean = mean
+def _center(x: MaskedTensor, axis: Axes, given: TensorLike | None) -> TensorLike:
+    return mean(x, axis) if given is None else as_tensor(given).astype(x.dtype)
 
 
-def deviation(x: MaskedTensor, axis: Axes, keepdims: bool, **options: float) -> MaskedTensor:
-    return entrywise(where_nonzero(jnp.sqrt))(variance(x, axis, keepdims, **options))
+def deviation(x: MaskedTensor, axis: Axes, **options: Argument) -> MaskedTensor:
+    return _root(variance(x, axis, **options))
 
 
-def number_of_nonzero(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
-    return count(x, axis, keepdims, is_nonzero(stored_values(x.storage)))
+def number_of_nonzero(x: MaskedTensor, axis: Axes) -> MaskedTensor:
+    return count(x, axis, is_nonzero(stored_values(x.storage)))
 
 
-def number(a: MaskedTensor, axis: Axes = (), keepdims: bool = False) -> MaskedTensor:
-    return count(a, axis, keepdims)
+def number(a: MaskedTensor, axis: Axes = (), keepdims: bool = True) -> MaskedTensor:
+    return count(a, axis)
 
 
-def some(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
-    return entrywise(lambda n: n > 0)(number_of_nonzero(x, axis, keepdims))
+def some(x: MaskedTensor, axis: Axes) -> MaskedTensor:
+    return _positive(number_of_nonzero(x, axis))
 
 
-def every(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
+def every(x: MaskedTensor, axis: Axes) -> MaskedTensor:
     zero = ~is_nonzero(stored_values(x.storage))
-    return on_values(lambda n: n == 0, count(x, axis, keepdims, zero))
+    return on_values(lambda n: n == 0, count(x, axis, zero))
+
+
+every_of_all = with_zeros(every, lambda x, zero: x & ~zero)
 
 
 # --- order -------------------------------------------------------------------------------
 
 
 maximum, minimum = (functools.partial(extremum, kind=kind) for kind in ("max", "min"))
+maximum_of_all = with_zeros(
+    maximum, lambda x, zero: jnp.where(zero, jnp.maximum(x, jnp.zeros_like(x)), x)
+)
+minimum_of_all = with_zeros(
+    minimum, lambda x, zero: jnp.where(zero, jnp.minimum(x, jnp.zeros_like(x)), x)
+)
 first_maximum, first_minimum = (
-    functools.partial(reduce.first_index, kind=kind) for kind in ("max", "min")
+    functools.partial(first_index, kind=kind) for kind in ("max", "min")
 )
 
 
-def spread(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
-    return _subtract(maximum(x, axis, keepdims), minimum(x, axis, keepdims))
+def spread(x: MaskedTensor, axis: Axes) -> MaskedTensor:
+    return _subtract(maximum(x, axis), minimum(x, axis))
 
 
 # --- sums of powers of e -----------------------------------------------------------------
 
 
 def _peak(x: MaskedTensor, axis: Axes) -> MaskedTensor:
-    """Return the greatest (real part of an) entry as a constant; reduced axes stay."""
+    """Return the greatest (real part of an) entry as a constant."""
     real = on_values(lambda a: lax.stop_gradient(jnp.real(a)), x)
-    return reduced(real, axis, True, "max").astype(x.dtype)
+    return reduced(real, axis, "max").astype(x.dtype)
 
 
 def logsumexp(
-    a: MaskedTensor,
-    axis: Axes,
-    keepdims: bool,
-    b: TensorLike | None = None,
-    return_sign: bool = False,
+    a: MaskedTensor, axis: Axes, b: TensorLike | None = None, return_sign: bool = False
 ) -> MaskedTensor:
     """Return the log of the sum of exp, without overflow; the derivative of log(0) is 0."""
     if return_sign:
         raise TypeError("`return_sign` is not supported for masked entries: take `b` positive.")
-    reduce.least(a.dtype)  # refuses complex numbers, which have no order
+    least(a.dtype)  # refuses complex numbers, which have no order
     finite = lambda p: jnp.where(jnp.isfinite(p), p, jnp.zeros_like(p))
     peak = on_values(finite, _peak(a, axis))
     powers = _exp(_subtract(a, peak))
     powers = powers if b is None else _multiply(powers, b)
     log = entrywise(where_nonzero(jnp.log, -jnp.inf))
-    result = _add(log(reduced(powers, axis, True, "sum")), peak)
-    return without_axes(result, axis, keepdims)
+    return _add(log(total(powers, axis)), peak)
 
 
 def softmax(x: MaskedTensor, axis: Axes) -> MaskedTensor:
     powers = _exp(_subtract(x, _peak(x, axis)))
-    return _divide(powers, reduced(powers, axis, True, "sum"))
+    return _divide(powers, total(powers, axis))
 
 
 def log_softmax(x: MaskedTensor, axis: Axes) -> MaskedTensor:
     shifted = _subtract(x, _peak(x, axis))
-    total = reduced(_exp(shifted), axis, True, "sum")
-    return _subtract(shifted, entrywise(jnp.log)(total))
+    return _subtract(shifted, _log(total(_exp(shifted), axis)))
 
 
-def logmeanexp(x: MaskedTensor, axis: Axes, keepdims: bool) -> MaskedTensor:
-    number = count(x, axis, keepdims).astype(x.dtype)
-    return _subtract(logsumexp(x, axis, keepdims), entrywise(jnp.log)(number))
+def logmeanexp(x: MaskedTensor, axis: Axes) -> MaskedTensor:
+    return _subtract(logsumexp(x, axis), _log(count(x, axis).astype(x.dtype)))
 
 
 # --- norms -------------------------------------------------------------------------------
-
-
-def norm(x: MaskedTensor, axis: Axes, keepdims: bool, order: float) -> MaskedTensor:
-    return without_axes(norms.norm(x, axis, order), axis, keepdims)
 
 
 def normalize(
@@ -221,19 +222,19 @@ def standardize(
     algorithm: str = "fast",
 ) -> MaskedTensor:
     """Return x less the mean, by the standard deviation; each of them may be given."""
-    center = _mean(x, axis, True) if mean is None else as_tensor(mean).astype(x.dtype)
+    center = _center(x, axis, mean)
     if variance is not None:
         spread = as_tensor(variance).astype(x.dtype)
     elif mean is None:
-        spread = _variance(x, axis, True).astype(x.dtype)
+        spread = _variance(x, axis).astype(x.dtype)
     else:
         # E[x**2] - mean**2 about the mean that was given, as in jax.nn.standardize; it is cut
         # at 0, which rounding may cross.
-        spread = _less_square(_mean(entrywise(jnp.square)(x), axis, True), center)
+        spread = _less_square(_mean(entrywise(jnp.square)(x), axis), center)
     return _scaled(x, center, spread, epsilon=epsilon)
 
 
-_variance = variance
+_mean, _variance = mean, variance
 _less_square = entrywise(lambda x, mean: jnp.maximum(x - jnp.square(mean), 0))
 _scaled = entrywise(lambda x, mean, v, epsilon: (x - mean) * lax.rsqrt(v + epsilon))
 
@@ -244,7 +245,6 @@ _scaled = entrywise(lambda x, mean, v, epsilon: (x - mean) * lax.rsqrt(v + epsil
 def quantile(
     a: MaskedTensor,
     axis: Axes,
-    keepdims: bool,
     q: Numbers,
     method: str = "linear",
     weights: None = None,
@@ -257,6 +257,7 @@ def quantile(
         fractions = np.asarray(q)
         if not np.all((fractions >= 0) & (fractions <= 1)):
             raise ValueError(f"`q` must be from 0 to 1, got {q}.")
+    a = dense(a, "quantile")
 
     def one(q: jax.Array) -> MaskedTensor:
         def rank(last: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -264,26 +265,23 @@ def quantile(
             below = jnp.floor(place)
             return below.astype(last.dtype), place - below
 
-        return _at_rank(a, axis, keepdims, rank, method)
+        return _at_rank(a, axis, rank, method)
 
     q = jnp.asarray(q)
-    q = q.astype(joint_dtype(q, jnp.float32))
     for _ in range(q.ndim):
         one = jax.vmap(one)
-    return one(q)
+    return one(q.astype(joint_dtype(q, jnp.float32)))
 
 
-def percentile(
-    a: MaskedTensor, axis: Axes, keepdims: bool, q: Numbers, **options: Argument
-) -> MaskedTensor:
+def percentile(a: MaskedTensor, axis: Axes, q: Numbers, **options: Argument) -> MaskedTensor:
     q = q if isinstance(q, jax.Array) else np.asarray(q)
-    return quantile(a, axis, keepdims, q / 100, **options)
+    return quantile(a, axis, q / 100, **options)
 
 
-def median(a: MaskedTensor, axis: Axes, keepdims: bool, averaged: bool = True) -> MaskedTensor:
+def median(a: MaskedTensor, axis: Axes, averaged: bool = True) -> MaskedTensor:
     """Return the middle valid entry; of two the mean, or if not `averaged` the lower one."""
     rank = lambda last: (last // 2, (last % 2) / 2)
-    return _at_rank(a, axis, keepdims, rank, "linear" if averaged else "lower")
+    return _at_rank(dense(a, "median"), axis, rank, "linear" if averaged else "lower")
 
 
 # The weight of the higher entry, by how far the quantile is from the lower one: 0 to 1.
@@ -296,18 +294,16 @@ _WEIGHTS: dict[str, ArrayFunction] = {
 }
 
 
-def _at_rank(
-    x: MaskedTensor, axis: Axes, keepdims: bool, rank: ArraysFunction, method: str
-) -> MaskedTensor:
+def _at_rank(x: MaskedTensor, axis: Axes, rank: ArraysFunction, method: str) -> MaskedTensor:
     """Read sorted entries at a rank, of the last entry's: rounded down, and the rest."""
-    reduce.least(x.dtype)  # refuses complex numbers, which have no order
+    least(x.dtype)  # refuses complex numbers, which have no order
     dtype = result_dtype(jnp.mean, x.dtype)
     # Booleans have no half where dtypes are not promoted; integers have.
     x = x.astype(jnp.int8) if x.dtype == jnp.dtype(bool) else x
     rest = tuple(a for a in range(x.ndim) if a not in axis)
     size = math.prod(x.shape[a] for a in axis)
     if size == 0:
-        return reduced(x.astype(dtype), axis, keepdims, "sum")
+        return total(x.astype(dtype), axis)
     shape = (*(x.shape[a] for a in rest), size)
     line = joined(*(jnp.transpose(a, rest + axis).reshape(shape) for a in (x.storage, x.valid)))
     number = jnp.sum(line.valid, -1, keepdims=True)
@@ -330,6 +326,4 @@ def _at_rank(
     result = low * (1 - weight).astype(low.dtype) + high * weight.astype(low.dtype)
     result = jnp.where(jnp.isnan(between), jnp.nan, result).astype(dtype)
     shape = tuple(1 if a in axis else n for a, n in enumerate(x.shape))
-    return without_axes(
-        joined(result.reshape(shape), (number > 0).reshape(shape)), axis, keepdims
-    )
+    return joined(result.reshape(shape), (number > 0).reshape(shape))

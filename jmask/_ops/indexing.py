@@ -1,12 +1,9 @@
 """Index masked and row-sparse tensors with the meaning that it has in JAX.
 
-    x MaskedTensor             [1, --, 3]          x[1:]                    [--, 3]
-    i                          [2, --]             x[i]                     [3, --]
-    x[numpy.array([True, False, True])]                                     [1, 3]
-
-    x.at[1].set(5)             [1,  5, 3]      a plain value makes entries valid
-    x.at[:2].add(5)            [6, --, 3]      arithmetic leaves masked entries masked
-    x.at[0].set(masked)        [--, --, 3]     a masked value masks
+    x MaskedTensor      [1, --, 3]      x[1:]  [--, 3]      x[[2, --]]  [3, --]
+    x.at[1].set(5)      [1,  5, 3]      a plain value makes entries valid
+    x.at[:2].add(5)     [6, --, 3]      arithmetic leaves masked entries masked
+    x.at[0].set(masked) [--, --, 3]     a masked value masks
 
 As everywhere in JAX an index out of range reads the entry at the border; a masked index
 reads a masked entry, and writes nothing. Where positions repeat and one of the values written
@@ -69,12 +66,10 @@ def known_places(index: Sequence[IndexLike], sizes: Sequence[int], *, clip: bool
 
     With `clip` other integers that are out of range become those at the border.
     """
-    consumed = [_consumed(part) for part in index]
-    places, axis = [], 0
-    for part, dimensions in zip(index, consumed, strict=True):
-        if part is Ellipsis:
-            axis += len(sizes) - sum(consumed)
-        if dimensions == 1 and not isinstance(part, slice):
+    places, axis, left_out = [], 0, len(sizes) - sum(map(_consumed, index))
+    for part in index:
+        dimensions = left_out if part is Ellipsis else _consumed(part)
+        if dimensions == 1 and not isinstance(part, slice) and part is not Ellipsis:
             part = _place(dense(part, "indexing"), sizes[axis], clip)
         places.append(part)
         axis += dimensions

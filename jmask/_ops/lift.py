@@ -7,14 +7,12 @@
 | `moves`      | f(x)                        | what is moved there does, or f brings it in   |
 | `contracts`  | f(where(valid, x, 0))       | one term of its sum of products does          |
 
-**No nan under a mask.** `where(valid, x, safe)` and `where(valid, f(...), fill)` stand on both
-sides of f, and the derivative of a selection sends exactly 0 to what was not selected, in both
-modes and at every order. `safe` only matters to `jax_debug_nans`: ½ lies in the domain of all
-functions of `jax.numpy` but arccosh.
+Selections stand on both sides of f, and the derivative of a selection sends exactly 0 to what
+was not selected, in both modes and at every order. `safe` only matters to `jax_debug_nans`: ½
+lies in the domain of all functions of `jax.numpy` but arccosh.
 
-**Storages.** Functions of entries are applied to stored values if all sparse operands share the
-index arrays of one; dense operands are sampled there. What moves or contracts entries needs
-dense storage. Whatever becomes dense is reported.
+Functions of entries are applied to stored values if all sparse operands share the index arrays
+of one; dense operands are sampled there. Whatever else becomes dense, which is reported.
 """
 
 import functools
@@ -35,6 +33,7 @@ from jmask._tensors.conversions import from_numpy_ma
 from jmask._tensors.masked_tensor import (
     MaskedTensor,
     any_masked,
+    as_tensor,
     common_shape,
     is_tensor,
     joined,
@@ -79,6 +78,56 @@ def is_hidden(x: TensorLike) -> jax.Array:
     return ~x.valid if isinstance(x, MaskedTensor) else jnp.zeros(jnp.shape(x), bool)
 
 
+def each(word: Function, *functions: Function) -> list[Function]:
+    """Lift several functions by one word."""
+    return [word(function) for function in functions]
+
+
+def refuse_output(options: dict[str, Argument]) -> None:
+    """Drop arguments of NumPy about memory, which JAX has in its signatures and refuses too."""
+    for name in ("out", "overwrite_input"):
+        if options.pop(name, None):
+            raise NotImplementedError(f"`{name}` is not supported: results are new arrays.")
+
+
+def extends(
+    of_jax: Function, *tensors: str, more: Sequence[str] = ()
+) -> Callable[[Function], Function]:
+    """Extend a function of JAX to masked tensors: its arguments, and its documentation.
+
+    What is decorated gets the tensors, and other arguments by name, if one of them is masked or
+    an argument is one that JAX does not have. Sparse storage becomes dense.
+
+    Args:
+        tensors: names of the arguments that are tensors; by default the first.
+        more: names of arguments that JAX does not have.
+    """
+    signature = inspect.signature(of_jax)
+    tensors = tensors or tuple(signature.parameters)[:1]
+
+    def extend(function: Function) -> Function:
+        @functools.wraps(of_jax)
+        def extended(*args: Argument, **kwargs: Argument) -> PyTree:
+            ours = {name: kwargs.pop(name) for name in more if name in kwargs}
+            bound = signature.bind(*args, **kwargs)
+            options = bound.arguments
+            for name in tensors:
+                if options.get(name) is not None:
+                    x = as_tensor(adopted(options[name]))
+                    options[name] = dense(x, of_jax.__name__)
+            operands = [options.get(name) for name in tensors]
+            if not ours and not any_masked(*operands):
+                return of_jax(*bound.args, **bound.kwargs)
+            refuse_output(options)
+            options = {name: x for name, x in options.items() if name not in tensors}
+            return function(*operands, **options, **ours)
+
+        extended.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{of_jax.__doc__}"
+        return extended
+
+    return extend
+
+
 # --- entrywise ---------------------------------------------------------------------------
 
 
@@ -94,14 +143,10 @@ def entrywise(
     """Lift a function whose result at an entry depends on the operands at this entry alone.
 
     Args:
-        function: takes arrays that broadcast, by position or by name, and options.
         safe: what floating operands are where an entry does not exist; the function and its
             first two derivatives should be finite there. Integers are 1 there.
         adds, scales, vanishes, by_arrays: what it makes of zeros that are not stored, as
             `rows.py` says.
-
-    Returns:
-        A function that takes `MaskedTensor`, `RowSparse`, BCOO and BCSR in place of arrays.
     """
 
     @functools.wraps(function)
@@ -127,16 +172,13 @@ def entrywise(
         name = getattr(function, "__name__", "a function")
         if any_masked(*operands):
             return _where_valid(of_operands, operands, name, safe)
-        # Words are about positions of arguments, some of which are options.
-        sets, more = (
-            [
-                {places.index(i) for i in one if i in places}
-                for one in several
-                if all(i in places or not leaves[i] for i in one)
-            ]
-            for several in (scales, vanishes)
-        )
-        words = Words(adds, list(filter(None, sets)), list(filter(None, more)), by_arrays)
+
+        def sets(several: Sequence[tuple[int, ...]]) -> list[set[int]]:
+            # Words are about positions of arguments, some of which are options.
+            held = [one for one in several if all(i in places or not leaves[i] for i in one)]
+            return [{places.index(i) for i in one if i in places} for one in held]
+
+        words = Words(adds, sets(scales), sets(vanishes), by_arrays)
         return on_stored_values(of_operands, operands, name, safe, words)
 
     return lifted
@@ -210,10 +252,14 @@ def _where_valid(
     # Operands made from one tensor share its mask, which is then not read twice.
     distinct = {id(mask): mask for mask in masks if mask is not _ALL}
     valid = functools.reduce(operator.and_, distinct.values())
-    result = function(*[where_or(valid, x, safe) for x in values])
-    shape = jnp.broadcast_shapes(result.shape, valid.shape)
-    result, valid = jnp.broadcast_to(result, shape), jnp.broadcast_to(valid, shape)
-    return joined(result if like is None else with_stored_values(like, result), valid)
+    return on(like, function(*[where_or(valid, x, safe) for x in values]), valid)
+
+
+def on(like: Storage | None, values: jax.Array, valid: jax.Array) -> MaskedTensor:
+    """Return values and a mask that broadcast to one shape, at the positions of `like`."""
+    shape = jnp.broadcast_shapes(values.shape, valid.shape)
+    values, valid = jnp.broadcast_to(values, shape), jnp.broadcast_to(valid, shape)
+    return joined(values if like is None else with_stored_values(like, values), valid)
 
 
 # --- moves -------------------------------------------------------------------------------

@@ -79,17 +79,15 @@ def norm_in_parts(x: Tensor, axis: tuple[int, ...], order: float) -> Norm:
     size = _size(x)
     nonzero = stored_values(data_of(size)) != 0
     if order == 0:
-        number = on_values(lambda a: a.astype(size.dtype), count(x, axis, True, nonzero))
+        number = on_values(lambda a: a.astype(size.dtype), count(x, axis, nonzero))
         return Norm(x, number, on_values(jnp.ones_like, number))
 
     # --- the greatest power, near which all are brought ----------------------------------
     # Powers of negative order are greatest where the entry is least.
     taken = size if order > 0 else _masked_where_zero(size)
     extreme = "max" if order > 0 else "min"
-    pivot = reduced(on_values(lax.stop_gradient, taken), axis, True, extreme)
-    pivot = on_values(
-        lambda a: jnp.where(jnp.isfinite(a) & (a > 0), a, jnp.ones_like(a)), pivot
-    )
+    usable = lambda a: jnp.where(jnp.isfinite(a) & (a > 0), a, jnp.ones_like(a))
+    pivot = on_values(usable, reduced(on_values(lax.stop_gradient, taken), axis, extreme))
     if isinstance(pivot, MaskedTensor):
         pivot = joined(pivot.storage, jnp.ones_like(pivot.valid))  # 1 where all entries are 0
     factor = on_values(factor_for, pivot)
@@ -99,17 +97,17 @@ def norm_in_parts(x: Tensor, axis: tuple[int, ...], order: float) -> Norm:
     # --- the norm of what they are then --------------------------------------------------
     if math.isinf(order):
         exact = extremum if isinstance(size, MaskedTensor) else reduced
-        result = exact(size, axis, True, extreme)
+        result = exact(size, axis, extreme)
     elif order == 2:
-        result = _root(reduced(_squared(x), axis, True, "sum"))
+        result = _root(reduced(_squared(x), axis, "sum"))
     else:
         pivot = on_values(jnp.ones_like, pivot) if order == 1 else _multiply(pivot, factor)
         powers = entrywise(where_nonzero(lambda a: a**order))(_divide(size, pivot))
-        total = reduced(powers, axis, True, "sum")
+        total = reduced(powers, axis, "sum")
         root = where_nonzero(lambda a: a ** (1 / order), 0 if order > 0 else jnp.inf)
         result = _multiply(entrywise(root)(total), pivot)
     if order < 0:  # a single 0 makes the sum infinite and the norm 0
-        has_zero = count(x, axis, True, ~nonzero)
+        has_zero = count(x, axis, ~nonzero)
         result = _where(entrywise(lambda number: number > 0)(has_zero), result)
     return Norm(x, result, factor)
 
@@ -120,7 +118,9 @@ def _masked_where_zero(size: Tensor) -> Tensor:
     return joined(size.storage, size.valid & (stored_values(size.storage) != 0))
 
 
-def norm(x: MaskedTensor, axis: tuple[int, ...], order: float) -> MaskedTensor:
+def norm(
+    x: MaskedTensor, axis: tuple[int, ...], keepdims: bool = True, order: float = 2
+) -> MaskedTensor:
     """Return the norms of the valid entries along `axis`, which stays with size 1."""
     parts = norm_in_parts(x, axis, order)
     return _divide(parts.size, parts.factor)

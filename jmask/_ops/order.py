@@ -8,8 +8,6 @@ Sparse storage becomes dense, with the warning. The size of `unique`, `nonzero` 
 depends on data; under jit it is given as `size`, as in `jax.numpy`.
 """
 
-import functools
-import inspect
 import math
 from collections.abc import Sequence
 
@@ -19,18 +17,9 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jmask._base.array_types import is_nonzero, typed_like
-from jmask._base.types import (
-    Argument,
-    Function,
-    Mask,
-    Options,
-    PyTree,
-    Scalar,
-    Tensor,
-    TensorLike,
-)
-from jmask._ops.lift import adopted, dense
-from jmask._ops.reduce import checked_axes, refuse_output, result_dtype, valid_entries
+from jmask._base.types import Argument, Function, Mask, PyTree, Scalar, Tensor, TensorLike
+from jmask._ops.lift import adopted, dense, extends
+from jmask._ops.reduce import checked_axes, result_dtype, valid_entries
 from jmask._ops.selection import take_along_axis
 from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, as_tensor, joined
 from jmask._tensors.storage import entry_indices, is_sparse, stored_values
@@ -38,31 +27,20 @@ from jmask._tensors.storage import entry_indices, is_sparse, stored_values
 # --- sorted ------------------------------------------------------------------------------
 
 
-def sort(a: TensorLike, axis: int | None = -1, **kwargs: Argument) -> Tensor:
-    """Sort as `jax.numpy.sort`, masked entries last, in ascending and in descending order.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jmask.masked_tensor(jnp.array([3, 1, 2]), jnp.array([True, False, True]))
-        >>> jmask.numpy.sort(x), jmask.numpy.argsort(x)
-        (MaskedTensor([2, 3, --], dtype=int32), MaskedTensor([2, 0, --], dtype=int32))
-    """
-    a = dense(adopted(a), "sort")
-    if not isinstance(a, MaskedTensor):
-        return jnp.sort(a, axis, **kwargs)
+@extends(jnp.sort)
+def sort(a: MaskedTensor, axis: int | None = -1, **options: Argument) -> MaskedTensor:
+    """Sort with masked entries last, in ascending and in descending order."""
     a, axis = _along(a, axis)
-    return take_along_axis(a, _order(a, axis, **kwargs), axis)
+    return take_along_axis(a, _order(a, axis, **options), axis)
 
 
+@extends(jnp.argsort)
 def argsort(
-    a: TensorLike, axis: int | None = -1, *, dtype: DTypeLike | None = None, **kwargs: Argument
-) -> Tensor:
-    """Return what `sort` takes, as `jax.numpy.argsort`; masked where that entry is masked."""
-    a = dense(adopted(a), "argsort")
-    if not isinstance(a, MaskedTensor):
-        return jnp.argsort(a, axis, dtype=dtype, **kwargs)
+    a: MaskedTensor, axis: int | None = -1, dtype: DTypeLike | None = None, **options: Argument
+) -> MaskedTensor:
+    """Return what `sort` takes, masked where that entry is masked."""
     a, axis = _along(a, axis)
-    order = _order(a, axis, **kwargs)
+    order = _order(a, axis, **options)
     valid = jnp.take_along_axis(a.valid, order, axis)
     return joined(order if dtype is None else order.astype(dtype), valid)
 
@@ -79,8 +57,7 @@ def _order(
     """Return for each place along the axis which entry belongs there; masked ones last."""
     values = lax.stop_gradient(jnp.where(x.valid, x.storage, jnp.zeros((), x.dtype)))
     position = lax.broadcasted_iota(jnp.int32, x.shape, axis)
-    position = typed_like(position, jax.typeof(values))
-    operands = [x.valid, values, position]
+    operands = [x.valid, values, typed_like(position, jax.typeof(values))]
     if descending:
         # Backwards in and out, so that equal entries keep their order.
         operands = [jnp.flip(operand, axis) for operand in operands]
@@ -101,8 +78,7 @@ def top_k(x: TensorLike, k: int, axis: int = -1) -> tuple[Tensor, Tensor]:
 
     Example:
         >>> import jax.numpy as jnp, jmask
-        >>> x = jmask.numpy.masked_invalid(jnp.array([1., jnp.inf, 3.]))
-        >>> jmask.numpy.top_k(x, 2)[0]
+        >>> jmask.numpy.top_k(jmask.numpy.masked_invalid(jnp.array([1., jnp.inf, 3.])), 2)[0]
         MaskedTensor([3.0, 1.0], dtype=float32)
     """
     x = dense(as_tensor(adopted(x)), "top_k")
@@ -117,55 +93,49 @@ def top_k(x: TensorLike, k: int, axis: int = -1) -> tuple[Tensor, Tensor]:
 # --- the different, the valid ones -------------------------------------------------------
 
 
+@extends(jnp.unique)
 def unique(
-    ar: TensorLike,
+    ar: MaskedTensor,
     return_index: bool = False,
     return_inverse: bool = False,
     return_counts: bool = False,
     axis: int | None = None,
-    *,
-    equal_nan: bool = True,
-    size: int | None = None,
     fill_value: Scalar | None = None,
+    **options: Argument,
 ) -> PyTree:
-    """Return the different entries, sorted; masked ones count as one, which comes last.
+    """Count masked entries as one, which comes last.
 
-    Arguments are those of `jax.numpy.unique`. Padding is masked unless `fill_value` is given.
-
-    Raises:
-        ValueError: if `size` is missing and the entries are traced.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> mask = jnp.array([True, False, True, True])
-        >>> jmask.numpy.unique(jmask.masked_tensor(jnp.array([2, 7, 1, 2]), mask))
-        MaskedTensor([1, 2, --], dtype=int32)
+    Padding is masked unless `fill_value` is given.
     """
-    ar = dense(as_tensor(adopted(ar)), "unique")
-    if size is None and any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(ar)):
-        raise _needs_size("unique", "different")
-    options: Options = {"equal_nan": equal_nan, "size": size, "fill_value": fill_value}
-    returns = (return_index, return_inverse, return_counts)
-    if not isinstance(ar, MaskedTensor):
-        return jnp.unique(ar, *returns, axis, **options)
+    hidden, values = ~ar.valid, jnp.where(ar.valid, ar.storage, jnp.zeros((), ar.dtype))
+    pair = [
+        a.reshape(-1) if axis is None else jnp.moveaxis(a, axis, 0) for a in (hidden, values)
+    ]
+    row = pair[0].shape[1:]
+    width = math.prod(row)
     # Rows of a mask and values, so that JAX compares both.
-    values, flags = jnp.where(ar.valid, ar.storage, jnp.zeros((), ar.dtype)), ~ar.valid
+    rows = jnp.concatenate([a.reshape(-1, width).astype(ar.dtype) for a in pair], axis=1)
+    padding = [
+        jnp.full(row, a, ar.dtype).reshape(-1)
+        for a in (fill_value is None, 0 if fill_value is None else fill_value)
+    ]
+    result, *others = jax.tree.leaves(
+        jnp.unique(
+            rows,
+            return_index,
+            return_inverse,
+            return_counts,
+            0,
+            fill_value=jnp.concatenate(padding),
+            **options,
+        )
+    )
+    hidden, values = (a.reshape(-1, *row) for a in jnp.split(result, 2, axis=1))
     if axis is not None:
-        values, flags = (jnp.moveaxis(a, axis, 0) for a in (values, flags))
-    rest = values.shape[1:] if axis is not None else ()
-    values, flags = (a.reshape(-1, math.prod(rest)) for a in (values, flags))
-    if size is not None:
-        padding = jnp.full(values.shape[1:], 0 if fill_value is None else fill_value, ar.dtype)
-        is_masked = jnp.full_like(padding, fill_value is None)
-        options["fill_value"] = jnp.concatenate([is_masked, padding])
-    pairs = jnp.concatenate([flags.astype(values.dtype), values], axis=1)
-    result, *others = jax.tree.leaves(jnp.unique(pairs, *returns, 0, **options))
-    flags, values = (a.reshape(-1, *rest) for a in jnp.split(result, 2, axis=1))
-    if axis is not None:
-        values, flags = (jnp.moveaxis(a, 0, axis) for a in (values, flags))
+        hidden, values = (jnp.moveaxis(a, 0, axis) for a in (hidden, values))
     elif return_inverse:
         others[return_index] = others[return_index].reshape(ar.shape)
-    result = joined(values, ~flags.astype(bool))
+    result = joined(values, ~hidden.astype(bool))
     return (result, *others) if others else result
 
 
@@ -174,23 +144,19 @@ def nonzero(
 ) -> tuple[jax.Array, ...]:
     """Return the indices of the valid entries that are not 0, an array for each dimension.
 
-    Arguments are those of `jax.numpy.nonzero`.
-
-    Raises:
-        ValueError: if `size` is missing and it is traced which entries are not 0; if `a` is a
-            scalar, which has no index.
+    Arguments and errors are those of `jax.numpy.nonzero`.
 
     Example:
         >>> import jax.numpy as jnp, jmask
-        >>> mask = jnp.array([True, False, True, True])
-        >>> jmask.numpy.nonzero(jmask.masked_tensor(jnp.array([2, 7, 0, 1]), mask))
-        (Array([0, 3], dtype=int32),)
+        >>> jmask.numpy.nonzero(jmask.numpy.masked_equal(jnp.array([7, 0, 2]), 7))
+        (Array([2], dtype=int32),)
     """
     x = as_masked_tensor(as_tensor(adopted(a)))
     if x.ndim == 0:
         raise ValueError("`a` is a scalar, whose entry has no index: take `a.reshape(1)`.")
     values, valid, places = _in_order(x)
-    picked = _picked(valid & is_nonzero(values), size, "nonzero")
+    chosen = valid & is_nonzero(values)
+    picked = jnp.flatnonzero(chosen, size=size, fill_value=chosen.size)
     fill = fill_value if isinstance(fill_value, tuple) else (fill_value or 0,) * len(places)
     return tuple(
         place.at[picked].get(mode="fill", fill_value=index)
@@ -206,9 +172,6 @@ def compressed(x: TensorLike, *, size: int | None = None, fill_value: complex = 
         size: how many to return, static: fewer are padded and more cut. Needed under jit.
         fill_value: what they are padded with.
 
-    Raises:
-        ValueError: if `size` is missing and the mask is traced.
-
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> x = jmask.masked_tensor(jnp.array([2, 7, 1]), jnp.array([True, False, True]))
@@ -216,7 +179,7 @@ def compressed(x: TensorLike, *, size: int | None = None, fill_value: complex = 
         Array([2, 1], dtype=int32)
     """
     values, valid, _ = _in_order(as_masked_tensor(as_tensor(adopted(x))))
-    picked = _picked(valid, size, "compressed")
+    picked = jnp.flatnonzero(valid, size=size, fill_value=valid.size)
     return values.at[picked].get(mode="fill", fill_value=fill_value)
 
 
@@ -231,49 +194,21 @@ def _in_order(x: MaskedTensor) -> tuple[jax.Array, jax.Array, Sequence[jax.Array
     return values[order], valid[order], [place[order] for place in places]
 
 
-def _picked(chosen: jax.Array, size: int | None, name: str) -> jax.Array:
-    """Return the numbers of the `chosen`, padded with one that is out of range."""
-    if size is None and isinstance(chosen, jax.core.Tracer):
-        raise _needs_size(name, "valid")
-    return jnp.flatnonzero(chosen, size=size, fill_value=chosen.size)
-
-
-def _needs_size(name: str, which: str) -> ValueError:
-    return ValueError(
-        f"`size` of {name}() must be given while the tensor is traced (under jit, vmap or "
-        f"grad): how many entries are {which} is not known."
-    )
-
-
 # --- running sums, products and the like -------------------------------------------------
 
 
 def accumulates(of_jax: Function, identity: ArrayLike) -> Function:
-    """Lift a running reduction: an entry that is not valid adds the identity, and stays masked.
+    """Lift a running reduction, in which an entry that is not valid adds the identity."""
 
-    With axis None the tensor is flattened. Sparse storage becomes dense.
-    """
-    signature = inspect.signature(of_jax)
-    first, *_ = signature.parameters
-
-    @functools.wraps(of_jax)
-    def lifted(*args: Argument, where: Mask | None = None, **kwargs: Argument) -> Tensor:
-        bound = signature.bind(*args, **kwargs)
-        options = bound.arguments
-        x = dense(as_tensor(adopted(options.pop(first))), of_jax.__name__)
-        refuse_output(options)
-        axis = options.get("axis")
-        if isinstance(axis, Sequence):
-            raise TypeError(
-                f"`axis` of {of_jax.__name__} must be an int or None, got {axis!r}."
-            )
-        checked_axes(axis, x.ndim)
-        if where is None and not isinstance(x, MaskedTensor):
-            return of_jax(x, **options)
+    @extends(of_jax, more=("where",))
+    def lifted(x: TensorLike, where: Mask | None = None, **options: Argument) -> Tensor:
+        """Leave out entries that are not valid, which stay masked."""
+        checked_axes(options.get("axis"), x.ndim)
         taken = valid_entries(x, where)
         dtype = result_dtype(jnp.mean, x.dtype) if isinstance(identity, float) else x.dtype
-        values = taken.storage.astype(dtype)
-        values = jnp.where(taken.valid, values, jnp.asarray(identity, dtype))
+        values = jnp.where(
+            taken.valid, taken.storage.astype(dtype), jnp.asarray(identity, dtype)
+        )
         result = of_jax(values, **options)
         if not isinstance(x, MaskedTensor):
             return result
@@ -283,16 +218,10 @@ def accumulates(of_jax: Function, identity: ArrayLike) -> Function:
 
 
 def cumlogsumexp(x: TensorLike, axis: int | None = None) -> jax.Array:
-    """Return the log of the running sum of exp of the valid entries along `axis`.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jnp.array([1000., 1e30, -jnp.inf])
-        >>> jmask.numpy.cumlogsumexp(x, where=jnp.array([True, False, True]))
-        Array([1000., 1000., 1000.], dtype=float32)
-    """
+    """Return the log of the running sum of exp of the entries along `axis`."""
     x = x.astype(result_dtype(jnp.mean, x.dtype))
-    x, axis = (x.reshape(-1), 0) if axis is None else (x, axis % x.ndim)
+    x = x.reshape(-1) if axis is None else x
+    (axis,) = checked_axes((0 if axis is None else axis,), x.ndim)
     # With -inf itself, derivatives of the function are nan.
     adds = x != -jnp.inf
     result = lax.cumlogsumexp(jnp.where(adds, x, jnp.finfo(x.dtype).min), axis)

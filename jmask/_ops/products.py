@@ -8,10 +8,8 @@ A sparse operand contributes a term for each value that it stores, and nothing e
     [3, 4, 0]      [w2]           [3 w0 + 4 w1]
 
 So a product of entries is an embedding bag: its bags are the rows of X, its ids their columns,
-its weights their values, and the gradient of W is row-sparse. In MXNet's storage inference,
-which this follows, a product is row-sparse where the rows of the result that are zero are known
-from the storage of the left operand: Xᵀ Y has a row for each column that X uses, and a
-row_sparse matrix times anything has its rows.
+its weights their values, and the gradient of W is row-sparse. As in MXNet's storage inference
+Xᵀ Y has a row for each column that X uses, and a row_sparse matrix times anything has its rows.
 
 Padding has the value 0, whatever was stored there, and meets a row of zeros: no inf or nan of
 the other operand reaches a sum or a derivative through it. No index is read unchecked.
@@ -42,7 +40,7 @@ from jmask._base.fallback import report_fallback
 from jmask._base.lowering import lower, primitive
 from jmask._base.row_ids import canonical
 from jmask._base.types import Tensor, TensorLike
-from jmask._base.validation import check_flag, checked_choice, refuse_scipy
+from jmask._base.validation import check_flag, checked_choice
 from jmask._kernels.bag_sum import bag_sum
 from jmask._kernels.rows import add_rows
 from jmask._tensors.masked_tensor import MaskedTensor
@@ -87,7 +85,7 @@ Operand = jax.Array | Entries | Rows
 def operand(x: TensorLike, transposed: bool) -> Operand:
     """Return the operand for an array, RowSparse, BCOO or BCSR of two dimensions."""
     if isinstance(x, RowSparse):
-        x = Rows(x.with_values(_zeros_at_padding(x.row_ids(), x.values, x.shape[0])))
+        x = Rows(_without_padding(x))
     elif isinstance(x, BCOO | BCSR):
         x = entries(x)
     return x.T if transposed else x
@@ -107,6 +105,10 @@ def _zeros_at_padding(ids: jax.Array, values: jax.Array, height: int) -> jax.Arr
     return jnp.where(trailing(ids < height, values.ndim), values, jnp.zeros_like(values))
 
 
+def _without_padding(x: RowSparse) -> RowSparse:
+    return x.with_values(_zeros_at_padding(x.row_ids(), x.values, x.shape[0]))
+
+
 # --- the product of each pair ------------------------------------------------------------
 
 
@@ -123,10 +125,8 @@ def _product(a: Operand, b: Operand, dtype: DTypeLike, sparse: bool) -> Tensor:
         return RowSparse(a.rows, terms, (a.shape[0], *terms.shape[1:])).coalesce()
     if isinstance(a, Rows) and not a.transposed:
         rows = _on_values(a.matrix, lambda values: _product(values, b, dtype, False))
-        if not rows.coalesced:
-            return rows.coalesce()
         # Zeros in the place of padding, times inf, are nan.
-        return rows.with_values(_zeros_at_padding(rows.row_ids(), rows.values, rows.shape[0]))
+        return _without_padding(rows) if rows.coalesced else rows.coalesce()
     if isinstance(a, Rows) and not isinstance(b, Entries):
         return _matmul(a.matrix.values.T, _rows_at(b, a.matrix.row_ids(), dtype), dtype)
     if isinstance(a, jax.Array) and isinstance(b, jax.Array):
@@ -224,17 +224,19 @@ def suits_kernel(x: TensorLike, dense: jax.Array) -> bool:
     )
 
 
-def _csr_terms(*arrays: jax.Array) -> list[jax.Array]:
+def _csr_matrix(*arrays: jax.Array) -> BCSR:
     values, columns, pointers, dense = arrays
-    x = BCSR((values, columns, pointers), shape=(pointers.shape[0] - 1, dense.shape[0]))
-    return [_bags(entries(x), dense, dense.dtype)]
+    return BCSR((values, columns, pointers), shape=(pointers.shape[0] - 1, dense.shape[0]))
+
+
+def _csr_terms(*arrays: jax.Array) -> list[jax.Array]:
+    return [_bags(entries(_csr_matrix(*arrays)), arrays[-1], arrays[-1].dtype)]
 
 
 def _csr_kernel(*arrays: jax.Array) -> list[jax.Array]:
     values, columns, pointers, dense = arrays
     pointers = jnp.clip(pointers, 0, columns.shape[0])
-    shape = (pointers.shape[0] - 1, dense.shape[0])
-    return [BCSR((values, columns, pointers), shape=shape) @ dense]
+    return [_csr_matrix(values, columns, pointers, dense) @ dense]
 
 
 def _csr_kernel_in_range(*arrays: jax.Array) -> list[jax.Array]:
@@ -271,9 +273,8 @@ def dot(
 
     What an operand does not store contributes nothing, even where the other one is inf or
     nan; equal positions add; out-of-range positions are padding. float16 and bfloat16 are
-    summed in float32 and rounded once. Derivatives are those of the stored values, in both
-    modes (but see `masked_grad`); with `jmask.value_and_grad` the gradient of a dense `rhs` of
-    a sparse `lhs` is a `RowSparse`.
+    summed in float32 and rounded once. With `jmask.value_and_grad` the gradient of a dense
+    `rhs` of a sparse `lhs` is a `RowSparse`.
 
     Args:
         lhs (m, k): array, `RowSparse`, BCSR or BCOO. An array or `RowSparse` may also be a
@@ -282,8 +283,8 @@ def dot(
         transpose_a: `lhs` is given as (k, m). A vector stays one.
         transpose_b: `rhs` is given as (n, k).
         masked_grad: whether the gradient of a sparse operand goes to what it stores only.
-            False: to every entry, as of `jmask.todense(x)` (see there). The result is then
-            dense, and so is the product where such a gradient is taken.
+            False: to every entry, as of `jmask.todense(x)`; the result is then dense, and so
+            is the product where such a gradient is taken.
         forward_stype: "default" for a dense result; "row_sparse" for a row-sparse one, of
             an `lhs` that stores rows or entries. By default as in the table:
 
@@ -311,13 +312,10 @@ def dot(
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> from jax.experimental.sparse import BCSR
-        >>> x = BCSR.fromdense(jnp.array([[0., 2., 0.], [0., 0., 0.], [3., 4., 0.]]))
+        >>> x = BCSR.fromdense(jnp.array([[0., 2., 0.], [3., 4., 0.]]))
         >>> jmask.dot(x, jnp.array([[1., 1.], [2., 0.], [5., 5.]]))
         Array([[ 4.,  0.],
-               [ 0.,  0.],
                [11.,  3.]], dtype=float32)
-        >>> jmask.dot(x, jnp.ones((3, 2)), transpose_a=True)
-        RowSparse(float32[3, 2], nse=3)
         >>> jmask.grad(lambda w: jmask.dot(x, w).sum())(jnp.ones((3, 2)))
         RowSparse(float32[3, 2], nse=3)
     """
@@ -360,14 +358,7 @@ def _checked(x: TensorLike, name: str) -> Tensor:
             f"`{name}` is a MaskedTensor: use jmask.numpy.matmul, or .to_tensor(0) for zeros "
             "where it is masked."
         )
-    refuse_scipy(name, x)
-    try:
-        storage = stype(x)
-    except TypeError as error:
-        raise TypeError(
-            f"`{name}` must be an array, RowSparse, BCSR or BCOO, got {type(x).__name__}."
-        ) from error
-    x = jnp.asarray(x) if storage == "default" else x
+    x = jnp.asarray(x) if stype(x, name) == "default" else x
     if isinstance(x, BCOO) and x.n_sparse == 1 and not x.n_batch:
         return RowSparse(x.indices[:, 0], x.data, x.shape)
     if isinstance(x, BCOO | BCSR) and (x.n_batch or x.n_dense or x.n_sparse != 2):
@@ -385,12 +376,6 @@ def _checked(x: TensorLike, name: str) -> Tensor:
 
 
 def _is_result_sparse(lhs: TensorLike, transpose_a: bool, forward_stype: str | None) -> bool:
-    if isinstance(forward_stype, str) and forward_stype in ("csr", "coo"):
-        raise ValueError(
-            f"`forward_stype` cannot be {forward_stype!r}: how many entries of a product are "
-            "not zero is not known in advance. Use jmask.cast_storage(jmask.dot(...), "
-            f"{forward_stype!r}, nse=...)."
-        )
     checked_choice(forward_stype, "forward_stype", (None, "default", "row_sparse"))
     entries, rows = isinstance(lhs, BCOO | BCSR), isinstance(lhs, RowSparse) and lhs.ndim == 2
     by_rows = entries or (rows and not transpose_a)

@@ -10,14 +10,9 @@
 | RowSparse, BCOO, BCSR | all entries, zeros included |                                   |
 
 A reduction is a formula of a `MaskedTensor`, in functions that keep masks and storages: the
-mean is the sum divided by the count. Only sum, product, maximum and minimum (`reduced`) see how
-entries are laid out:
-
-    slices      of the stored values, when all or none of the sparse axes are reduced
-    segments    of a BCOO or BCSR of which some sparse axes are kept, say the rows
-
-Results are dense; where all reduced axes are stored densely (the columns of a RowSparse) they
-keep the storage. A group without entries holds the identity and is masked.
+mean is the sum divided by the count. Only `reduced` sees how entries are laid out: it reduces
+slices of the stored values, or segments of them where some sparse axes are kept. Where all
+reduced axes are stored densely, say the columns of a RowSparse, results keep the storage.
 """
 
 import functools
@@ -47,7 +42,7 @@ from jmask._base.types import (
 )
 from jmask._base.validation import refuse_scipy
 from jmask._kernels.rows import add_rows
-from jmask._ops.lift import adopted, dense, entrywise
+from jmask._ops.lift import adopted, dense, entrywise, refuse_output
 from jmask._tensors.masked_tensor import (
     MaskedTensor,
     as_booleans,
@@ -79,16 +74,14 @@ def reduces(
     like: Function | None = None,
     initial: Function | None = None,
     absent: float | None = None,
-    densely: bool = False,
     one_axis: bool = False,
     arrays_too: bool = False,
-    extra: Sequence[str] = (),
 ) -> Function:
     """Lift a reduction: its arguments are those of `of_jax`, or else of the formula.
 
     Args:
-        formula: takes a `MaskedTensor`, `axis` as a tuple, `keepdims` if the reduction has it,
-            and its other options by name; returns a `MaskedTensor`.
+        formula: takes a `MaskedTensor`, `axis` as a tuple and its options by name; returns a
+            `MaskedTensor`, in which reduced axes have size 1.
         of_jax: the function for arrays without `where=`; None: the formula serves them too.
         empty: the result of an array where there is no entry, of a dtype.
         zeros: how entries that an ordinary sparse tensor does not store take part: not at
@@ -98,86 +91,65 @@ def reduces(
         initial: combines a result with the option `initial`.
         absent: of a formula with a result for each entry: that of an entry of an array that
             takes no part, while others of its group do.
-        densely: whether the formula needs all entries in one array.
         one_axis: whether a tuple of axes is refused.
         arrays_too: whether the formula serves arrays too, with the arguments of `of_jax`.
-        extra: names of more options of the formula.
     """
     signature = inspect.signature(of_jax or formula)
-    first, *_ = signature.parameters
-    name = (of_jax or formula).__name__
+    parameters = signature.parameters
+    first, name = next(iter(parameters)), (of_jax or formula).__name__
 
     @functools.wraps(of_jax or formula)
     def lifted(*args: Argument, where: Mask | None = None, **kwargs: Argument) -> Tensor:
         # --- arguments -------------------------------------------------------------------
-        if where is not None and "where" in signature.parameters:
-            kwargs["where"] = where
-        more = {key: kwargs.pop(key) for key in extra if key in kwargs}
-        bound = signature.bind(*args, **kwargs)
-        options = bound.arguments
-        x = options[first] = as_tensor(adopted(options[first]))
-        where = options.get("where", where)
-        if isinstance(options.get("axis"), list):
-            options["axis"] = tuple(options["axis"])
-        if of_jax is not None and where is None and not (is_tensor(x) or arrays_too):
-            return of_jax(*bound.args, **bound.kwargs)
-        refuse_output(options)
-        axis = options.get("axis", signature.parameters["axis"].default)
-        if one_axis and isinstance(axis, Sequence):
-            raise TypeError(f"`axis` of {name} must be an int or None, got {axis!r}.")
+        ours = {key: kwargs.pop(key) for key in kwargs.keys() - parameters.keys()}
+        options = signature.bind(*args, **kwargs).arguments | ours
+        x = as_tensor(adopted(options.pop(first)))
+        where = options.pop("where", where)
+        axis = options.pop("axis", parameters["axis"].default)
+        axis = tuple(axis) if isinstance(axis, list) else axis
         axes = checked_axes(axis, len(x.shape))
-        options = {k: v for k, v in options.items() if k not in (first, "axis", "where")} | more
-        if "keepdims" in signature.parameters:
-            options["keepdims"] = bool(options.get("keepdims"))
-        start = options.pop("initial", None)
 
         # --- storage ---------------------------------------------------------------------
-        masked, plain = isinstance(x, MaskedTensor), is_sparse(x)
-        if plain:
+        if is_sparse(x):
             fits = zeros is ZEROS_CHANGE_NOTHING or (zeros is not None and where is None)
-            is_empty = any(x.shape[a] == 0 for a in axes)
-            if is_empty or not fits or getattr(x, "n_batch", False):
-                x = as_dense(x) if is_empty else dense(x, name, _NOT_DECOMPOSED)
-                again = options if start is None else {**options, "initial": start}
-                return lifted(x, axis=axis, where=where, **again)
-        elif densely:
-            x = dense(x, name, _NOT_DECOMPOSED)
+            if any(x.shape[a] == 0 for a in axes):
+                x = as_dense(x)
+            elif not fits or getattr(x, "n_batch", False):
+                x = dense(x, name, "it does not decompose into results of its stored values")
+        if of_jax is not None and where is None and not (is_tensor(x) or arrays_too):
+            return of_jax(x, axis=axis, **options)
+        refuse_output(options)
+        if one_axis and isinstance(axis, Sequence):
+            raise TypeError(f"`axis` of {name} must be an int or None, got {axis!r}.")
+        keepdims = options.pop("keepdims", "keepdims" not in parameters)
+        start = options.pop("initial", None)
+        masked, plain = isinstance(x, MaskedTensor), is_sparse(x)
         x = valid_entries(x, where)
 
         # --- result ----------------------------------------------------------------------
-        rule = zeros if plain and callable(zeros) else formula
         dtype = None
         if like is not None:
             kinds = {k: options.pop(k) for k in ("dtype", "promote_integers") if k in options}
             dtype = result_dtype(like, x.dtype, **kinds)
             x = x.astype(wide(joint_dtype(x.dtype, dtype)))
-        result = rule(x, axis=axes, **options)
+        result = (zeros if plain and callable(zeros) else formula)(x, axis=axes, **options)
         if dtype is not None:
             result = result.astype(dtype)
-        if not masked and isinstance(result, MaskedTensor):
+        if not keepdims:  # those of several quantiles come first
+            result = without_axes(result, [a + result.ndim - x.ndim for a in axes])
+        if plain:
+            result = without_mask(result)
+        elif not masked:
             nothing = empty(result.dtype) if callable(empty) else empty
-            if absent is not None:
-                exists = reduced(x.with_values(x.valid), axes, True, "max").valid
+            if absent is None:
+                result = result.to_tensor(nothing)
+            else:
+                exists = x.valid.any(axes, keepdims=True)
                 left_out = jnp.where(exists, absent, nothing).astype(result.dtype)
                 result = jnp.where(result.valid, result.storage, left_out)
-            elif plain:
-                result = without_mask(result)
-            else:
-                result = result.to_tensor(nothing)
         return result if start is None or initial is None else initial(result, start)
 
     return lifted
-
-
-# Why a function makes a sparse tensor dense.
-_NOT_DECOMPOSED = "it does not decompose into results of its stored values"
-
-
-def refuse_output(options: dict[str, Argument]) -> None:
-    """Drop arguments of NumPy about memory, which JAX has in its signatures and refuses too."""
-    for name in ("out", "overwrite_input"):
-        if options.pop(name, None):
-            raise NotImplementedError(f"`{name}` is not supported: results are new arrays.")
 
 
 def result_dtype(function: Function, kind: DTypeLike, **options: Argument) -> DType:
@@ -252,12 +224,14 @@ def with_zeros(
         absorb: takes results of stored entries, and where there are also zeros.
     """
 
-    def of_all(x: MaskedTensor, axis: tuple[int, ...], **options: Argument) -> Tensor:
+    def of_all(x: MaskedTensor, axis: tuple[int, ...], **options: Argument) -> MaskedTensor:
         result = formula(x, axis=axis, **options)
         if is_sparse(result.storage):  # rows are stored as a whole
-            return without_mask(result)
-        number = count(x, axis, bool(options.get("keepdims"))).to_tensor(0)
-        return absorb(result.storage, number < math.prod(x.shape[a] for a in axis))
+            return result
+        number = count(x, axis).to_tensor(0)
+        return MaskedTensor(
+            absorb(result.storage, number < math.prod(x.shape[a] for a in axis))
+        )
 
     return of_all
 
@@ -265,30 +239,23 @@ def with_zeros(
 # --- slices and segments -----------------------------------------------------------------
 
 
-def least(dtype: DTypeLike) -> Scalar:
-    """Return the number that changes no maximum over `dtype`."""
-    return _limits(dtype)[0]
-
-
-def greatest(dtype: DTypeLike) -> Scalar:
-    """Return the number that changes no minimum over `dtype`."""
-    return _limits(dtype)[1]
-
-
-def _limits(dtype: DTypeLike) -> tuple[Scalar, Scalar]:
+def limit(dtype: DTypeLike, sign: int) -> Scalar:
+    """Return the least (sign -1) or the greatest number (1) of `dtype`."""
     if jnp.issubdtype(dtype, jnp.bool_):
-        return jnp.zeros((), bool), jnp.ones((), bool)
+        return jnp.asarray(sign > 0)
     if jnp.issubdtype(dtype, jnp.floating):
-        return jnp.asarray(-np.inf, dtype), jnp.asarray(np.inf, dtype)
+        return jnp.asarray(sign * np.inf, dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(
             f"`x` has dtype {dtype}, and complex numbers have no order: use their absolute "
             "values or a part of them, jmask.numpy.abs(x), real(x) or imag(x)."
         )
     limits = jnp.iinfo(dtype)
-    return jnp.asarray(limits.min, dtype), jnp.asarray(limits.max, dtype)
+    return jnp.asarray(limits.max if sign > 0 else limits.min, dtype)
 
 
+least, greatest = (functools.partial(limit, sign=sign) for sign in (-1, 1))
+# What changes no result.
 _IDENTITY: dict[str, Callable[[DType], Scalar]] = {
     "sum": lambda dtype: jnp.zeros((), dtype),
     "prod": lambda dtype: jnp.ones((), dtype),
@@ -297,42 +264,41 @@ _IDENTITY: dict[str, Callable[[DType], Scalar]] = {
 }
 
 
-def reduced(x: Tensor, axis: Sequence[int], keepdims: bool, kind: str) -> Tensor:
+def reduced(x: Tensor, axis: Sequence[int], kind: str) -> Tensor:
     """Return the sum, product, maximum or minimum of the valid entries, in their dtype.
 
-    The derivative of a maximum is shared with entries of a group that are not valid and equal
-    the identity: `extremum` has one that is not. An array is reduced as it is.
+    Reduced axes have size 1. The derivative of a maximum is shared with entries of a group that
+    are not valid and equal the identity: `extremum` has one that is not. An array is reduced as
+    it is.
     """
     if not isinstance(x, MaskedTensor):
-        return _slices(kind, x, tuple(axis), keepdims)
+        return _slices(kind, x, tuple(axis))
     storage, sparse = x.storage, sparse_dimensions(x.storage)
-    identity = _IDENTITY[kind](x.dtype)
-    values = jnp.where(x.valid, stored_values(storage), identity)
-    shape = tuple(
-        1 if a in axis else size for a, size in enumerate(x.shape) if keepdims or a not in axis
-    )
-    reduced_sparse = [a for a in range(sparse) if a in axis]
+    values = jnp.where(x.valid, stored_values(storage), _IDENTITY[kind](x.dtype))
+    shape = tuple(1 if a in axis else size for a, size in enumerate(x.shape))
     kept = [a for a in range(sparse) if a not in axis]
     # Stored values have one axis in place of the sparse ones.
-    inner = tuple(a - sparse + (sparse > 0) for a in axis if a >= sparse)
-    along = ((0,) if reduced_sparse and not kept else ()) + inner
-    result, exists = _slices(kind, values, along, False), x.valid.any(along)
-    if kept and reduced_sparse:
-        ids, number = _segments(storage, kept)
-        some = max(number, 1)
-        result = _segmented(kind, result, ids, some)[:number]
-        exists = _any(exists, ids, some)[:number]
-    elif kept:
-        result, exists = (a.reshape(a.shape[:1] + shape[sparse:]) for a in (result, exists))
+    along = tuple(a - sparse + (sparse > 0) for a in axis if a >= sparse)
+    if sparse and not kept:
+        along = (0, *along)
+    result, exists = _slices(kind, values, along), x.valid.any(along, keepdims=True)
+    if len(kept) == sparse > 0:
         return joined(with_stored_values(storage, result, shape), exists)
+    if kept:
+        ids, number = numbered(storage, kept).reshape(-1), math.prod(shape[:sparse])
+        # Padding goes to some group: it is not valid, so that its entry is the identity.
+        result, exists = (
+            _segmented(kind, result, ids, max(number, 1))[:number],
+            _any(exists, ids, max(number, 1))[:number],
+        )
     return joined(result.reshape(shape), exists.reshape(shape))
 
 
-def _slices(kind: str, values: jax.Array, axes: tuple[int, ...], keepdims: bool) -> jax.Array:
-    function, dtype = getattr(jnp, kind), values.dtype
+def _slices(kind: str, values: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    dtype, options = values.dtype, {"keepdims": True}
     if kind in ("sum", "prod"):
-        return function(values, axes, dtype=dtype, keepdims=keepdims)
-    return function(values, axes, keepdims=keepdims, initial=_IDENTITY[kind](dtype))
+        return getattr(jnp, kind)(values, axes, dtype=dtype, **options)
+    return getattr(jnp, kind)(values, axes, initial=_IDENTITY[kind](dtype), **options)
 
 
 def _segmented(kind: str, values: jax.Array, ids: jax.Array, number: int) -> jax.Array:
@@ -366,8 +332,7 @@ def _product_of_segments(values: jax.Array, ids: jax.Array, number: int) -> jax.
 def _product_since_start(
     left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    starts_left, product = left
-    starts, x = right
+    (starts_left, product), (starts, x) = left, right
     # Not where(starts, x, product * x): x may be inf, and its derivative 0 * inf.
     return starts_left | starts, jnp.where(starts, jnp.ones_like(product), product) * x
 
@@ -379,52 +344,41 @@ def sparse_dimensions(x: TensorLike) -> int:
     return int(x.n_sparse) if isinstance(x, BCOO | BCSR) else 0
 
 
-def _segments(storage: Tensor, kept: Sequence[int]) -> tuple[jax.Array, int]:
-    """Return for each stored value the row-major number of its place in the kept axes."""
-    sizes = [storage.shape[axis] for axis in kept]
-    refuse_large(math.prod(sizes), "kept")
-    ids, where = jnp.zeros((), _integer()), coordinates(storage)
-    for axis, size in zip(kept, sizes, strict=True):
-        # Padding goes to some group: it is not valid, so that its entry is the identity.
-        ids = ids * size + jnp.clip(where[axis], 0, max(size - 1, 0)).astype(_integer())
-    return ids, math.prod(sizes)
+def numbered(storage: Tensor, axes: Sequence[int]) -> jax.Array:
+    """Return for each stored value its index in `axes`, flattened.
 
-
-def positions(x: MaskedTensor, axes: Sequence[int]) -> MaskedTensor:
-    """Return for each entry its index in `axes`, flattened."""
-    refuse_large(math.prod(x.shape[axis] for axis in axes), "reduced")
-    sparse, shape = sparse_dimensions(x.storage), x.valid.shape
-    index = jnp.zeros((), _integer())
-    for axis in axes:
-        if axis < sparse:
-            along = trailing(coordinates(x.storage)[axis].astype(_integer()), len(shape))
-        else:
-            along = lax.broadcasted_iota(_integer(), shape, axis - sparse + (sparse > 0))
-        index = index * x.shape[axis] + along
-    values = jnp.broadcast_to(index, shape)
-    return joined(with_stored_values(x.storage, values), x.valid)
-
-
-def refuse_large(size: int, axes: str) -> None:
-    """Raise ValueError if a flattened index in `size` entries does not fit its dtype."""
-    if size > jnp.iinfo(_integer()).max:
+    Raises:
+        ValueError: if these have more entries than an index can count.
+    """
+    integer = _integer()
+    size = math.prod(storage.shape[axis] for axis in axes)
+    if size > jnp.iinfo(integer).max:
         raise ValueError(
-            f"the {axes} axes have {size} entries, more than {_integer()} can count: set "
+            f"axes {tuple(axes)} have {size} entries, more than {integer} can count: set "
             "jax_enable_x64."
         )
+    sparse, shape = sparse_dimensions(storage), stored_values(storage).shape
+    number = jnp.zeros((), integer)
+    for axis in axes:
+        last = max(storage.shape[axis] - 1, 0)
+        if axis < sparse:
+            along = jnp.clip(coordinates(storage)[axis], 0, last).astype(integer)
+            along = trailing(along, len(shape))
+        else:
+            along = lax.broadcasted_iota(integer, shape, axis - sparse + (sparse > 0))
+        number = number * storage.shape[axis] + along
+    return number
 
 
 def _integer() -> DType:
     return jnp.dtype(jnp.result_type(int))
 
 
-def count(
-    x: MaskedTensor, axis: Sequence[int], keepdims: bool, holds: jax.Array | None = None
-) -> MaskedTensor:
+def count(x: MaskedTensor, axis: Sequence[int], holds: jax.Array | None = None) -> MaskedTensor:
     """Count the valid entries of each group, or those of which `holds` is true."""
     ones = x.valid if holds is None else x.valid & holds
     storage = with_stored_values(x.storage, ones.astype(_integer()))
-    return reduced(joined(storage, x.valid), axis, keepdims, "sum")
+    return reduced(joined(storage, x.valid), axis, "sum")
 
 
 def on_values(function: Function, x: Tensor) -> Tensor:
@@ -434,15 +388,11 @@ def on_values(function: Function, x: Tensor) -> Tensor:
     return joined(with_stored_values(x.storage, function(stored_values(x.storage))), x.valid)
 
 
-def without_axes(x: MaskedTensor, axes: Sequence[int], keepdims: bool) -> MaskedTensor:
-    """Drop reduced axes, of size 1, unless `keepdims`."""
-    if keepdims or not axes:
-        return x
+def without_axes(x: MaskedTensor, axes: Sequence[int]) -> MaskedTensor:
+    """Drop axes of size 1; those that sparse storage has indices of stay."""
     shape = tuple(size for axis, size in enumerate(x.shape) if axis not in axes)
-    if not is_sparse(x.storage):
-        return joined(x.storage.reshape(shape), x.valid.reshape(shape))
-    values = stored_values(x.storage)
-    stored = (values.shape[0], *shape[sparse_dimensions(x.storage) :])
+    sparse, values = sparse_dimensions(x.storage), stored_values(x.storage)
+    stored = (*values.shape[: sparse > 0], *shape[sparse:])
     storage = with_stored_values(x.storage, values.reshape(stored), shape)
     return joined(storage, x.valid.reshape(stored))
 
@@ -461,30 +411,34 @@ def _with_slope_of_jvp(primals: JvpArgs, tangents: JvpArgs) -> tuple[jax.Array, 
     return _with_slope_of(*primals), tangents[1]
 
 
-def extremum(x: MaskedTensor, axis: Sequence[int], keepdims: bool, kind: str) -> MaskedTensor:
+def extremum(x: MaskedTensor, axis: Sequence[int], kind: str) -> MaskedTensor:
     """Return the maximum or minimum, with a derivative shared by valid entries equal to it."""
-    result = reduced(on_values(lax.stop_gradient, x), axis, True, kind)
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        # The mean of the ties is the result, but for rounding, and has the derivative wanted.
-        # That of a maximum would be shared with equal fills.
-        ties = stored_values(_ties(x, result).storage)
-        number = count(x, axis, True, ties)
-        number = on_values(lambda n: jnp.maximum(n, 1).astype(x.dtype), number)
-        tied = _divide(joined(x.storage, x.valid & ties), number)
-        mean = stored_values(reduced(tied, axis, True, "sum").storage)
-        result = on_values(lambda value: _with_slope_of(value, mean), result)
-    return without_axes(result, axis, keepdims)
+    result, ties = _extremum_and_ties(x, axis, kind)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return result
+    # The mean of the ties is the result, but for rounding, and has the derivative wanted.
+    # That of a maximum would be shared with equal fills.
+    number = on_values(lambda n: jnp.maximum(n, 1).astype(x.dtype), count(x, axis, ties))
+    tied = _divide(joined(x.storage, x.valid & ties), number)
+    mean = stored_values(reduced(tied, axis, "sum").storage)
+    return on_values(lambda value: _with_slope_of(value, mean), result)
 
 
-def first_index(
-    x: MaskedTensor, axis: Sequence[int], keepdims: bool, kind: str
-) -> MaskedTensor:
+def first_index(x: MaskedTensor, axis: Sequence[int], kind: str) -> MaskedTensor:
     """Return where in `axis` the first valid entry is that equals the maximum or minimum."""
-    x = on_values(lax.stop_gradient, x)
-    ties = stored_values(_ties(x, reduced(x, axis, True, kind)).storage)
-    places = positions(x, axis)
-    first = reduced(joined(places.storage, x.valid & ties), axis, keepdims, "min")
+    _, ties = _extremum_and_ties(x, axis, kind)
+    numbers = jnp.broadcast_to(numbered(x.storage, axis), x.valid.shape)
+    places = joined(with_stored_values(x.storage, numbers), x.valid & ties)
+    first = reduced(places, axis, "min")
     return on_values(lambda i: jnp.where(first.valid, i, jnp.zeros_like(i)), first)
+
+
+def _extremum_and_ties(
+    x: MaskedTensor, axis: Sequence[int], kind: str
+) -> tuple[MaskedTensor, jax.Array]:
+    x = on_values(lax.stop_gradient, x)
+    result = reduced(x, axis, kind)
+    return result, stored_values(_ties(x, result).storage)
 
 
 _divide = entrywise(jnp.true_divide)

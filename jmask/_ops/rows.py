@@ -9,14 +9,9 @@ said in its line of the table, or seen by evaluating the function at zeros:
 | `adds`   | linear in all operands together             | d + x       | d plus rows       |
 | neither  | f(0, ..., 0) is evaluated, as far as known  | sqrt, x > 1 | sparse if it is 0 |
 
-A few are 0 where some operands are 0, and not linear in them (`vanishes`): where(x > 0, d, 0).
-
 Everything else is dense, with the warning. The product with what is not stored is 0, as in
 every sparse library, also where the other factor is inf or nan: but for numbers that are known.
-
-Equal positions add. A linear function of one sparse operand is applied to each of them; before
-any other function they are summed. At padding, where entries do not exist, a function gets
-`safe` for the same reason as under a mask (`lift.py`).
+Equal positions add, before any function but a linear one of one sparse operand.
 """
 
 import contextlib

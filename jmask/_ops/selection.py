@@ -3,7 +3,6 @@
     where(x > 2, x, 0)         [[0, --], [3, 4]]      masked where the condition is
     take(x, [0, 9], axis=0)    [[1, --], [--, --]]    masked where there is no entry
     masked_where(x < 0, x)     [1, -2, 3]  ->  [1, --, 3]
-    masked_less(x, 0)                          the same
     masked_fill(x, x < 0, 7)                   [1,  7, 3]
     select([x < 0], [-x], x)                   [1,  2, 3]
 
@@ -16,28 +15,10 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jmask._base.types import (
-    Argument,
-    Function,
-    Mask,
-    Options,
-    Scalar,
-    Storage,
-    Tensor,
-    TensorLike,
-)
-from jmask._base.validation import abstract_leaf
-from jmask._ops.lift import (
-    adopted,
-    aligned,
-    data_of,
-    dense,
-    entrywise,
-    is_hidden,
-)
-from jmask._ops.reduce import refuse_output
+from jmask._base.array_types import trailing
+from jmask._base.types import Argument, Function, Mask, Options, Tensor, TensorLike
+from jmask._ops.lift import adopted, aligned, data_of, dense, entrywise, extends, is_hidden, on
 from jmask._tensors.masked_tensor import (
     MaskedTensor,
     any_masked,
@@ -46,7 +27,7 @@ from jmask._tensors.masked_tensor import (
     is_tensor,
     joined,
 )
-from jmask._tensors.storage import is_sparse, stored_values, with_stored_values
+from jmask._tensors.storage import is_sparse
 
 # --- by conditions -----------------------------------------------------------------------
 
@@ -79,17 +60,8 @@ def where(
     if not (is_sparse(data_of(x)) and is_sparse(data_of(y))):
         # What one of them does not store may be chosen from the other.
         operands = tuple(dense(a, "where") for a in operands)
-    like, values, masks = aligned(operands, "where")
-    condition, x, y = values
-    known, of_x, of_y = masks
-    return _on(like, jnp.where(condition, x, y), jnp.where(condition, of_x, of_y) & known)
-
-
-def _on(like: Storage | None, values: jax.Array, valid: jax.Array) -> MaskedTensor:
-    """Return values and a mask that broadcast to one shape, at the positions of `like`."""
-    shape = jnp.broadcast_shapes(values.shape, valid.shape)
-    values, valid = jnp.broadcast_to(values, shape), jnp.broadcast_to(valid, shape)
-    return joined(values if like is None else with_stored_values(like, values), valid)
+    like, (condition, x, y), (known, of_x, of_y) = aligned(operands, "where")
+    return on(like, jnp.where(condition, x, y), jnp.where(condition, of_x, of_y) & known)
 
 
 def masked_where(condition: Mask, x: TensorLike) -> MaskedTensor:
@@ -103,16 +75,11 @@ def masked_where(condition: Mask, x: TensorLike) -> MaskedTensor:
     """
     x, condition = as_masked_tensor(as_tensor(adopted(x))), as_tensor(adopted(condition))
     like, (values, holds), (valid, known) = aligned([x, condition], "masked_where")
-    return _on(like, values, jnp.asarray(valid) & known & ~holds.astype(bool))
+    return on(like, values, jnp.asarray(valid) & known & ~holds.astype(bool))
 
 
-def masks_where(name: str, which: str, condition: Function) -> Function:
-    """Return the function of `numpy.ma` that masks the entries for which a condition holds.
-
-    Args:
-        which: entries these are, after "that".
-        condition: elementwise, of `x` and the other arguments of the function.
-    """
+def masks_where(name: str, condition: Function) -> Function:
+    """Return the function of `numpy.ma` that masks the entries for which a condition holds."""
     holds = entrywise(condition)
 
     @functools.wraps(condition)
@@ -121,7 +88,9 @@ def masks_where(name: str, which: str, condition: Function) -> Function:
         return masked_where(holds(x, *args, **kwargs), x)
 
     masked.__name__ = masked.__qualname__ = name
-    masked.__doc__ = f"Mask the entries of `x` that {which}, as `numpy.ma.{name}`."
+    masked.__doc__ = (
+        f"Mask entries of `x` with the condition and arguments of `numpy.ma.{name}`."
+    )
     return masked
 
 
@@ -148,28 +117,14 @@ def masked_fill(x: TensorLike, where: Mask, value: TensorLike) -> Tensor:
 _where = where
 
 
+@functools.wraps(jnp.select)
 def select(
     condlist: Sequence[Mask], choicelist: Sequence[TensorLike], default: TensorLike = 0
 ) -> Tensor:
-    """Return the entry of the first choice whose condition is True, as `jax.numpy.select`.
-
-    The result is masked where a condition is, before which none is True.
-
-    Raises:
-        ValueError: if there are not as many choices as conditions, or none.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jmask.masked_tensor(jnp.array([1., -2., 3.]), jnp.array([True, True, False]))
-        >>> jmask.numpy.select([x < 0, x > 2], [-x, 2.])
-        MaskedTensor([0.0, 2.0, --], dtype=float32)
-    """
-    if len(condlist) != len(choicelist) or not condlist:
-        raise ValueError(
-            f"`condlist` of length {len(condlist)} and `choicelist` of length "
-            f"{len(choicelist)} must have one length, at least 1."
-        )
-    if not any(is_tensor(adopted(x)) for x in (*condlist, *choicelist, default)):
+    """Select with masks: the result is masked where a condition is, before which none holds."""
+    operands = (*condlist, *choicelist, default)
+    fits = len(condlist) == len(choicelist)
+    if not fits or not any(is_tensor(adopted(x)) for x in operands):
         return jnp.select(condlist, choicelist, default)
     for condition, choice in zip(reversed(condlist), reversed(choicelist), strict=True):
         default = where(condition, choice, default)
@@ -178,138 +133,80 @@ def select(
 
 def likened(function: Function) -> Function:
     """Lift a function that makes a tensor like another one: a masked one keeps its mask."""
+    lifted = entrywise(function)
 
     @functools.wraps(function)
-    def lifted(a: TensorLike, *args: Argument, **kwargs: Argument) -> Tensor:
+    def like(a: TensorLike, *args: Argument, **kwargs: Argument) -> Tensor:
         a = adopted(a)
-        if is_sparse(a) and kwargs.get("shape") is None:
-            # Zeros and copies have the storage of what they are like.
-            with jax.ensure_compile_time_eval():
-                zero = function(np.zeros((), a.dtype), *args, **kwargs)
-                stays = not isinstance(zero, jax.core.Tracer) and not zero.any()
-            if stays:
-                return with_stored_values(a, function(stored_values(a), *args, **kwargs))
-        if not isinstance(a, MaskedTensor):
-            return function(dense(a, function.__name__), *args, **kwargs)
-        if kwargs.get("shape") is not None:
+        if kwargs.get("shape") is None:
+            return lifted(a, *args, **kwargs)
+        if isinstance(a, MaskedTensor):
             raise ValueError(
                 f"{function.__name__}() keeps the mask of a MaskedTensor, so it cannot change "
                 f"its `shape`: use {function.__name__.removesuffix('_like')}()."
             )
-        return a.with_values(function(stored_values(a.storage), *args, **kwargs))
+        return function(dense(a, function.__name__), *args, **kwargs)
 
-    return lifted
+    return like
 
 
 # --- by indices --------------------------------------------------------------------------
 
 
+@extends(jnp.pad)
 def pad(
-    array: TensorLike,
-    pad_width: int | Sequence[int] | Sequence[Sequence[int]],
+    array: MaskedTensor,
+    pad_width: Argument,
     mode: str = "constant",
-    **kwargs: Argument,
-) -> Tensor:
-    """Pad as `jax.numpy.pad`: constants are valid, entries are repeated with their mask.
+    kwargs: Options | None = None,
+) -> MaskedTensor:
+    """Pad with valid constants, or repeat entries with their mask.
 
-    Mode "empty" pads a masked tensor with masked entries.
-
-    Raises:
-        ValueError: for a mode that computes with entries, if `array` is masked.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jmask.masked_tensor(jnp.array([1, 2]), jnp.array([True, False]))
-        >>> jmask.numpy.pad(x, (0, 2), mode="empty")
-        MaskedTensor([1, --, --, --], dtype=int32)
+    Mode "empty" pads with masked entries; a mode that computes with entries is a ValueError.
     """
-    array = dense(adopted(array), "pad")
-    if not isinstance(array, MaskedTensor):
-        return jnp.pad(array, pad_width, mode, **kwargs)
+    options: Options = kwargs or {}
     constants = {"constant": False, "empty": True}
     copies = ("edge", "reflect", "symmetric", "wrap")
-    if mode not in (*constants, *copies) or kwargs.get("reflect_type") == "odd":
+    if mode not in (*constants, *copies) or options.get("reflect_type") == "odd":
         raise ValueError(
             f"`mode`={mode!r} of pad() computes with entries, some of which are masked: "
             f"expected one of {', '.join(map(repr, [*constants, *copies]))}."
         )
-    data = jnp.pad(array.storage, pad_width, mode, **kwargs)
+    data = jnp.pad(array.storage, pad_width, mode, **options)
     if mode in constants:
-        hidden = jnp.pad(~array.valid, pad_width, constant_values=constants[mode])
-    else:
-        hidden = jnp.pad(~array.valid, pad_width, mode, **kwargs)
-    return joined(data, ~hidden)
+        mode, options = "constant", {"constant_values": constants[mode]}
+    return joined(data, ~jnp.pad(~array.valid, pad_width, mode, **options))
 
 
+@extends(jnp.take, "a", "indices")
 def take(
-    a: TensorLike,
-    indices: TensorLike,
-    axis: int | None = None,
-    out: None = None,
-    mode: str | None = None,
-    unique_indices: bool = False,
-    indices_are_sorted: bool = False,
-    fill_value: Scalar | None = None,
-) -> Tensor:
-    """Read as `jax.numpy.take`, masked where the index is masked or out of range.
+    a: TensorLike, indices: TensorLike, axis: int | None = None, **options: Argument
+) -> MaskedTensor:
+    """Read with masks: the result is masked where the index is, or is out of range.
 
     A `fill_value` for indices out of range is a valid entry.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jmask.masked_tensor(jnp.array([1, 2]), jnp.array([True, False]))
-        >>> jmask.numpy.take(x, jnp.array([0, 1, 5]))
-        MaskedTensor([1, --, --], dtype=int32)
     """
-
-    def spread(hidden: jax.Array) -> jax.Array:
-        if axis is None:
-            return hidden
-        after = jnp.ndim(data_of(a)) - axis % jnp.ndim(data_of(a)) - 1
-        return hidden.reshape(hidden.shape + (1,) * after)
-
-    refuse_output({"out": out})
-    options: Options = {"mode": mode, "fill_value": fill_value}
-    options |= {"unique_indices": unique_indices, "indices_are_sorted": indices_are_sorted}
-    return _gathered(jnp.take, a, indices, axis, options, spread)
+    after = 0 if axis is None else a.ndim - axis % a.ndim - 1
+    unknown = is_hidden(indices)
+    spread = trailing(unknown, unknown.ndim + after)
+    return _gathered(jnp.take, a, indices, spread, {"axis": axis, **options})
 
 
+@extends(jnp.take_along_axis, "arr", "indices")
 def take_along_axis(
-    arr: TensorLike,
-    indices: TensorLike,
-    axis: int | None = -1,
-    mode: str | None = None,
-    fill_value: Scalar | None = None,
-    **kwargs: Argument,
-) -> Tensor:
-    """Read as `jax.numpy.take_along_axis`, masked where the index is, or out of range."""
-    kwargs |= {"mode": mode, "fill_value": fill_value}
-    return _gathered(jnp.take_along_axis, arr, indices, axis, kwargs, lambda hidden: hidden)
+    arr: TensorLike, indices: TensorLike, axis: int | None = -1, **options: Argument
+) -> MaskedTensor:
+    """Read with masks: the result is masked where the index is, or is out of range."""
+    unknown = is_hidden(indices)
+    return _gathered(jnp.take_along_axis, arr, indices, unknown, {"axis": axis, **options})
 
 
 def _gathered(
-    function: Function,
-    a: Tensor,
-    indices: Tensor,
-    axis: int | None,
-    kwargs: Options,
-    spread: Function,
-) -> Tensor:
-    """Read `a` at `indices`; `spread` brings masks of indices to the shape of the result."""
-    a, indices = adopted(a), adopted(indices)
-    kind = indices if isinstance(indices, MaskedTensor) else abstract_leaf(indices)
-    if kind is None or not jnp.issubdtype(kind.dtype, jnp.integer):
-        of = type(indices).__name__ if kind is None else f"one of {kind.dtype}"
-        raise TypeError(
-            f"`indices` must be an array of integers, masked or not, got {of}: write "
-            "jnp.array(indices)."
-        )
-    a, indices = dense(a, function.__name__), dense(indices, function.__name__)
-    if not any_masked(a, indices):
-        return function(a, indices, axis, **kwargs)
-    unknown = is_hidden(indices)
-    places = jnp.where(unknown, 0, data_of(indices))
-    data = function(data_of(a), places, axis, **kwargs)
-    filled = {**kwargs, "fill_value": kwargs.get("fill_value") is None}
-    hidden = function(is_hidden(a), places, axis, **filled)
-    return joined(data, ~(hidden | jnp.broadcast_to(spread(unknown), hidden.shape)))
+    function: Function, a: Tensor, indices: Tensor, unknown: jax.Array, options: Options
+) -> MaskedTensor:
+    """Read `a` at `indices`; the mask `unknown` of these broadcasts to the result."""
+    places = jnp.where(is_hidden(indices), 0, data_of(indices))
+    data = function(data_of(a), places, **options)
+    options["fill_value"] = options.get("fill_value") is None
+    hidden = function(is_hidden(a), places, **options)
+    return joined(data, ~(hidden | jnp.broadcast_to(unknown, hidden.shape)))

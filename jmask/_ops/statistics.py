@@ -4,9 +4,6 @@
     nansum(x) = 4,  nanmean(x) = 2                       nan takes no part, as masked entries
     diff(x) = [nan, nan, --],  allclose(x, x) = False    a pair exists where both do
 
-    cov([[1, 2, --], [1, 4, 5]])                         of each two variables, over the
-      = [[0.5, 1.5], [1.5, 4.33]]                        observations that both have
-
 Results that decide (`allclose`, `array_equal`) always exist, so they are arrays.
 """
 
@@ -20,8 +17,8 @@ from jax.typing import ArrayLike, DTypeLike
 from jmask._base.array_types import joint_dtype, wide
 from jmask._base.types import Argument, Axis, Function, Mask, Tensor, TensorLike
 from jmask._ops import formulas
-from jmask._ops.lift import adopted, aligned, contracts, dense, entrywise, moves
-from jmask._ops.reduce import checked_axes, result_dtype, valid_entries
+from jmask._ops.lift import adopted, aligned, contracts, dense, entrywise, extends, moves, on
+from jmask._ops.reduce import checked_axes, result_dtype, valid_entries, without_axes
 from jmask._tensors.masked_tensor import (
     MaskedTensor,
     any_masked,
@@ -29,7 +26,7 @@ from jmask._tensors.masked_tensor import (
     as_tensor,
     joined,
 )
-from jmask._tensors.storage import stored_values, with_stored_values
+from jmask._tensors.storage import stored_values
 
 _broadcast_to, _concatenate = moves(jnp.broadcast_to), moves(jnp.concatenate)
 _diagonal, _expand_dims = moves(jnp.diagonal), moves(jnp.expand_dims)
@@ -44,20 +41,17 @@ def skips_nan(function: Function, of_jax: Function, empty: ArrayLike | None) -> 
         of_jax: gives arguments and name.
         empty: the result of an array where nothing but nan is. None keeps what is there.
     """
-    signature = inspect.signature(of_jax)
-    first, *_ = signature.parameters
+    names = list(inspect.signature(of_jax).parameters)[1:]
 
     @functools.wraps(of_jax)
-    def skipping(*args: Argument, **kwargs: Argument) -> Tensor:
-        more = {k: kwargs.pop(k) for k in ("where", "averaged") if k in kwargs}
-        options = signature.bind(*args, **kwargs).arguments
-        x = as_tensor(adopted(options.pop(first)))
+    def skipping(a: TensorLike, *args: Argument, **kwargs: Argument) -> Tensor:
+        x, options = as_tensor(adopted(a)), dict(zip(names, args, strict=False)) | kwargs
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return function(x, **options, **more)
+            return function(x, **options)
         masked = isinstance(x, MaskedTensor)
         x = x if masked else MaskedTensor(dense(x, of_jax.__name__))
         is_nan = jnp.isnan(stored_values(x.storage))
-        result = function(joined(x.storage, x.valid & ~is_nan), **options, **more)
+        result = function(joined(x.storage, x.valid & ~is_nan), **options)
         if masked:
             return result
         return result.storage if empty is None else result.to_tensor(empty)
@@ -79,17 +73,14 @@ def weighted_average(
     like, (values, weights), (valid, counted) = aligned([x, weights], "average")
     valid = jnp.asarray(valid) & counted
     dtype = result_dtype(jnp.mean, joint_dtype(values, weights))
-
-    def total(entries: jax.Array) -> MaskedTensor:
-        entries = entries.astype(wide(dtype))
-        storage = entries if like is None else with_stored_values(like, entries)
-        return formulas.total(joined(storage, valid), axes, keepdims)
-
     weights = weights.astype(wide(dtype))
-    sums = total(weights)
+    sums = formulas.total(on(like, weights, valid), axes)
     # Values under the mask may be nan; `total` leaves them out.
-    result = _divide(total(values.astype(wide(dtype)) * weights), sums)
-    result, sums = result.astype(dtype), sums.astype(dtype)
+    products = on(like, values.astype(wide(dtype)) * weights, valid)
+    result = _divide(formulas.total(products, axes), sums)
+    result, sums = (
+        (x if keepdims else without_axes(x, axes)).astype(dtype) for x in (result, sums)
+    )
     return (result, sums) if masked else (result.to_tensor(jnp.nan), sums.to_tensor(0))
 
 
@@ -100,49 +91,28 @@ _divide = entrywise(jnp.true_divide)
 _root = entrywise(lambda x: jnp.sqrt(jnp.real(x)))
 
 
+@extends(jnp.cov, "m", "y")
 def cov(
     m: TensorLike,
-    y: TensorLike | None = None,
+    y: TensorLike | None,
     rowvar: bool = True,
     bias: bool = False,
     ddof: int | None = None,
     fweights: TensorLike | None = None,
     aweights: TensorLike | None = None,
     dtype: DTypeLike | None = None,
-) -> Tensor:
-    """Return the covariances of variables, each over the observations that both have.
+) -> MaskedTensor:
+    """Take each covariance over the observations that both variables have, as `numpy.ma.cov`.
 
-    As in `numpy.ma.cov`, the mean of a variable is that of all its entries, and the divisor
-    counts the observations that exist for both variables. Where the shape of `y` is that of
-    `m`, an observation that one of them lacks is masked in both. Sparse storage becomes dense.
-
-    Args:
-        m, y, rowvar, bias, ddof, fweights, aweights, dtype: as in `jax.numpy.cov`.
-
-    Returns:
-        (variables, variables), without dimensions for one; a `MaskedTensor`, if an operand
-        is, masked where not more than `ddof` observations are there.
-
-    Raises:
-        ValueError: if `m` or `y` has more than two dimensions, or weights are not as many as
-            observations.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jnp.array([[1., 3., jnp.nan], [1., 4., 7.]])
-        >>> jmask.numpy.cov(jmask.numpy.masked_invalid(x)).to_tensor(0)
-        Array([[2., 3.],
-               [3., 9.]], dtype=float32)
+    The mean of a variable is that of all its entries, and the divisor counts the observations
+    that exist for both; it is masked where not more than `ddof` are there. Where the shape of
+    `y` is that of `m`, an observation that one of them lacks is masked in both.
     """
-    m, y = (a if a is None else dense(as_tensor(adopted(a)), "cov") for a in (m, y))
-    if not any_masked(m, y):
-        return jnp.cov(m, y, rowvar, bias, ddof, fweights, aweights, dtype=dtype)
-    tensors = [m] if y is None else [m, y]
+    tensors = [as_masked_tensor(x) for x in (m, y) if x is not None]
     if max(x.ndim for x in tensors) > 2:
         raise ValueError(
             f"`m` and `y` have 2 dimensions at most, got {[x.shape for x in tensors]}."
         )
-    tensors = [as_masked_tensor(x) for x in tensors]
     if len(tensors) == 2 and tensors[0].shape == tensors[1].shape:
         both = tensors[0].valid & tensors[1].valid
         tensors = [joined(x.storage, both) for x in tensors]
@@ -172,60 +142,39 @@ def cov(
     return joined(result.astype(kind), exists).squeeze()
 
 
+@extends(jnp.corrcoef, "x", "y")
 def corrcoef(
-    x: TensorLike,
-    y: TensorLike | None = None,
-    rowvar: bool = True,
-    dtype: DTypeLike | None = None,
-) -> Tensor:
-    """Return the correlations of variables: their covariances, by their standard deviations.
+    x: TensorLike, y: TensorLike | None, rowvar: bool = True, dtype: DTypeLike | None = None
+) -> MaskedTensor:
+    """Divide covariances by the deviations of all entries of each variable.
 
-    Where variables lack different observations a correlation may exceed 1, as in
-    `numpy.ma.corrcoef`: each deviation is that of all entries of a variable.
+    Where variables lack different observations a correlation may exceed 1, as in numpy.ma.
     """
-    x, y = (a if a is None else dense(as_tensor(adopted(a)), "corrcoef") for a in (x, y))
-    if not any_masked(x, y):
-        return jnp.corrcoef(x, y, rowvar, dtype=dtype)
     c = cov(x, y, rowvar, dtype=dtype)
     deviation = _root(_diagonal(c) if c.ndim else c)
     return _divide(c, _outer(deviation, deviation).reshape(c.shape))
 
 
+@extends(jnp.diff, "a", "prepend", "append")
 def diff(
     a: TensorLike,
+    prepend: TensorLike | None,
+    append: TensorLike | None,
     n: int = 1,
     axis: int = -1,
-    prepend: TensorLike | None = None,
-    append: TensorLike | None = None,
 ) -> Tensor:
-    """Return the n-th differences of neighbours along an axis; both must exist.
-
-    Raises:
-        ValueError: if `n` is negative, or `axis` out of bounds.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> mask = jnp.array([True, True, False, True])
-        >>> x = jmask.masked_tensor(jnp.array([1., 3., 5., 2.]), mask)
-        >>> jmask.numpy.diff(x, append=0.)
-        MaskedTensor([2.0, --, --, -2.0], dtype=float32)
-    """
-    prepend, a, append = (
-        x if x is None else dense(as_tensor(adopted(x)), "diff") for x in (prepend, a, append)
-    )
-    pieces = [x for x in (prepend, a, append) if x is not None]
-    if not any_masked(*pieces):
-        return jnp.diff(a, n, axis, prepend, append)
+    """Subtract neighbours: a difference exists where both do."""
     (axis,) = checked_axes((axis,), a.ndim)
     if n < 0:
         raise ValueError(f"`n` must be 0 or more, got {n}.")
     if n == 0:
         return a
-    before = (slice(None),)
     edge = (*a.shape[:axis], 1, *a.shape[axis + 1 :])
+    pieces = [x for x in (prepend, a, append) if x is not None]
     x = _concatenate([x if x.ndim else _broadcast_to(x, edge) for x in pieces], axis)
+    before = (slice(None),) * axis
     for _ in range(n):
-        last, first = x[before * axis + (slice(1, None),)], x[before * axis + (slice(-1),)]
+        last, first = x[(*before, slice(1, None))], x[(*before, slice(-1))]
         x = (_differ if x.dtype == jnp.dtype(bool) else _subtract)(last, first)
     return x
 
@@ -292,8 +241,7 @@ def _none(differs: TensorLike, masked_equal: bool) -> jax.Array:
     """Decide whether no entry differs; and, if masked entries do not count, that all exist."""
     masked = isinstance(differs, MaskedTensor)
     differs = as_masked_tensor(differs)
-    every = tuple(range(differs.ndim))
-    none = ~formulas.some(differs, every, False).to_tensor(False)
+    none = ~jnp.any(differs.valid & stored_values(differs.storage))
     if masked_equal or not masked:
         return none
-    return none & (formulas.count(differs, every, False).to_tensor(0) == differs.size)
+    return none & (jnp.sum(differs.valid) == differs.size)

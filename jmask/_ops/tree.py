@@ -8,16 +8,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmask._base.array_types import joint_dtype, varying_alike, varying_axes
-from jmask._base.types import Function, PyTree, PyTreeDef, Scalar, Tensor, TensorLike
-from jmask._base.validation import abstract_leaf, check_flag, check_leaves, leaf_name
+from jmask._base.types import Function, PyTree, Scalar, Tensor, TensorLike
+from jmask._base.validation import abstract_leaf, check_flag, check_leaves, leaf_name, shown
 from jmask._ops.lift import entrywise
 from jmask._ops.norms import factor_for, where_nonzero
-from jmask._ops.reduce import valid_entries
 from jmask._tables.deferral import is_deferred
 from jmask._tables.stored_table import is_stored_table, is_tensor_or_table
-from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, is_tensor
+from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, as_tensor, is_tensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-from jmask._tensors.storage import is_sparse, stored_values
+from jmask._tensors.storage import stored_values
 
 _add = entrywise(jnp.add, adds=True)
 _multiply = entrywise(jnp.multiply, scales=((0,), (1,)))
@@ -40,10 +39,8 @@ def add(tree: PyTree, *others: PyTree, like: PyTree | None = None) -> PyTree:
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> g = {"t": jmask.RowSparse([1], jnp.array([2.]), (3,))}
-        >>> jmask.tree.add(g, g)
-        {'t': RowSparse(float32[3], nse=2)}
-        >>> jmask.tree.add(g, g, like=g)["t"].todense()
-        Array([0., 4., 0.], dtype=float32)
+        >>> jmask.tree.add(g, g), jmask.tree.add(g, g, like=g)
+        ({'t': RowSparse(float32[3], nse=2)}, {'t': RowSparse(float32[3], nse=1)})
     """
     total = tree
     for other in others:
@@ -51,8 +48,10 @@ def add(tree: PyTree, *others: PyTree, like: PyTree | None = None) -> PyTree:
     if like is None:
         return total
 
-    both = lambda x, like: is_row_sparse(x) and is_row_sparse(like)
-    return _map(lambda x, y: x.coalesce(nse=y.nse) if both(x, y) else x, total, like)
+    def fitted(x: Tensor, like: Tensor) -> Tensor:
+        return x.coalesce(nse=like.nse) if is_row_sparse(x) and is_row_sparse(like) else x
+
+    return _map(fitted, total, like)
 
 
 def scale(scalar: Scalar, tree: PyTree) -> PyTree:
@@ -65,8 +64,7 @@ def scale(scalar: Scalar, tree: PyTree) -> PyTree:
     """
     array = abstract_leaf(scalar)
     if array is None or array.shape or not jnp.issubdtype(array.dtype, jnp.number):
-        kind = type(scalar).__name__ if array is None else f"{array.dtype}{list(array.shape)}"
-        raise TypeError(f"`scalar` must be a number, got {kind}.")
+        raise TypeError(f"`scalar` must be a number, got {shown(scalar)}.")
     is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
 
     def scaled(x: TensorLike) -> Tensor:
@@ -109,20 +107,14 @@ def merge(stacked: PyTree) -> PyTree:
 
     Example:
         >>> import jax, jax.numpy as jnp, jmask
-        >>> table, ids = jnp.ones((9, 2)), jnp.array([[1, 2], [2, 3]])
         >>> gradient = jmask.grad(lambda table, ids: table[ids].sum())
-        >>> stacked = jax.lax.map(lambda batch: gradient(table, batch), ids)
-        >>> jmask.tree.merge(stacked)
+        >>> batches = jnp.array([[1, 2], [2, 3]])
+        >>> jmask.tree.merge(jax.vmap(gradient, (None, 0))(jnp.ones((9, 2)), batches))
         RowSparse(float32[9, 2], nse=4)
     """
 
     def merged(x: TensorLike) -> Tensor:
-        if isinstance(x, MaskedTensor):
-            raise TypeError(
-                "`stacked`: a stacked MaskedTensor has no sum that keeps its mask: use "
-                "jmask.numpy.sum(x, axis=0)."
-            )
-        _refuse_entries(x, "stacked")
+        _refuse_others(x, "stacked")
         if not is_row_sparse(x):
             if not x.ndim:
                 raise ValueError("`stacked` holds a scalar, which has no leading axis.")
@@ -159,10 +151,8 @@ def norm(tree: PyTree, squared: bool = False) -> jax.Array:
     """
     check_flag("squared", squared)
     check_leaves("tree", tree)
-    leaves = jax.tree.leaves(
-        jax.tree.map(_entries, tree, is_leaf=is_tensor_or_table), is_leaf=is_tensor
-    )
-    sizes = [_sizes(x) for x in leaves]
+    entries = jax.tree.map(_entries, tree, is_leaf=is_tensor_or_table)
+    sizes = [_sizes(x) for x in jax.tree.leaves(entries, is_leaf=is_tensor)]
     dtype = joint_dtype(jnp.float32, *sizes)
     greatest = jnp.zeros((), dtype)
     for size in sizes:
@@ -191,20 +181,15 @@ def psum(tree: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
 
     Example:
         >>> import jax, jax.numpy as jnp, jmask
-        >>> def total(ids):
-        ...     return jmask.tree.psum(jmask.RowSparse(ids, jnp.ones(2), (5,)), "i").todense()
-        >>> jax.vmap(total, axis_name="i")(jnp.array([[0, 1], [1, 4]]))[0]
-        Array([1., 2., 0., 0., 1.], dtype=float32)
+        >>> rows = lambda i: jmask.RowSparse(i, jnp.ones(1), (3,))
+        >>> total = jax.vmap(lambda i: jmask.tree.psum(rows(i), "i").todense(), axis_name="i")
+        >>> total(jnp.array([[0], [2]]))[0]
+        Array([1., 0., 1.], dtype=float32)
     """
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
     def summed(x: TensorLike) -> Tensor:
-        if isinstance(x, MaskedTensor):
-            raise TypeError(
-                "`tree`: psum() of a MaskedTensor: masks of different devices may differ. Sum "
-                "x.to_tensor(0) and x.mask instead."
-            )
-        _refuse_entries(x, "tree")
+        _refuse_others(x, "tree")
         if not is_row_sparse(x):
             return lax.psum(x, names)
         ids, values = varying_alike(x.flat().row_ids(), x.values)
@@ -222,10 +207,8 @@ def pmean(tree: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
 
     Example:
         >>> import jax, jax.numpy as jnp, jmask
-        >>> def average(ids):
-        ...     return jmask.tree.pmean(jmask.RowSparse(ids, jnp.ones(1), (3,)), "i").todense()
-        >>> jax.vmap(average, axis_name="i")(jnp.array([[0], [2]]))[0]
-        Array([0.5, 0. , 0.5], dtype=float32)
+        >>> jax.vmap(lambda x: jmask.tree.pmean(x, "i"), axis_name="i")(jnp.array([1., 3.]))
+        Array([2., 2.], dtype=float32)
     """
     return scale(1 / lax.psum(1, axis_name), psum(tree, axis_name))
 
@@ -258,22 +241,13 @@ def map(  # noqa: A001
 ) -> PyTree:
     """Apply a function to each leaf, as `jax.tree.map`, where tensors and tables are leaves.
 
-    Args:
-        f: gets an array, or the `RowSparse`, `MaskedTensor`, BCOO, BCSR or table container
-            itself, and never their indices, masks or blocks. From each of `rest` it gets what
-            is in the same place: a tensor there need not be of the same kind, or shape.
-        tree: its structure is that of the result; None is no leaf.
-        *rest: trees of the same structure.
-        is_leaf: what else is a leaf.
-
-    Raises:
-        ValueError: if structures differ.
+    Arguments and errors are those of `jax.tree.map`. `f` gets the `RowSparse`, `MaskedTensor`,
+    BCOO, BCSR or table container itself, and never their indices, masks or blocks; in the same
+    place of each of `rest` may be a tensor of another kind or shape.
 
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> g = {"t": jmask.RowSparse([1], jnp.array([2.]), (3,)), "w": jnp.ones(2)}
-        >>> jmask.tree.map(lambda x: x.shape, g)
-        {'t': (3,), 'w': (2,)}
         >>> jmask.tree.map(lambda x, y: x * y, g, {"t": jnp.arange(3.), "w": 2.})
         {'t': RowSparse(float32[3], nse=1), 'w': Array([2., 2.], dtype=float32)}
     """
@@ -282,10 +256,6 @@ def map(  # noqa: A001
 
 def leaves(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None) -> list[PyTree]:
     """Return the leaves, as `jax.tree.leaves`, where tensors and tables are leaves.
-
-    Args:
-        tree: arrays, sparse and masked tensors, tables of all forms; None is no leaf.
-        is_leaf: what else is a leaf.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -296,9 +266,7 @@ def leaves(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None) -> lis
 
 
 def _leaf_or(is_leaf: Callable[[PyTree], bool] | None) -> Callable[[PyTree], bool]:
-    return (
-        is_tensor_or_table if is_leaf is None else lambda x: is_tensor_or_table(x) or is_leaf(x)
-    )
+    return lambda x: is_tensor_or_table(x) or (is_leaf is not None and is_leaf(x))
 
 
 def _map(function: Function, tree: PyTree, *others: PyTree) -> PyTree:
@@ -311,16 +279,13 @@ def _map(function: Function, tree: PyTree, *others: PyTree) -> PyTree:
                     "result by jmask.deferred(array, tx)."
                 )
         check_leaves("tree", each)
-    structures: list[PyTreeDef] = [
-        jax.tree.structure(x, is_leaf=is_tensor) for x in (tree, *others)
-    ]
-    for other in structures[1:]:
-        if other != structures[0]:
-            raise ValueError(
-                f"`tree`: trees of one structure are expected, got {structures[0]} and "
-                f"{other}: these are gradients of different parameters."
-            )
     leaves = [jax.tree.map(as_tensor, x, is_leaf=is_tensor) for x in (tree, *others)]
+    structures = dict.fromkeys(str(jax.tree.structure(x, is_leaf=is_tensor)) for x in leaves)
+    if len(structures) > 1:
+        raise ValueError(
+            f"`tree`: trees of one structure are expected, got {' and '.join(structures)}: "
+            "these are gradients of different parameters."
+        )
     return jax.tree.map(function, *leaves, is_leaf=is_tensor)
 
 
@@ -339,15 +304,17 @@ def _entries(x: TensorLike) -> Tensor:
 
 def _sizes(x: TensorLike) -> jax.Array:
     """Return the absolute values of the entries, in float32 at least."""
-    x = x.flat().widened() if is_row_sparse(x) else as_tensor(x)
-    x = valid_entries(x, None)
+    x = as_masked_tensor(x.flat().widened() if is_row_sparse(x) else as_tensor(x))
     size = jnp.abs(jnp.where(x.valid, stored_values(x.storage), 0))
     return size.astype(joint_dtype(size, jnp.float32))
 
 
-def _refuse_entries(x: TensorLike, argument: str) -> None:
-    if is_sparse(x) and not is_row_sparse(x):
+def _refuse_others(x: TensorLike, argument: str) -> None:
+    if is_tensor(x) and not is_row_sparse(x):
+        advice = 'use jmask.cast_storage(x, "row_sparse"), or its dense form'
+        if isinstance(x, MaskedTensor):
+            advice = "masks may differ; sum x.to_tensor(0) and x.mask"
         raise TypeError(
-            f"`{argument}` holds a {type(x).__name__}, whose entries are not put side by side: "
-            'use jmask.cast_storage(x, "row_sparse"), or its dense form.'
+            f"`{argument}` holds a {type(x).__name__}, which is not put side by side with "
+            f"others: {advice}."
         )

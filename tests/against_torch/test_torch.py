@@ -143,11 +143,8 @@ def check_pair(torch, pair, shape, dtype, sparse):
     assert our_state.count == STEPS
     if "step" in their_state:
         assert their_state["step"] == STEPS
-    for ours_is, theirs_is in (
-        ("mu", "exp_avg"),
-        ("nu", "exp_avg_sq"),
-        ("sum_of_squares", "sum"),
-    ):
+    names = {"mu": "exp_avg", "nu": "exp_avg_sq", "sum_of_squares": "sum"}
+    for ours_is, theirs_is in names.items():
         if theirs_is in their_state:
             check_equal(getattr(our_state, ours_is), their_state[theirs_is], dtype)
 

@@ -222,7 +222,7 @@ ALIKE = _alike("""
     x + 1; 1 + x; 2 - x; d * x; x - d; x / 3; 2.0 / (x + 5); x**2; 2.0**x; -x; +x; abs(x);
     x - np.float32(2); x.clip(-0.3, 0.6); m.diff(x); m.diff(x, 2, axis=0); m.cov(x);
     m.cov(x, rowvar=False, bias=True); m.cov(x, d, ddof=0); m.cov(x[0]); m.outer(x, d[0]);
-    m.outer(x[0], x[1]); m.average(x, 1, d * d);
+    m.outer(x[0], x[1]); m.average(x, 1, d * d + 1);
     m.masked_greater(x, 0.5); m.masked_where(x < 0, x)
 """)
 SMOOTH = {
