@@ -86,7 +86,8 @@ def each(word: Function, *functions: Function) -> list[Function]:
 def refuse_output(options: dict[str, Argument]) -> None:
     """Drop arguments of NumPy about memory, which JAX has in its signatures and refuses too."""
     for name in ("out", "overwrite_input"):
-        if options.pop(name, None):
+        given = options.pop(name, None)
+        if given is not None and given is not False:  # an array may be of zeros
             raise NotImplementedError(f"`{name}` is not supported: results are new arrays.")
 
 
