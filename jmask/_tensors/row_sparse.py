@@ -143,6 +143,7 @@ class RowSparse(RowSparseMethods):
     @property
     def indices(self) -> jax.Array:
         """The row index of each value (n,), int32 (int64 for more than 2**31-1 rows)."""
+        self._check_ids()
         return reveal(self.index_leaf) if is_opaque(self.index_leaf) else self.index_leaf
 
     @property
@@ -163,7 +164,16 @@ class RowSparse(RowSparseMethods):
     @property
     def nse(self) -> int:
         """The number of stored rows, padding included: static."""
+        self._check_ids()
         return self.index_leaf.shape[-1]
+
+    def _check_ids(self) -> None:
+        if self.index_leaf is None:
+            raise ValueError(
+                "this RowSparse has no row ids: what keeps floating arrays alone, as "
+                "`eqx.filter(grads, eqx.is_inexact_array)` or `eqx.partition`, has dropped "
+                "them. Filter the model, and give its gradient as it is."
+            )
 
     def __repr__(self) -> str:
         try:
@@ -344,6 +354,7 @@ class RowSparse(RowSparseMethods):
         Raises:
             ValueError: of stacked tables, whose indices are no positions in dimension 0.
         """
+        self._check_ids()
         self.check_single()
         if self.leading > 1:
             raise ValueError(

@@ -9,6 +9,7 @@ import copy
 import functools
 import pickle
 
+import equinox as eqx
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -235,3 +236,22 @@ def test_numpy_functions_of_tensors():
     np.testing.assert_allclose(np.mean(x, axis=0), np.mean(x.todense(), axis=0))
     assert float(np.max(masked)) == 8
     assert float(np.prod(masked)) == 40320 / 2
+
+
+# What keeps floating arrays alone drops the ids, as levanter does in each step.
+ADAM = jmask.adam(0.1)
+WITHOUT_IDS = """
+    g.todense() | g.coalesce() | g.indices.shape | jmask.tree.add(g, g) | jmask.tree.norm(g) |
+    optax.apply_updates(TABLE, g) | ADAM.update(g, ADAM.init(TABLE), TABLE) |
+    jmask.apply_gradients(ADAM, g, ADAM.init(TABLE), TABLE) |
+    jmask.lazy(optax.adam(0.1)).update(g, optax.adam(0.1).init(TABLE), TABLE)
+"""
+
+
+@pytest.mark.parametrize("code", WITHOUT_IDS.replace("\n", " ").split(" | "))
+def test_a_gradient_that_lost_its_ids_says_so(code):
+    gradient = jmask.RowSparse([1], jnp.ones((1, 2)), (4, 2))
+    lost = eqx.filter(gradient, eqx.is_inexact_array)
+    names = {**globals(), "g": lost, "TABLE": jnp.ones((4, 2))}
+    with pytest.raises(ValueError, match="no row ids: what keeps floating arrays"):
+        eval(code.strip(), names)
