@@ -17,9 +17,18 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jmask._base.array_types import on_every_device, typed_like
+from jmask._base.array_types import on_every_device, real_dtype, typed_like, wide
 from jmask._base.row_ids import id_dtype
-from jmask._base.types import Gradient, Gradients, OptState, Params, PyTree, PyTreeDef, Value
+from jmask._base.types import (
+    DType,
+    Gradient,
+    Gradients,
+    OptState,
+    Params,
+    PyTree,
+    PyTreeDef,
+    Value,
+)
 from jmask._base.validation import check_flag, leaf_name
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._optim.guards import guarded
@@ -148,9 +157,9 @@ def multi_steps(
         # A state may come from a run with a larger k, whose microbatches are to count alike.
         last = state.mini_step >= every_k - 1
         number = jnp.where(last, state.mini_step + 1, every_k)
-        factor = 1 / number if use_grad_mean else 1
+        number = number if use_grad_mean else jnp.ones_like(number)
         total = jax.tree.map(
-            lambda x, kept: _as_gradient(x, kept, factor),
+            lambda x, kept: _as_gradient(x, kept, number),
             like,
             accumulated,
             is_leaf=is_gradient_leaf,
@@ -217,19 +226,25 @@ def _added(like: Gradient, kept: PyTree, gradient: Gradient, mini_step: jax.Arra
     return StoredEntries(added(kept.gradient), valid)
 
 
-def _as_gradient(like: Gradient, kept: PyTree, factor: jax.Array | float) -> Gradient:
+def _as_gradient(like: Gradient, kept: PyTree, number: jax.Array) -> Gradient:
+    """Return what `number` microbatches have accumulated, divided by it."""
     like, valid = _split(like, shapes_only=True)
     if valid is not None:
         kept, valid = kept
     if not is_row_sparse(like):
-        total = kept * jnp.asarray(factor, kept.dtype)
+        total = kept * _inverse(number, kept.dtype)
         return total if valid is None else joined(total, valid)
     rows = RowSparse(kept.ids, kept.values, like.shape, leading=like.leading).widened()
-    rows = rows.with_values(rows.values * jnp.asarray(factor, rows.dtype))
+    rows = rows.with_values(rows.values * _inverse(number, rows.dtype))
     if valid is None:
         return rows
     often = rows.with_values(valid.astype(jnp.int32)).coalesce()
     return joined(rows.coalesce(), often.values > 0)
+
+
+def _inverse(number: jax.Array, dtype: DType) -> jax.Array:
+    # In float32 at least, and in float64 for float64.
+    return (1 / number.astype(wide(real_dtype(dtype)))).astype(dtype)
 
 
 def _check_structure(gradients: Gradients, like: Gradients) -> None:

@@ -340,6 +340,7 @@ class RowSparse(RowSparseMethods):
 
     def check_single(self) -> None:
         """Raise ValueError if this is a stack of tensors, as `jax.vmap` and loops make them."""
+        self._check_ids()
         if jnp.ndim(self.index_leaf) > 1:
             raise ValueError(
                 f"{self!r} is a stack of tensors, as jax.vmap and jax.lax.map return them, and "
@@ -354,7 +355,6 @@ class RowSparse(RowSparseMethods):
         Raises:
             ValueError: of stacked tables, whose indices are no positions in dimension 0.
         """
-        self._check_ids()
         self.check_single()
         if self.leading > 1:
             raise ValueError(
