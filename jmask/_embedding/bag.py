@@ -55,6 +55,7 @@ from jmask._embedding.lookup import (
     entries_of,
     is_padding,
     looked_up_rows,
+    missing,
     narrowed,
     positions_of,
 )
@@ -154,9 +155,9 @@ def embedding_bag(
             )
         offsets, weights, bag_of_entry = ids.offsets, ids.weights, ids.bag_of_entry
         ids, include_last_offset = ids.ids, True
-    table = checked_table(table, ids, "embedding_bag(table, ids)")
+    table = checked_table(table)
     mode = checked_choice(mode, "mode", MODES)
-    ids = checked_integers(ids, "ids", mode)
+    ids = checked_integers(ids, "ids", mode, "embedding_bag(table, ids)")
     combiner = checked_choice(combiner, "combiner", COMBINERS)
     dtype = _sum_dtype(table.dtype, combiner, weights is not None)
     bound = checked_bound(table, max_norm, norm_type)
@@ -172,31 +173,36 @@ def embedding_bag(
     if padding is not None:
         absent = padding if absent is None else padding | absent
     entries = entries_of(ids, absent, mode, table.shape)
-    if weights is not None and entries.absent is not None:
-        weights = jnp.where(entries.absent, 0, weights)
+    positions, absent, outside = entries
+    if absent is not None:
+        weights = None if weights is None else jnp.where(absent, 0, weights)
+        if bags.ids is not None:
+            bags = bags._replace(ids=jnp.where(absent, bags.number, bags.ids))
 
     # --- combined ------------------------------------------------------------------------
+    present = jnp.ones(positions.shape, bool) if absent is None else jnp.logical_not(absent)
     if combiner == "max":
-        rows = looked_up_rows(table, entries, bound)
-        result = _max(rows, bags, _present(entries))
+        result = _max(looked_up_rows(table, entries, bound), bags, present)
     else:
-        result = _sums(table, bags, entries, weights, bound, dtype)
+        # Whether all that reads nan is outside: then it is in the sum without being looked for.
+        fills_in = weights is None and jnp.issubdtype(dtype, jnp.inexact)
+        fills_in &= outside is not None and (bags.ids is not None or absent is None)
+        read = Entries(positions, None, outside if fills_in else None)
+        result = _sums(table, bags, read, weights, bound, dtype)
         if combiner != "sum":
-            counted = _present(entries).astype(dtype) if weights is None else weights
+            counted = present.astype(dtype) if weights is None else weights
             size = bags.sum(counted if combiner == "mean" else counted * counted)
             # Over infinity, unlike 0 / 0, an empty bag is 0, and so is every derivative; and a
             # nan in a bag of weight 0 is not hidden.
             size = trailing(jnp.where(size == 0, jnp.inf, size), result.ndim)
             result = result / (size if combiner == "mean" else jnp.sqrt(size))
-        if entries.outside is not None and not _fills_in(bags, entries, weights, dtype):
-            invalid = trailing(bags.sum(entries.outside.astype(jnp.int32)) > 0, result.ndim)
-            if jnp.issubdtype(dtype, jnp.inexact):
-                # A constant, which is added: derivatives are those of the rows that there are.
-                result = result + jnp.where(invalid, jnp.nan, 0).astype(result.dtype)
-            else:
-                result = jnp.where(invalid, _missing(dtype), result)
+        if outside is not None and not fills_in:
+            invalid = trailing(bags.sum(outside.astype(jnp.int32)) > 0, result.ndim)
+            # A constant, which is added: derivatives are those of the rows that there are.
+            to_missing = missing(result.dtype) - jax.lax.stop_gradient(result)
+            result = result + jnp.where(invalid, to_missing, 0)
     if bags.valid is not None:
-        result = jnp.where(bags.valid, result, _missing(result.dtype))
+        result = jnp.where(bags.valid, result, missing(result.dtype))
     if bags.ids is not None and not bags.number:
         result = result[:0]
     is_integer = jnp.issubdtype(table.dtype, jnp.integer) or table.dtype == jnp.dtype(bool)
@@ -253,27 +259,6 @@ class Bags(NamedTuple):
         return add_rows(zeros, self.ids, x)
 
 
-def _present(entries: Entries) -> jax.Array:
-    """Find which entries are there."""
-    shape, absent = entries.positions.shape, entries.absent
-    return jnp.ones(shape, bool) if absent is None else jnp.logical_not(absent)
-
-
-def _missing(dtype: DType) -> jax.Array:
-    """Return what stands for a row that there is not: nan, or of integers as in `jnp.take`."""
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.asarray(jnp.nan, dtype)
-    limits = jnp.iinfo(dtype)
-    return jnp.asarray(limits.min if limits.min < 0 else limits.max, dtype)
-
-
-def _fills_in(bags: Bags, entries: Entries, weights: jax.Array | None, dtype: DType) -> bool:
-    """Decide whether ids out of range read nan, which then is in the sums of their bags."""
-    if weights is not None or not jnp.issubdtype(dtype, jnp.inexact):
-        return False
-    return bags.ids is not None or entries.absent is None
-
-
 def _sums(
     table: Table,
     bags: Bags,
@@ -283,10 +268,7 @@ def _sums(
     dtype: DType,
 ) -> jax.Array:
     """Compute Σ w r of each bag."""
-    positions, absent, outside = entries
-    fills_in = outside is not None and _fills_in(bags, entries, weights, dtype)
-    if bags.ids is not None and absent is not None:
-        bags = bags._replace(ids=jnp.where(absent, bags.number, bags.ids))
+    positions, _, outside = entries
     arrays = [x for x in (table, positions, weights) if isinstance(x, jax.Array)]
     shape = (bags.number,) if bags.ids is not None else positions.shape[:-1]
     if (
@@ -296,17 +278,9 @@ def _sums(
         or 0 in (*positions.shape, *shape, *table.shape)
         or any(explicit_sharding(x) is not None or varying_axes(x) for x in arrays)
     ):
-        if bags.ids is not None and weights is None and bound is None:
-            # What is in no bag need not be zeros, which would be one more pass over all rows.
-            entries = entries._replace(absent=None)
-        if not fills_in:
-            entries = entries._replace(outside=None)
-            if outside is not None:
-                absent = outside if absent is None else outside | absent
-                entries = entries._replace(absent=absent)
         rows = looked_up_rows(table, entries, bound).astype(dtype)
-        line = positions.ndim - 1
-        return bags.sum(rows if weights is None else rows * trailing(weights, rows.ndim), line)
+        rows = rows if weights is None else rows * trailing(weights, rows.ndim)
+        return bags.sum(rows, positions.ndim - 1)
     lines = (-1,) if bags.ids is not None else (math.prod(shape), -1)
     return bag_sum(
         table,
@@ -315,7 +289,7 @@ def _sums(
         None if weights is None else weights.reshape(lines),
         None,
         math.prod(shape),
-        math.nan if fills_in else 0,
+        0 if outside is None else math.nan,
     ).reshape(*shape, *table.shape[1:])
 
 
@@ -330,26 +304,25 @@ def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
     if bags.ids is not None:  # a bag may have entries on every device
         rows, present = with_whole_rows(rows), with_whole_rows(present)
     line, exists = present.ndim - 1, trailing(present, rows.ndim)
+    count, number = rows.shape[line], max(bags.number, 1)
+    if not count:
+        return bags.sum(rows, line)
     constant = jax.lax.stop_gradient(rows)
     least = -jnp.inf if jnp.issubdtype(rows.dtype, jnp.inexact) else jnp.iinfo(rows.dtype).min
     keys = jnp.where(exists, constant, jnp.asarray(least, rows.dtype))
     if bags.ids is None:
-        if not rows.shape[line]:
-            return jnp.sum(rows, line, dtype=rows.dtype)
         greatest = jnp.max(keys, line, keepdims=True)
-        attains = exists & ((constant == greatest) | (constant != constant))
-        first = jnp.argmax(attains, line, keepdims=True)
-        result = jnp.squeeze(jnp.take_along_axis(rows, first, line), line)
-        return jnp.where(jnp.any(exists, line), result, jnp.zeros_like(result))
-    number, count = max(bags.number, 1), rows.shape[0]
-    greatest = jax.ops.segment_max(keys, bags.ids, number)
-    greatest = greatest.at[bags.ids].get(mode="clip")
+    else:
+        greatest = jax.ops.segment_max(keys, bags.ids, number).at[bags.ids].get(mode="clip")
     attains = exists & ((constant == greatest) | (constant != constant))
-    numbers = trailing(jnp.arange(count, dtype=jnp.int32), rows.ndim)
-    first = jax.ops.segment_min(jnp.where(attains, numbers, count), bags.ids, number)
-    # An entry of zeros, for bags in which nothing is.
-    rows = jnp.concatenate([rows, jnp.zeros_like(rows[:1], shape=(1, *rows.shape[1:]))])
-    return jnp.take_along_axis(rows, jnp.minimum(first, count), 0)
+    numbers = jax.lax.broadcasted_iota(jnp.int32, rows.shape, line)
+    numbers = jnp.where(attains, numbers, count)
+    if bags.ids is None:
+        first = jnp.min(numbers, line, keepdims=True)
+    else:
+        first = jax.ops.segment_min(numbers, bags.ids, number)
+    result = jnp.take_along_axis(rows, first, line, mode="fill", fill_value=0)
+    return result if bags.ids is not None else jnp.squeeze(result, line)
 
 
 # --- the forms of bags -------------------------------------------------------------------
@@ -364,12 +337,16 @@ def _bags(
     include_last_offset: bool,
     mode: str,
 ) -> Bags:
-    if segment_ids is not None or num_segments is not None:
-        if offsets is not None or include_last_offset:
-            raise ValueError(
-                "`offsets` (with `include_last_offset`) and `segment_ids` (with "
-                "`num_segments`) are two ways to give the bags: give one of them."
-            )
+    if (
+        (offsets is not None and segment_ids is not None)
+        or (offsets is None and include_last_offset)
+        or (segment_ids is None and num_segments is not None)
+    ):
+        raise ValueError(
+            "bags of `ids` (n,) are given by `offsets` (with `include_last_offset`) or by "
+            "`segment_ids` (with `num_segments`): give one of them."
+        )
+    if segment_ids is not None:
         return _of_segments(ids, segment_ids, num_segments, mode)
     if bag_of_entry is not None:
         number = offsets.shape[0] - 1
@@ -377,8 +354,6 @@ def _bags(
         return Bags(bag_of_entry, number, bag_of_entry == number)
     if offsets is not None:
         return _of_offsets(ids, offsets, include_last_offset, mode)
-    if include_last_offset:
-        raise ValueError("`include_last_offset` is about `offsets`, and they are missing.")
     if ids.ndim < 2:
         raise ValueError(
             f"`ids` of shape {ids.shape} are no bags yet: give `offsets` or `segment_ids` "
@@ -388,8 +363,6 @@ def _bags(
 
 
 def _of_segments(ids: Ids, segment_ids: Ids, num_segments: int | None, mode: str) -> Bags:
-    if segment_ids is None:
-        raise ValueError("`num_segments` is about `segment_ids`, and they are missing.")
     segment_ids = checked_integers(segment_ids, "segment_ids", mode)
     if ids.ndim != 1 or segment_ids.shape != ids.shape:
         raise ValueError(
