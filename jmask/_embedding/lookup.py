@@ -7,9 +7,6 @@
 It is `table[ids]` with what an embedding needs and indexing leaves open: what an id outside
 the table does, ids that are padding, and rows of bounded norm. Under `jmask.grad` its
 gradient is a `RowSparse` with one stored row for each id.
-
-With `max_norm` a row r is read as r * min(1, max_norm / |r|), and differentiated so; the
-table keeps r.
 """
 
 from typing import NamedTuple
@@ -237,16 +234,13 @@ def renormalize(
 ) -> jax.Array:
     """Return the table with the rows `ids` shortened to `max_norm` where their norm is greater.
 
-    What torch's `Embedding(max_norm=...)` does to its weight before each lookup. It costs
-    O(ids) and works in place where the table is donated (`jax.jit(..., donate_argnums)`).
-    Call it before the loss: the gradient of a loss that contains it is dense.
+    What torch's `Embedding(max_norm=...)` does to its weight before each lookup, at O(ids) cost
+    where the table is donated. Call it before the loss, whose gradient it would make dense.
 
     Args:
-        table (V, *row): a real, floating array.
-        ids: integers of any shape and dtype; ids outside the table touch nothing, and an
-            id that is there twice counts once.
-        max_norm: the greatest norm allowed; a number or a scalar array.
-        norm_type: p of the p-norm, > 0; may be `math.inf`.
+        table (V, *row): a floating or complex array.
+        ids: integers of any shape and dtype; what is outside the table touches nothing.
+        max_norm, norm_type: as in `embedding_lookup`.
         padding_id: an id whose row, if it has one, is left alone.
 
     Returns:
@@ -254,14 +248,12 @@ def renormalize(
         every other row is what it was, bit for bit. Rows with nan or inf are left alone.
 
     Raises:
-        TypeError: if `ids` are not integers, `padding_id` is no int, or `table` is not a
-            real floating array.
+        TypeError: if an argument is not of the type above.
         ValueError: if `table` is a scalar, or `max_norm` or `norm_type` is not positive.
 
     Example:
         >>> import jax.numpy as jnp, jmask
-        >>> table = jnp.array([[3., 4.], [6., 8.], [30., 40.]])
-        >>> jmask.renormalize(table, [0, 1, 1], 5.)
+        >>> jmask.renormalize(jnp.array([[3., 4.], [6., 8.], [30., 40.]]), [0, 1, 1], 5.)
         Array([[ 3.,  4.],
                [ 3.,  4.],
                [30., 40.]], dtype=float32)
@@ -343,19 +335,15 @@ def embedding_lookup(
             `RowSparse`, whose rows that are not stored are zeros.
         ids: integers of any shape and dtype, or a list. Ids below 0 and from V on are
             outside the table: they never wrap.
-        padding_id: an id whose lookups give zeros and no gradient, whatever row it names
-            in the table, if any, and whatever that row holds. It is never an error.
-        mode: what any other id outside the table gives.
-            "fill": nan; in integer tables the least number of a signed dtype and the
-            greatest of an unsigned one (as `jnp.take`). No gradient.
-            "clip": the first or last row, and the gradient goes to that row.
-            "zero": zeros, no gradient.
-            "raise": an error. Ids that are traced are checked by
-            `jax.experimental.checkify`, with which the step must be wrapped; after a
-            failed check the row is zeros, without gradient.
-        max_norm: rows whose norm is greater are scaled to it, before they are returned;
-            the derivative is the scaled row's. Rows with nan or inf stay as they
-            are. A number or a scalar array; the table must be real and floating.
+        padding_id: an id that gives zeros and no gradient, whether it is a row or not.
+        mode: what any other id outside the table gives: "fill" nan, or the number that
+            `jnp.take` gives of integers; "clip" the first or last row, and its gradient; "zero"
+            zeros; "raise" an error. Ids that are traced are checked by
+            `jax.experimental.checkify`, with which the step must be wrapped; after a failed
+            check the row is zeros.
+        max_norm: rows r whose norm is greater are read as r * max_norm / |r|, and
+            differentiated so; those with nan or inf stay as they are. A number or a scalar
+            array, for a floating or complex table.
         norm_type: p of the p-norm, > 0; may be `math.inf`.
 
     Returns:
@@ -363,8 +351,7 @@ def embedding_lookup(
 
     Raises:
         IndexError: in mode "raise", for concrete ids outside the table.
-        TypeError: if `ids` are not integers, `padding_id` is no int, `table` is sparse
-            but no `RowSparse`, or `max_norm` meets a table that is not real and floating.
+        TypeError: if an argument is not of the type above.
         ValueError: if `table` is a scalar, `mode` is not one of the above, `max_norm` or
             `norm_type` is not positive, or "clip" meets a table without rows.
 
@@ -375,8 +362,6 @@ def embedding_lookup(
         Array([[5., 6.],
                [1., 2.],
                [0., 0.]], dtype=float32)
-        >>> jmask.embedding_lookup(jnp.array([[3., 4.]]), [0], max_norm=2.5)
-        Array([[1.5, 2. ]], dtype=float32)
     """
     table = checked_table(table)
     mode = checked_choice(mode, "mode", MODES)
@@ -392,36 +377,23 @@ def looked_up_rows(table: Table, entries: Entries, bound: Bound | None) -> jax.A
     fill: int | None = 0
     if isinstance(table, RowSparse):
         table, positions = stored_at(table, positions)
-    elif absent is None and outside is not None:
-        # Then everything without a row is outside, and the gather itself can fill it in.
-        fill, outside = None, None
-    rows = _gathered(table, positions, fill)
+    elif isinstance(table, jax.Array) and table.shape[0] != 0 and absent is None:
+        # The gather itself fills in what is outside.
+        fill, outside = None if outside is not None else 0, None
+    shape = (*positions.shape, *table.shape[1:])
+    if table.shape[0] == 0:
+        rows = jnp.zeros(shape, table.dtype)
+    elif isinstance(table, StoredTable):
+        rows = placed_like(looked_up(table, flat(positions)).reshape(shape), positions)
+    else:
+        # Not `table.at[positions].get(...)`: like `jnp.where`, it drops what has no entries,
+        # and JAX then gives a table that is looked up for nothing a gradient of dense zeros.
+        how = lax.GatherScatterMode.FILL_OR_DROP
+        gather = Gather.rows_of(table.shape, how, positions.ndim, fill_value=fill)
+        rows = gather(table, positions[..., None])
     if outside is not None and positions.size:
         rows = jnp.where(trailing(outside, rows.ndim), missing(rows.dtype), rows)
     return rows if bound is None else _bounded(rows, bound, positions.ndim)
-
-
-def _gathered(source: Table, positions: jax.Array, fill: int | None) -> jax.Array:
-    """Gather `source[positions]`; a position len(source) reads `fill`, without gradient.
-
-    None fills with what stands for a row that does not exist.
-    """
-    row = source.shape[1:]
-    if source.shape[0] == 0:
-        value = missing(source.dtype) if fill is None else fill
-        return jnp.full((*positions.shape, *row), value, source.dtype)
-    if isinstance(source, StoredTable):
-        rows = looked_up(source, flat(positions)).reshape(*positions.shape, *row)
-        rows = placed_like(rows, positions)
-        if fill is not None:
-            return rows
-        outside = trailing(positions == source.shape[0], rows.ndim)
-        return jnp.where(outside, missing(rows.dtype), rows)
-    # Not `source.at[positions].get(...)`: like `jnp.where`, it drops what has no entries,
-    # and JAX then gives a table that is looked up for nothing a gradient of dense zeros.
-    fills = lax.GatherScatterMode.FILL_OR_DROP
-    gather = Gather.rows_of(source.shape, fills, positions.ndim, fill_value=fill)
-    return gather(source, positions[..., None])
 
 
 def missing(dtype: DTypeLike) -> HostArray:
