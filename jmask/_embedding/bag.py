@@ -15,8 +15,7 @@ Padding is in no bag, and a bag with nothing in it is zeros. So is a mean of tot
 and its derivative is 0. The gradient of max goes to the first entry that attains it.
 
 Every form of bags is brought to three arrays first: for each entry the row that it reads, its
-bag, and its weight. V is no row, and reads zeros; b, the number of bags, is no bag; bags are
-None where each line of entries is one; padding has weight 0:
+bag, and its weight. V is no row; b, the number of bags, is no bag; padding has weight 0:
 
     position  2 0 1 V        bag  0 0 1 b        weight  1 1 1 0
 """
@@ -102,11 +101,10 @@ def embedding_bag(
         include_last_offset: `offsets` is (b + 1,), and its last number is where the last
             bag ends.
         segment_ids (n,): the bag of each id, in any order. -1 and `num_segments` are padding:
-            such ids are left out and not looked up. Traced numbers that are no bag are, too.
+            such ids are not looked up. Traced numbers that are no bag are padding, too.
         num_segments: how many bags, static; by default the greatest of `segment_ids` + 1,
             which must then be concrete.
-        weights: floating, of the shape of `ids`; not with "max". They are cast to the
-            dtype in which is summed. Weights of padding count nowhere.
+        weights: floating, of the shape of `ids`; not with "max". Padding has none.
         combiner: "sum", "mean", "sqrtn" or "max", as defined above.
         padding_id: an id that is left out, as if it were not there.
         mode: what any other id outside the table gives, as in `embedding_lookup`: "fill"
@@ -122,17 +120,12 @@ def embedding_bag(
     Raises:
         IndexError: in mode "raise", for concrete ids outside the table.
         TypeError: if an argument is not of the type above.
-        ValueError: if the form of the bags is not clear, shapes do not fit, `mode` or
-            `combiner` is none of the above, concrete `offsets` are not ascending from 0 to
-            n at most, `weights` are given with "max", `num_segments` is needed, or
-            `max_norm` or `norm_type` is not positive.
+        ValueError: if the form of the bags is not clear, shapes do not fit, or the numbers of
+            an argument are none of the above.
 
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> table = jnp.array([[1., 2.], [3., 4.], [5., 6.]])
-        >>> jmask.embedding_bag(table, [[2, 0], [1, -1]], padding_id=-1)
-        Array([[6., 8.],
-               [3., 4.]], dtype=float32)
         >>> jmask.embedding_bag(table, [2, 0, 1], offsets=[0, 2, 2], combiner="mean")
         Array([[3., 4.],
                [0., 0.],
@@ -147,8 +140,8 @@ def embedding_bag(
         )
     bag_of_entry = None
     if isinstance(ids, PaddedBags):
-        others = (offsets, include_last_offset, segment_ids, num_segments, weights)
-        if any(x is not None and x is not False for x in others):
+        others = (offsets, segment_ids, num_segments, weights)
+        if include_last_offset or any(x is not None for x in others):
             raise ValueError(
                 "what `pad_bags` makes has its offsets and weights: give these to `pad_bags`, "
                 "and to `embedding_bag` neither them nor segments."
@@ -377,17 +370,15 @@ def _of_segments(ids: Ids, segment_ids: Ids, num_segments: int | None, mode: str
             )
         num_segments = max(int(np.max(np.asarray(segment_ids), initial=-1)) + 1, 0)
     number = checked_integer("num_segments", num_segments)
-    if number < 0:
-        raise ValueError(f"`num_segments` must be >= 0, got {number}.")
+    most = np.max(segment_ids, initial=0) if isinstance(segment_ids, np.ndarray) else 0
+    if not most <= number:
+        raise ValueError(
+            f"`segment_ids` hold {most}, and there are `num_segments`={number} bags: give the "
+            "number of bags, >= 0; write padding as -1 or as `num_segments`."
+        )
     bag_of_entry = positions_of(segment_ids, None, number)
     left_out: Ids = bag_of_entry == number
-    if isinstance(segment_ids, np.ndarray):
-        if np.max(segment_ids, initial=0) > number:
-            raise ValueError(
-                f"`segment_ids` hold {np.max(segment_ids)}, and there are "
-                f"`num_segments`={number} bags: give the number of bags; write padding as -1 "
-                "or as `num_segments`."
-            )
+    if isinstance(segment_ids, np.ndarray):  # known also while something is traced
         left_out = (segment_ids < 0) | (segment_ids >= number)
     return Bags(bag_of_entry, number, left_out)
 
