@@ -138,7 +138,6 @@ def embedding_bag(
             f"`mode` says what an id outside the table gives, got {mode!r}: how the rows of a "
             f"bag are combined is `combiner`={mode!r}."
         )
-    bag_of_entry = None
     if isinstance(ids, PaddedBags):
         others = (offsets, segment_ids, num_segments, weights)
         if include_last_offset or any(x is not None for x in others):
@@ -146,8 +145,12 @@ def embedding_bag(
                 "what `pad_bags` makes has its offsets and weights: give these to `pad_bags`, "
                 "and to `embedding_bag` neither them nor segments."
             )
-        offsets, weights, bag_of_entry = ids.offsets, ids.weights, ids.bag_of_entry
-        ids, include_last_offset = ids.ids, True
+        given, weights = ids, ids.weights
+        ids = given.ids
+        if given.bag_of_entry is None:
+            offsets, include_last_offset = given.offsets, True
+        else:
+            segment_ids, num_segments = given.bag_of_entry, given.offsets.shape[0] - 1
     table = checked_table(table)
     mode = checked_choice(mode, "mode", MODES)
     ids = checked_integers(ids, "ids", mode, "embedding_bag(table, ids)")
@@ -160,8 +163,7 @@ def embedding_bag(
         weights = weights.astype(dtype)
 
     # --- position, bag, weight -----------------------------------------------------------
-    forms = (segment_ids, num_segments, offsets, include_last_offset)
-    bags = _bags(ids, bag_of_entry, *forms, mode)
+    bags = _bags(ids, segment_ids, num_segments, offsets, include_last_offset, mode)
     absent, padding = bags.left_out, is_padding(ids, padding_id)
     if padding is not None:
         absent = padding if absent is None else padding | absent
@@ -170,7 +172,7 @@ def embedding_bag(
     if absent is not None:
         weights = None if weights is None else jnp.where(absent, 0, weights)
         if bags.ids is not None:
-            bags = bags._replace(ids=jnp.where(absent, bags.number, bags.ids))
+            bags = bags._replace(ids=jnp.where(absent, bags.shape[0], bags.ids))
 
     # --- combined ------------------------------------------------------------------------
     present = jnp.ones(positions.shape, bool) if absent is None else jnp.logical_not(absent)
@@ -196,7 +198,7 @@ def embedding_bag(
             result = result + jnp.where(invalid, to_missing, 0)
     if bags.valid is not None:
         result = jnp.where(bags.valid, result, missing(result.dtype))
-    if bags.ids is not None and not bags.number:
+    if bags.shape == (0,):
         result = result[:0]
     is_integer = jnp.issubdtype(table.dtype, jnp.integer) or table.dtype == jnp.dtype(bool)
     return result if is_integer else result.astype(table.dtype)
@@ -231,24 +233,23 @@ class Bags(NamedTuple):
     """The bags that entries are in.
 
     Attributes:
-        ids (n,): the bag of each entry, `number` where it is in none; None where each line of
-            the entries (*shape, L) is a bag.
-        number: how many bags there are.
+        shape: that of the bags, (b,); or where each line of entries (*shape, L) is a bag.
+        ids (n,): the bag of each entry, b where it is in none; None for lines.
         left_out: which entries are in none; None if all are in one.
         valid: whether traced offsets ascend from 0 to n at most; None if that is known.
     """
 
-    ids: jax.Array | None
-    number: int
+    shape: tuple[int, ...]
+    ids: jax.Array | None = None
     left_out: Ids | None = None
     valid: jax.Array | None = None
 
-    def sum(self, x: jax.Array, line: int | None = None) -> jax.Array:
-        """Sum entries (n, ...) bag by bag; those (*shape, L, ...) along `line`, the last."""
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Sum entries (n, ...) or (*shape, L, ...) bag by bag."""
         if self.ids is None:
-            return jnp.sum(x, x.ndim - 1 if line is None else line, dtype=x.dtype)
+            return jnp.sum(x, len(self.shape), dtype=x.dtype)
         # One row at least, from which nothing is read.
-        zeros = jnp.zeros((max(self.number, 1), *x.shape[1:]), x.dtype)
+        zeros = jnp.zeros((max(self.shape[0], 1), *x.shape[1:]), x.dtype)
         return add_rows(zeros, self.ids, x)
 
 
@@ -263,27 +264,27 @@ def _sums(
     """Compute Σ w r of each bag."""
     positions, _, outside = entries
     arrays = [x for x in (table, positions, weights) if isinstance(x, jax.Array)]
-    shape = (bags.number,) if bags.ids is not None else positions.shape[:-1]
     if (
         not isinstance(table, jax.Array)
         or not jnp.issubdtype(table.dtype, jnp.inexact)
         or bound is not None
-        or 0 in (*positions.shape, *shape, *table.shape)
+        or 0 in (*positions.shape, *bags.shape, *table.shape)
         or any(explicit_sharding(x) is not None or varying_axes(x) for x in arrays)
     ):
         rows = looked_up_rows(table, entries, bound).astype(dtype)
         rows = rows if weights is None else rows * trailing(weights, rows.ndim)
-        return bags.sum(rows, positions.ndim - 1)
-    lines = (-1,) if bags.ids is not None else (math.prod(shape), -1)
+        return bags.sum(rows)
+    number = math.prod(bags.shape)
+    lines = (-1,) if bags.ids is not None else (number, -1)
     return bag_sum(
         table,
         positions.reshape(lines),
         bags.ids,
         None if weights is None else weights.reshape(lines),
         None,
-        math.prod(shape),
+        number,
         0 if outside is None else math.nan,
-    ).reshape(*shape, *table.shape[1:])
+    ).reshape(*bags.shape, *table.shape[1:])
 
 
 # --- maxima ------------------------------------------------------------------------------
@@ -297,9 +298,9 @@ def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
     if bags.ids is not None:  # a bag may have entries on every device
         rows, present = with_whole_rows(rows), with_whole_rows(present)
     line, exists = present.ndim - 1, trailing(present, rows.ndim)
-    count, number = rows.shape[line], max(bags.number, 1)
+    count, number = rows.shape[line], max(1, *bags.shape[:1])
     if not count:
-        return bags.sum(rows, line)
+        return bags.sum(rows)
     constant = jax.lax.stop_gradient(rows)
     least = -jnp.inf if jnp.issubdtype(rows.dtype, jnp.inexact) else jnp.iinfo(rows.dtype).min
     keys = jnp.where(exists, constant, jnp.asarray(least, rows.dtype))
@@ -323,7 +324,6 @@ def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
 
 def _bags(
     ids: Ids,
-    bag_of_entry: Ids | None,
     segment_ids: TensorLike,
     num_segments: int | None,
     offsets: TensorLike,
@@ -341,18 +341,27 @@ def _bags(
         )
     if segment_ids is not None:
         return _of_segments(ids, segment_ids, num_segments, mode)
-    if bag_of_entry is not None:
-        number = offsets.shape[0] - 1
-        bag_of_entry = jnp.asarray(checked_integers(bag_of_entry, "bag_of_entry", mode))
-        return Bags(bag_of_entry, number, bag_of_entry == number)
-    if offsets is not None:
-        return _of_offsets(ids, offsets, include_last_offset, mode)
-    if ids.ndim < 2:
-        raise ValueError(
-            f"`ids` of shape {ids.shape} are no bags yet: give `offsets` or `segment_ids` "
-            "with `ids` (n,), or `ids` (b, L), each line a bag."
-        )
-    return Bags(None, math.prod(ids.shape[:-1]))
+    if offsets is None:
+        if ids.ndim < 2:
+            raise ValueError(
+                f"`ids` of shape {ids.shape} are no bags yet: give `offsets` or `segment_ids` "
+                "with `ids` (n,), or `ids` (b, L), each line a bag."
+            )
+        return Bags(ids.shape[:-1])
+    offsets = checked_offsets(offsets, ids, include_last_offset, mode)
+    count, number = ids.shape[0], offsets.shape[0] - bool(include_last_offset)
+    starts, valid = offsets, None
+    if isinstance(offsets, jax.core.Tracer):
+        starts = narrowed(offsets, count + 1)
+        ascending = (starts[1:] >= starts[:-1]).all()
+        valid = ascending & (starts[:1] == 0).all() & (starts[-1:] <= count).all()
+    else:
+        starts = np.asarray(offsets).astype(np.int32)
+    left_out = np.arange(count, dtype=np.int32) >= starts[-1] if include_last_offset else None
+    bag_of_entry = canonical(row_of_each(starts, count), number)
+    if valid is not None:  # otherwise there are no entries, and no derivatives
+        bag_of_entry = jnp.where(valid, bag_of_entry, number)
+    return Bags((number,), bag_of_entry, left_out, valid)
 
 
 def _of_segments(ids: Ids, segment_ids: Ids, num_segments: int | None, mode: str) -> Bags:
@@ -370,32 +379,16 @@ def _of_segments(ids: Ids, segment_ids: Ids, num_segments: int | None, mode: str
             )
         num_segments = max(int(np.max(np.asarray(segment_ids), initial=-1)) + 1, 0)
     number = checked_integer("num_segments", num_segments)
-    most = np.max(segment_ids, initial=0) if isinstance(segment_ids, np.ndarray) else 0
-    if not most <= number:
+    is_known = isinstance(segment_ids, np.ndarray)
+    most = np.max(segment_ids, initial=0) if is_known else 0
+    if most > number:
         raise ValueError(
             f"`segment_ids` hold {most}, and there are `num_segments`={number} bags: give the "
             "number of bags, >= 0; write padding as -1 or as `num_segments`."
         )
     bag_of_entry = positions_of(segment_ids, None, number)
-    left_out: Ids = bag_of_entry == number
-    if isinstance(segment_ids, np.ndarray):  # known also while something is traced
-        left_out = (segment_ids < 0) | (segment_ids >= number)
-    return Bags(bag_of_entry, number, left_out)
-
-
-def _of_offsets(ids: Ids, offsets: Ids, include_last_offset: bool, mode: str) -> Bags:
-    offsets = checked_offsets(offsets, ids, include_last_offset, mode)
-    count, number = ids.shape[0], offsets.shape[0] - bool(include_last_offset)
-    starts: Ids
-    valid = None
-    if isinstance(offsets, jax.core.Tracer):
-        starts = narrowed(offsets, count + 1)
-        ascending = (starts[1:] >= starts[:-1]).all()
-        valid = ascending & (starts[:1] == 0).all() & (starts[-1:] <= count).all()
-    else:
-        starts = np.asarray(offsets).astype(np.int32)
-    left_out = np.arange(count, dtype=np.int32) >= starts[-1] if include_last_offset else None
-    bag_of_entry = canonical(row_of_each(starts, count), number)
-    if valid is not None:  # otherwise there are no entries, and no derivatives
-        bag_of_entry = jnp.where(valid, bag_of_entry, number)
-    return Bags(bag_of_entry, number, left_out, valid)
+    # Known also while something is traced, so that concrete ids can be refused.
+    left_out = (
+        (segment_ids < 0) | (segment_ids >= number) if is_known else bag_of_entry == number
+    )
+    return Bags((number,), bag_of_entry, left_out)
