@@ -14,7 +14,7 @@ import itertools
 import logging
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TypeVar, overload
+from typing import TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +43,6 @@ class PaddedBags:
 
     Example:
         >>> import jmask
-        >>> jmask.PaddedBags([2, 0, 1, -1], [0, 2, 3]).weights is None
-        True
         >>> jmask.pad_bags([[2, 0], [1]], at_least=4).bag_of_entry
         array([0, 0, 1, 2], dtype=int32)
     """
@@ -67,25 +65,20 @@ class PaddedBags:
         return bags
 
 
+class _Options(TypedDict, total=False):
+    include_last_offset: bool
+    weights: Ragged
+    num_bags: int | None
+    at_least: int
+
+
 @overload
 def pad_bags(
-    ids: Mapping[Key, Ragged],
-    offsets: Ragged = ...,
-    *,
-    include_last_offset: bool = ...,
-    weights: Ragged = ...,
-    num_bags: int | None = ...,
-    at_least: int = ...,
+    ids: Mapping[Key, Ragged], offsets: Ragged = ..., **options: Unpack[_Options]
 ) -> dict[Key, PaddedBags]: ...
 @overload
 def pad_bags(
-    ids: Sequence[Ragged] | HostArray,
-    offsets: Ragged = ...,
-    *,
-    include_last_offset: bool = ...,
-    weights: Ragged = ...,
-    num_bags: int | None = ...,
-    at_least: int = ...,
+    ids: Sequence[Ragged] | HostArray, offsets: Ragged = ..., **options: Unpack[_Options]
 ) -> PaddedBags: ...
 def pad_bags(
     ids: Ragged,
@@ -98,11 +91,8 @@ def pad_bags(
 ) -> PaddedBags | dict[Key, PaddedBags]:
     """Pad ragged bags to one of a few sizes, on the host.
 
-    Under jit every other number of ids is another program. These are padded to a power of √2.
-    A new size is logged once, as INFO of the logger "jmask": the step is compiled for it.
-
-    The bags of several tables have the size of the largest, all of them, if they are given
-    together: of 26 tables that choose for themselves, each would have a step compiled anew.
+    Under jit every other number of ids is another program. These are padded to a power of √2,
+    those of a dict of tables alike. A new size is logged once, as INFO of the logger "jmask".
 
     Args:
         ids: a list of bags, each a list of integers; or with `offsets` integers (n,). Or a
@@ -130,9 +120,6 @@ def pad_bags(
         (array([ 2,  0,  1,  1,  3, -1], dtype=int32), array([0, 2, 2, 5], dtype=int32))
         >>> jmask.embedding_bag(jnp.arange(4.), bags)
         Array([2., 0., 5.], dtype=float32)
-        >>> bags = jmask.pad_bags({"words": [[2, 0, 1]], "tags": [[5]]})
-        >>> bags["tags"].ids
-        array([ 5, -1, -1], dtype=int32)
     """
     check_flag("include_last_offset", include_last_offset)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((ids, offsets, weights))):

@@ -111,23 +111,20 @@ def test_raise_under_checkify():
     assert "`ids[2]` is" in late(places)[0].get()
 
 
-@pytest.mark.parametrize(
-    ("combiner", "program"), [("sqrtn", "scan"), ("max", "scan"), ("mean", "remat")]
-)
-def test_row_sparse_inside(combiner, program):
+@pytest.mark.parametrize("combiner", ["sqrtn", "max", "mean"])
+def test_row_sparse_inside(combiner):
     ids = np.random.default_rng(0).integers(0, V, (2, B, L))
-    loss = lambda t, ids: jnp.sum(
-        jmask.embedding_bag(t, ids, combiner=combiner, padding_id=0) * COTANGENT
+    loss = jax.checkpoint(
+        lambda t, ids: jnp.sum(
+            jmask.embedding_bag(t, ids, combiner=combiner, padding_id=0) * COTANGENT
+        )
     )
-    if program == "scan":
-        whole = lambda t: jax.lax.scan(lambda c, i: (c + loss(t, i), None), 0.0, ids)[0]
-    else:
-        again = jax.checkpoint(loss)
-        whole = lambda t: again(t, ids[0]) + again(t, ids[1])
-    with jmask.strict():
-        gradient = jax.jit(jmask.grad(whole))(TABLE)
+    scan = lambda t: jax.lax.scan(lambda c, i: (c + loss(t, i), None), 0.0, ids)[0]
     expected = sum(jax.grad(loss)(TABLE, i) for i in ids)
-    np.testing.assert_allclose(dense_twin(gradient), expected, **CLOSE)
+    for whole in (scan, lambda t: loss(t, ids[0]) + loss(t, ids[1])):
+        with jmask.strict():
+            gradient = jax.jit(jmask.grad(whole))(TABLE)
+        np.testing.assert_allclose(dense_twin(gradient), expected, **CLOSE)
 
 
 # --- models exported for any size of the batch ----------------------------------------
