@@ -298,8 +298,8 @@ def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
     if bags.ids is not None:  # a bag may have entries on every device
         rows, present = with_whole_rows(rows), with_whole_rows(present)
     line, exists = present.ndim - 1, trailing(present, rows.ndim)
-    count, number = rows.shape[line], max(1, *bags.shape[:1])
-    if not count:
+    count = rows.shape[line]
+    if count == 0:
         return bags.sum(rows)
     constant = jax.lax.stop_gradient(rows)
     least = -jnp.inf if jnp.issubdtype(rows.dtype, jnp.inexact) else jnp.iinfo(rows.dtype).min
@@ -307,6 +307,7 @@ def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
     if bags.ids is None:
         greatest = jnp.max(keys, line, keepdims=True)
     else:
+        number = max(bags.shape[0], 1)
         greatest = jax.ops.segment_max(keys, bags.ids, number).at[bags.ids].get(mode="clip")
     attains = exists & ((constant == greatest) | (constant != constant))
     numbers = jax.lax.broadcasted_iota(jnp.int32, rows.shape, line)
