@@ -15,8 +15,7 @@ Padding is in no bag, and a bag with nothing in it is zeros. So is a mean of tot
 and its derivative is 0. The gradient of max goes to the first entry that attains it.
 
 Every form of bags is brought to three arrays first: for each entry the row that it reads, its
-bag, and its weight. V is no row, and reads zeros; b, the number of bags, is no bag; bags are
-None where each line of entries is one; padding has weight 0:
+bag, and its weight. V is no row; b, the number of bags, is no bag; padding has weight 0:
 
     position  2 0 1 V        bag  0 0 1 b        weight  1 1 1 0
 """
@@ -55,6 +54,7 @@ from jmask._embedding.lookup import (
     entries_of,
     is_padding,
     looked_up_rows,
+    missing,
     narrowed,
     positions_of,
 )
@@ -101,11 +101,10 @@ def embedding_bag(
         include_last_offset: `offsets` is (b + 1,), and its last number is where the last
             bag ends.
         segment_ids (n,): the bag of each id, in any order. -1 and `num_segments` are padding:
-            such ids are left out and not looked up. Traced numbers that are no bag are, too.
+            such ids are not looked up. Traced numbers that are no bag are padding, too.
         num_segments: how many bags, static; by default the greatest of `segment_ids` + 1,
             which must then be concrete.
-        weights: floating, of the shape of `ids`; not with "max". They are cast to the
-            dtype in which is summed. Weights of padding count nowhere.
+        weights: floating, of the shape of `ids`; not with "max". Padding has none.
         combiner: "sum", "mean", "sqrtn" or "max", as defined above.
         padding_id: an id that is left out, as if it were not there.
         mode: what any other id outside the table gives, as in `embedding_lookup`: "fill"
@@ -121,17 +120,12 @@ def embedding_bag(
     Raises:
         IndexError: in mode "raise", for concrete ids outside the table.
         TypeError: if an argument is not of the type above.
-        ValueError: if the form of the bags is not clear, shapes do not fit, `mode` or
-            `combiner` is none of the above, concrete `offsets` are not ascending from 0 to
-            n at most, `weights` are given with "max", `num_segments` is needed, or
-            `max_norm` or `norm_type` is not positive.
+        ValueError: if the form of the bags is not clear, shapes do not fit, or the numbers of
+            an argument are none of the above.
 
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> table = jnp.array([[1., 2.], [3., 4.], [5., 6.]])
-        >>> jmask.embedding_bag(table, [[2, 0], [1, -1]], padding_id=-1)
-        Array([[6., 8.],
-               [3., 4.]], dtype=float32)
         >>> jmask.embedding_bag(table, [2, 0, 1], offsets=[0, 2, 2], combiner="mean")
         Array([[3., 4.],
                [0., 0.],
@@ -144,19 +138,22 @@ def embedding_bag(
             f"`mode` says what an id outside the table gives, got {mode!r}: how the rows of a "
             f"bag are combined is `combiner`={mode!r}."
         )
-    bag_of_entry = None
     if isinstance(ids, PaddedBags):
-        others = (offsets, include_last_offset, segment_ids, num_segments, weights)
-        if any(x is not None and x is not False for x in others):
+        others = (offsets, segment_ids, num_segments, weights)
+        if include_last_offset or any(x is not None for x in others):
             raise ValueError(
                 "what `pad_bags` makes has its offsets and weights: give these to `pad_bags`, "
                 "and to `embedding_bag` neither them nor segments."
             )
-        offsets, weights, bag_of_entry = ids.offsets, ids.weights, ids.bag_of_entry
-        ids, include_last_offset = ids.ids, True
-    table = checked_table(table, ids, "embedding_bag(table, ids)")
+        given, weights = ids, ids.weights
+        ids = given.ids
+        if given.bag_of_entry is None:
+            offsets, include_last_offset = given.offsets, True
+        else:
+            segment_ids, num_segments = given.bag_of_entry, given.offsets.shape[0] - 1
+    table = checked_table(table)
     mode = checked_choice(mode, "mode", MODES)
-    ids = checked_integers(ids, "ids", mode)
+    ids = checked_integers(ids, "ids", mode, "embedding_bag(table, ids)")
     combiner = checked_choice(combiner, "combiner", COMBINERS)
     dtype = _sum_dtype(table.dtype, combiner, weights is not None)
     bound = checked_bound(table, max_norm, norm_type)
@@ -166,38 +163,42 @@ def embedding_bag(
         weights = weights.astype(dtype)
 
     # --- position, bag, weight -----------------------------------------------------------
-    forms = (segment_ids, num_segments, offsets, include_last_offset)
-    bags = _bags(ids, bag_of_entry, *forms, mode)
+    bags = _bags(ids, segment_ids, num_segments, offsets, include_last_offset, mode)
     absent, padding = bags.left_out, is_padding(ids, padding_id)
     if padding is not None:
         absent = padding if absent is None else padding | absent
     entries = entries_of(ids, absent, mode, table.shape)
-    if weights is not None and entries.absent is not None:
-        weights = jnp.where(entries.absent, 0, weights)
+    positions, absent, outside = entries
+    if absent is not None:
+        weights = None if weights is None else jnp.where(absent, 0, weights)
+        if bags.ids is not None:
+            bags = bags._replace(ids=jnp.where(absent, bags.shape[0], bags.ids))
 
     # --- combined ------------------------------------------------------------------------
+    present = jnp.ones(positions.shape, bool) if absent is None else jnp.logical_not(absent)
     if combiner == "max":
-        rows = looked_up_rows(table, entries, bound)
-        result = _max(rows, bags, _present(entries))
+        result = _max(looked_up_rows(table, entries, bound), bags, present)
     else:
-        result = _sums(table, bags, entries, weights, bound, dtype)
+        # Whether all that reads nan is outside: then it is in the sum without being looked for.
+        fills_in = weights is None and jnp.issubdtype(dtype, jnp.inexact)
+        fills_in &= outside is not None and (bags.ids is not None or absent is None)
+        read = Entries(positions, None, outside if fills_in else None)
+        result = _sums(table, bags, read, weights, bound, dtype)
         if combiner != "sum":
-            counted = _present(entries).astype(dtype) if weights is None else weights
+            counted = present.astype(dtype) if weights is None else weights
             size = bags.sum(counted if combiner == "mean" else counted * counted)
             # Over infinity, unlike 0 / 0, an empty bag is 0, and so is every derivative; and a
             # nan in a bag of weight 0 is not hidden.
             size = trailing(jnp.where(size == 0, jnp.inf, size), result.ndim)
             result = result / (size if combiner == "mean" else jnp.sqrt(size))
-        if entries.outside is not None and not _fills_in(bags, entries, weights, dtype):
-            invalid = trailing(bags.sum(entries.outside.astype(jnp.int32)) > 0, result.ndim)
-            if jnp.issubdtype(dtype, jnp.inexact):
-                # A constant, which is added: derivatives are those of the rows that there are.
-                result = result + jnp.where(invalid, jnp.nan, 0).astype(result.dtype)
-            else:
-                result = jnp.where(invalid, _missing(dtype), result)
+        if outside is not None and not fills_in:
+            invalid = trailing(bags.sum(outside.astype(jnp.int32)) > 0, result.ndim)
+            # A constant, which is added: derivatives are those of the rows that there are.
+            to_missing = missing(result.dtype) - jax.lax.stop_gradient(result)
+            result = result + jnp.where(invalid, to_missing, 0)
     if bags.valid is not None:
-        result = jnp.where(bags.valid, result, _missing(result.dtype))
-    if bags.ids is not None and not bags.number:
+        result = jnp.where(bags.valid, result, missing(result.dtype))
+    if bags.shape == (0,):
         result = result[:0]
     is_integer = jnp.issubdtype(table.dtype, jnp.integer) or table.dtype == jnp.dtype(bool)
     return result if is_integer else result.astype(table.dtype)
@@ -232,46 +233,24 @@ class Bags(NamedTuple):
     """The bags that entries are in.
 
     Attributes:
-        ids (n,): the bag of each entry, `number` where it is in none; None where each line of
-            the entries (*shape, L) is a bag.
-        number: how many bags there are.
+        shape: that of the bags, (b,); or where each line of entries (*shape, L) is a bag.
+        ids (n,): the bag of each entry, b where it is in none; None for lines.
         left_out: which entries are in none; None if all are in one.
         valid: whether traced offsets ascend from 0 to n at most; None if that is known.
     """
 
-    ids: jax.Array | None
-    number: int
+    shape: tuple[int, ...]
+    ids: jax.Array | None = None
     left_out: Ids | None = None
     valid: jax.Array | None = None
 
-    def sum(self, x: jax.Array, line: int | None = None) -> jax.Array:
-        """Sum entries (n, ...) bag by bag; those (*shape, L, ...) along `line`, the last."""
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Sum entries (n, ...) or (*shape, L, ...) bag by bag."""
         if self.ids is None:
-            return jnp.sum(x, x.ndim - 1 if line is None else line, dtype=x.dtype)
+            return jnp.sum(x, len(self.shape), dtype=x.dtype)
         # One row at least, from which nothing is read.
-        zeros = jnp.zeros((max(self.number, 1), *x.shape[1:]), x.dtype)
+        zeros = jnp.zeros((max(self.shape[0], 1), *x.shape[1:]), x.dtype)
         return add_rows(zeros, self.ids, x)
-
-
-def _present(entries: Entries) -> jax.Array:
-    """Find which entries are there."""
-    shape, absent = entries.positions.shape, entries.absent
-    return jnp.ones(shape, bool) if absent is None else jnp.logical_not(absent)
-
-
-def _missing(dtype: DType) -> jax.Array:
-    """Return what stands for a row that there is not: nan, or of integers as in `jnp.take`."""
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.asarray(jnp.nan, dtype)
-    limits = jnp.iinfo(dtype)
-    return jnp.asarray(limits.min if limits.min < 0 else limits.max, dtype)
-
-
-def _fills_in(bags: Bags, entries: Entries, weights: jax.Array | None, dtype: DType) -> bool:
-    """Decide whether ids out of range read nan, which then is in the sums of their bags."""
-    if weights is not None or not jnp.issubdtype(dtype, jnp.inexact):
-        return False
-    return bags.ids is not None or entries.absent is None
 
 
 def _sums(
@@ -283,40 +262,29 @@ def _sums(
     dtype: DType,
 ) -> jax.Array:
     """Compute Σ w r of each bag."""
-    positions, absent, outside = entries
-    fills_in = outside is not None and _fills_in(bags, entries, weights, dtype)
-    if bags.ids is not None and absent is not None:
-        bags = bags._replace(ids=jnp.where(absent, bags.number, bags.ids))
+    positions, _, outside = entries
     arrays = [x for x in (table, positions, weights) if isinstance(x, jax.Array)]
-    shape = (bags.number,) if bags.ids is not None else positions.shape[:-1]
     if (
         not isinstance(table, jax.Array)
         or not jnp.issubdtype(table.dtype, jnp.inexact)
         or bound is not None
-        or 0 in (*positions.shape, *shape, *table.shape)
+        or 0 in (*positions.shape, *bags.shape, *table.shape)
         or any(explicit_sharding(x) is not None or varying_axes(x) for x in arrays)
     ):
-        if bags.ids is not None and weights is None and bound is None:
-            # What is in no bag need not be zeros, which would be one more pass over all rows.
-            entries = entries._replace(absent=None)
-        if not fills_in:
-            entries = entries._replace(outside=None)
-            if outside is not None:
-                absent = outside if absent is None else outside | absent
-                entries = entries._replace(absent=absent)
         rows = looked_up_rows(table, entries, bound).astype(dtype)
-        line = positions.ndim - 1
-        return bags.sum(rows if weights is None else rows * trailing(weights, rows.ndim), line)
-    lines = (-1,) if bags.ids is not None else (math.prod(shape), -1)
+        rows = rows if weights is None else rows * trailing(weights, rows.ndim)
+        return bags.sum(rows)
+    number = math.prod(bags.shape)
+    lines = (-1,) if bags.ids is not None else (number, -1)
     return bag_sum(
         table,
         positions.reshape(lines),
         bags.ids,
         None if weights is None else weights.reshape(lines),
         None,
-        math.prod(shape),
-        math.nan if fills_in else 0,
-    ).reshape(*shape, *table.shape[1:])
+        number,
+        0 if outside is None else math.nan,
+    ).reshape(*bags.shape, *table.shape[1:])
 
 
 # --- maxima ------------------------------------------------------------------------------
@@ -330,26 +298,26 @@ def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
     if bags.ids is not None:  # a bag may have entries on every device
         rows, present = with_whole_rows(rows), with_whole_rows(present)
     line, exists = present.ndim - 1, trailing(present, rows.ndim)
+    count = rows.shape[line]
+    if count == 0:
+        return bags.sum(rows)
     constant = jax.lax.stop_gradient(rows)
     least = -jnp.inf if jnp.issubdtype(rows.dtype, jnp.inexact) else jnp.iinfo(rows.dtype).min
     keys = jnp.where(exists, constant, jnp.asarray(least, rows.dtype))
     if bags.ids is None:
-        if not rows.shape[line]:
-            return jnp.sum(rows, line, dtype=rows.dtype)
         greatest = jnp.max(keys, line, keepdims=True)
-        attains = exists & ((constant == greatest) | (constant != constant))
-        first = jnp.argmax(attains, line, keepdims=True)
-        result = jnp.squeeze(jnp.take_along_axis(rows, first, line), line)
-        return jnp.where(jnp.any(exists, line), result, jnp.zeros_like(result))
-    number, count = max(bags.number, 1), rows.shape[0]
-    greatest = jax.ops.segment_max(keys, bags.ids, number)
-    greatest = greatest.at[bags.ids].get(mode="clip")
+    else:
+        number = max(bags.shape[0], 1)
+        greatest = jax.ops.segment_max(keys, bags.ids, number).at[bags.ids].get(mode="clip")
     attains = exists & ((constant == greatest) | (constant != constant))
-    numbers = trailing(jnp.arange(count, dtype=jnp.int32), rows.ndim)
-    first = jax.ops.segment_min(jnp.where(attains, numbers, count), bags.ids, number)
-    # An entry of zeros, for bags in which nothing is.
-    rows = jnp.concatenate([rows, jnp.zeros_like(rows[:1], shape=(1, *rows.shape[1:]))])
-    return jnp.take_along_axis(rows, jnp.minimum(first, count), 0)
+    numbers = jax.lax.broadcasted_iota(jnp.int32, rows.shape, line)
+    numbers = jnp.where(attains, numbers, count)
+    if bags.ids is None:
+        first = jnp.min(numbers, line, keepdims=True)
+    else:
+        first = jax.ops.segment_min(numbers, bags.ids, number)
+    result = jnp.take_along_axis(rows, first, line, mode="fill", fill_value=0)
+    return result if bags.ids is not None else jnp.squeeze(result, line)
 
 
 # --- the forms of bags -------------------------------------------------------------------
@@ -357,39 +325,47 @@ def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
 
 def _bags(
     ids: Ids,
-    bag_of_entry: Ids | None,
     segment_ids: TensorLike,
     num_segments: int | None,
     offsets: TensorLike,
     include_last_offset: bool,
     mode: str,
 ) -> Bags:
-    if segment_ids is not None or num_segments is not None:
-        if offsets is not None or include_last_offset:
-            raise ValueError(
-                "`offsets` (with `include_last_offset`) and `segment_ids` (with "
-                "`num_segments`) are two ways to give the bags: give one of them."
-            )
-        return _of_segments(ids, segment_ids, num_segments, mode)
-    if bag_of_entry is not None:
-        number = offsets.shape[0] - 1
-        bag_of_entry = jnp.asarray(checked_integers(bag_of_entry, "bag_of_entry", mode))
-        return Bags(bag_of_entry, number, bag_of_entry == number)
-    if offsets is not None:
-        return _of_offsets(ids, offsets, include_last_offset, mode)
-    if include_last_offset:
-        raise ValueError("`include_last_offset` is about `offsets`, and they are missing.")
-    if ids.ndim < 2:
+    if (
+        (offsets is not None and segment_ids is not None)
+        or (offsets is None and include_last_offset)
+        or (segment_ids is None and num_segments is not None)
+    ):
         raise ValueError(
-            f"`ids` of shape {ids.shape} are no bags yet: give `offsets` or `segment_ids` "
-            "with `ids` (n,), or `ids` (b, L), each line a bag."
+            "bags of `ids` (n,) are given by `offsets` (with `include_last_offset`) or by "
+            "`segment_ids` (with `num_segments`): give one of them."
         )
-    return Bags(None, math.prod(ids.shape[:-1]))
+    if segment_ids is not None:
+        return _of_segments(ids, segment_ids, num_segments, mode)
+    if offsets is None:
+        if ids.ndim < 2:
+            raise ValueError(
+                f"`ids` of shape {ids.shape} are no bags yet: give `offsets` or `segment_ids` "
+                "with `ids` (n,), or `ids` (b, L), each line a bag."
+            )
+        return Bags(ids.shape[:-1])
+    offsets = checked_offsets(offsets, ids, include_last_offset, mode)
+    count, number = ids.shape[0], offsets.shape[0] - bool(include_last_offset)
+    starts, valid = offsets, None
+    if isinstance(offsets, jax.core.Tracer):
+        starts = narrowed(offsets, count + 1)
+        ascending = (starts[1:] >= starts[:-1]).all()
+        valid = ascending & (starts[:1] == 0).all() & (starts[-1:] <= count).all()
+    else:
+        starts = np.asarray(offsets).astype(np.int32)
+    left_out = np.arange(count, dtype=np.int32) >= starts[-1] if include_last_offset else None
+    bag_of_entry = canonical(row_of_each(starts, count), number)
+    if valid is not None:  # otherwise there are no entries, and no derivatives
+        bag_of_entry = jnp.where(valid, bag_of_entry, number)
+    return Bags((number,), bag_of_entry, left_out, valid)
 
 
 def _of_segments(ids: Ids, segment_ids: Ids, num_segments: int | None, mode: str) -> Bags:
-    if segment_ids is None:
-        raise ValueError("`num_segments` is about `segment_ids`, and they are missing.")
     segment_ids = checked_integers(segment_ids, "segment_ids", mode)
     if ids.ndim != 1 or segment_ids.shape != ids.shape:
         raise ValueError(
@@ -404,34 +380,16 @@ def _of_segments(ids: Ids, segment_ids: Ids, num_segments: int | None, mode: str
             )
         num_segments = max(int(np.max(np.asarray(segment_ids), initial=-1)) + 1, 0)
     number = checked_integer("num_segments", num_segments)
-    if number < 0:
-        raise ValueError(f"`num_segments` must be >= 0, got {number}.")
+    is_known = isinstance(segment_ids, np.ndarray)
+    most = np.max(segment_ids, initial=0) if is_known else 0
+    if most > number:
+        raise ValueError(
+            f"`segment_ids` hold {most}, and there are `num_segments`={number} bags: give the "
+            "number of bags, >= 0; write padding as -1 or as `num_segments`."
+        )
     bag_of_entry = positions_of(segment_ids, None, number)
-    left_out: Ids = bag_of_entry == number
-    if isinstance(segment_ids, np.ndarray):
-        if np.max(segment_ids, initial=0) > number:
-            raise ValueError(
-                f"`segment_ids` hold {np.max(segment_ids)}, and there are "
-                f"`num_segments`={number} bags: give the number of bags; write padding as -1 "
-                "or as `num_segments`."
-            )
-        left_out = (segment_ids < 0) | (segment_ids >= number)
-    return Bags(bag_of_entry, number, left_out)
-
-
-def _of_offsets(ids: Ids, offsets: Ids, include_last_offset: bool, mode: str) -> Bags:
-    offsets = checked_offsets(offsets, ids, include_last_offset, mode)
-    count, number = ids.shape[0], offsets.shape[0] - bool(include_last_offset)
-    starts: Ids
-    valid = None
-    if isinstance(offsets, jax.core.Tracer):
-        starts = narrowed(offsets, count + 1)
-        ascending = (starts[1:] >= starts[:-1]).all()
-        valid = ascending & (starts[:1] == 0).all() & (starts[-1:] <= count).all()
-    else:
-        starts = np.asarray(offsets).astype(np.int32)
-    left_out = np.arange(count, dtype=np.int32) >= starts[-1] if include_last_offset else None
-    bag_of_entry = canonical(row_of_each(starts, count), number)
-    if valid is not None:  # otherwise there are no entries, and no derivatives
-        bag_of_entry = jnp.where(valid, bag_of_entry, number)
-    return Bags(bag_of_entry, number, left_out, valid)
+    # Known also while something is traced, so that concrete ids can be refused.
+    left_out = (
+        (segment_ids < 0) | (segment_ids >= number) if is_known else bag_of_entry == number
+    )
+    return Bags((number,), bag_of_entry, left_out)

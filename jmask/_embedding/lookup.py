@@ -7,12 +7,8 @@
 It is `table[ids]` with what an embedding needs and indexing leaves open: what an id outside
 the table does, ids that are padding, and rows of bounded norm. Under `jmask.grad` its
 gradient is a `RowSparse` with one stored row for each id.
-
-With `max_norm` a row r is read as r * min(1, max_norm / |r|), and differentiated so; the
-table keeps r.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -36,38 +32,33 @@ from jmask._base.array_types import (
 from jmask._base.row_ids import canonical, id_dtype, widen
 from jmask._base.types import HostArray, Ids, Mask, Numbers, Scalar, Table, TensorLike
 from jmask._base.validation import (
-    abstract_leaf,
     as_table,
     checked_choice,
     checked_integer,
+    checked_scalar,
     naming_arguments,
-    shown,
 )
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.gather import Gather
 from jmask._kernels.rows import gather_rows, set_rows
 from jmask._ops.norms import shortened
-from jmask._tables.stored_table import StoredTable, is_stored_table, looked_up
+from jmask._tables.stored_table import StoredTable, looked_up
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import stored_at
 
 # --- ids -----------------------------------------------------------------------------------
 #
-# Find the row that each id reads, and what is read where there is no row.
-#
-# For a table of V rows an id is *padding* (asked to be), *outside* (no row of the table), or
-# a row. Padding comes first: it may be any number, inside the table or not.
+# Of each id: the row that it reads, a position of a table of V rows. V reads nothing and trains
+# nothing. Padding comes first: it may be any number, inside the table or not.
 #
 #     V = 3, padding_id = 0        ids [2, 0, 7, -1]
 #
-#     mode      positions      row read               gradient goes to
-#     fill      [2, V, V, V]   row 2, 0, nan, nan     row 2
-#     zero      [2, V, V, V]   row 2, 0, 0, 0         row 2
-#     clip      [2, V, 2, 0]   row 2, 0, row 2, row 0 rows 2, 2 and 0
-#     raise     [2, V, V, V]   an error               row 2
-#
-# A position is a row of the table, or V, which reads nothing and trains nothing.
+#     mode      positions      row read
+#     fill      [2, V, V, V]   row 2, 0, nan, nan
+#     zero      [2, V, V, V]   row 2, 0, 0, 0
+#     clip      [2, V, 2, 0]   row 2, 0, row 2, row 0
+#     raise     [2, V, V, V]   an error
 
 MODES = ("fill", "clip", "zero", "raise")
 
@@ -136,10 +127,9 @@ def _refusing(ids: Ids, absent: jax.Array | None, shape: tuple[int, ...]) -> jax
             checkify.check(~wrong.any(), message, *where, id=whole[first])
         return positions
 
-    is_wide = isinstance(ids, np.ndarray) and ids.dtype.itemsize == 8
-    if is_wide and not jax.config.read("jax_enable_x64"):  # what is wider is no row either
-        limits, least = np.iinfo(np.int32), np.iinfo(ids.dtype).min
-        ids = np.clip(ids, max(limits.min, least), limits.max).astype(np.int32)
+    if isinstance(ids, np.ndarray):  # JAX would keep the lower bits, which may be a row
+        limits = jnp.iinfo(jax.dtypes.canonicalize_dtype(ids.dtype))
+        ids = clipped(ids, int(limits.min), int(limits.max)).astype(limits.dtype)
     # JAX drops an effect without outputs from the body of a scan that it differentiates.
     # An equation whose output is used it keeps, with the effect inside.
     return jax.checkpoint(checked)(jnp.asarray(ids), absent)
@@ -162,10 +152,14 @@ def narrowed(ids: Ids, rows: int) -> jax.Array:
     NumPy integers may be wider than JAX holds (64 bits while x64 is disabled).
     """
     if isinstance(ids, np.ndarray):
-        limits = np.iinfo(ids.dtype)
-        ids = np.clip(ids, max(-1, limits.min), min(rows, limits.max))
-        return jnp.asarray(ids.astype(id_dtype(rows)))
+        return jnp.asarray(clipped(ids, -1, rows).astype(id_dtype(rows)))
     return widen(ids, rows)
+
+
+def clipped(ids: HostArray, low: int, high: int) -> HostArray:
+    """Clip NumPy integers, whose dtype need not hold the limits."""
+    limits = np.iinfo(ids.dtype)
+    return np.clip(ids, max(low, limits.min), min(high, limits.max))
 
 
 def is_padding(ids: Ids, padding_id: object) -> Mask | None:
@@ -176,20 +170,21 @@ def is_padding(ids: Ids, padding_id: object) -> Mask | None:
     return ids == np.asarray(number, ids.dtype) if limits.min <= number <= limits.max else None
 
 
-def checked_integers(x: TensorLike, name: str, mode: str) -> Ids:
+def checked_integers(x: TensorLike, name: str, mode: str, order: str = "") -> Ids:
     """Return `x` as a NumPy or JAX array of integers.
 
     NumPy arrays and lists stay NumPy, so that 64-bit ids are not cut to 32 bits. In mode
     "raise" all that is concrete becomes NumPy: under a trace, JAX makes even of a
-    comparison of two constants a value that cannot be looked at.
+    comparison of two constants a value that cannot be looked at. `order` is that of the
+    arguments, for callers who give the ids first, as torch does.
     """
     if isinstance(x, MaskedTensor):
         raise TypeError(
             f"`{name}` is a MaskedTensor: fill what is masked with an id, "
             f"`{name}.to_tensor(-1)`, and give that id as `padding_id`."
         )
-    given = x
-    if not isinstance(x, jax.Array) or (mode == "raise" and not isinstance(x, jax.core.Tracer)):
+    given, kept = x, jax.core.Tracer if mode == "raise" else jax.Array
+    if not isinstance(x, kept | RowSparse | StoredTable):  # tables, in the place of ids
         try:
             x = np.asarray(x)
         except ValueError:
@@ -201,23 +196,13 @@ def checked_integers(x: TensorLike, name: str, mode: str) -> Ids:
             x = x.astype(np.int32)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         kind = type(given).__name__ if x.dtype == object else x.dtype
-        raise TypeError(f"`{name}` must be integers, got {kind}.")
+        hint = f": the order is {order}" if order else ""
+        raise TypeError(f"`{name}` must be integers, got {kind}{hint}.")
     return x
 
 
-def checked_table(table: object, ids: object, order: str) -> Table:
-    """Return the table as a JAX array with rows, a `RowSparse` or a `StoredTable`.
-
-    Ids in the place of the table, where torch has them, are refused with the `order` here.
-    """
-    first, second = abstract_leaf(table), abstract_leaf(ids)
-    integers = isinstance(table, list) or (
-        first is not None and jnp.issubdtype(first.dtype, jnp.integer)
-    )
-    floating = second is not None and jnp.issubdtype(second.dtype, jnp.inexact)
-    if isinstance(ids, RowSparse | StoredTable) or (integers and floating):
-        kind = type(ids).__name__ if second is None else second.dtype
-        raise TypeError(f"`ids` must be integers, got {kind}: the order is {order}.")
+def checked_table(table: object) -> Table:
+    """Return the table as a JAX array with rows, a `RowSparse` or a `StoredTable`."""
     if isinstance(table, RowSparse | StoredTable):
         return table
     if isinstance(table, JAXSparse | MaskedTensor):
@@ -234,13 +219,9 @@ def checked_table(table: object, ids: object, order: str) -> Table:
 
 # --- max norm -----------------------------------------------------------------------------
 #
-# Rows of bounded norm: scaled while they are read, or scaled in the table.
+# Rows of bounded norm: scaled while they are read, or, as in torch, in the table.
 #
 #     row [3, 4], max_norm 2.5     ->     [1.5, 2]      a row no longer than that: itself
-#
-# `embedding_lookup(max_norm=...)` reads a row r as r * min(1, max_norm / |r|) and leaves the
-# table alone; the derivative is the scaled row's. `renormalize` is torch's way: it
-# writes the scaled rows into the table before they are looked up.
 
 
 def renormalize(
@@ -253,16 +234,13 @@ def renormalize(
 ) -> jax.Array:
     """Return the table with the rows `ids` shortened to `max_norm` where their norm is greater.
 
-    What torch's `Embedding(max_norm=...)` does to its weight before each lookup. It costs
-    O(ids) and works in place where the table is donated (`jax.jit(..., donate_argnums)`).
-    Call it before the loss: the gradient of a loss that contains it is dense.
+    What torch's `Embedding(max_norm=...)` does to its weight before each lookup, at O(ids) cost
+    where the table is donated. Call it before the loss, whose gradient it would make dense.
 
     Args:
-        table (V, *row): a real, floating array.
-        ids: integers of any shape and dtype; ids outside the table touch nothing, and an
-            id that is there twice counts once.
-        max_norm: the greatest norm allowed; a number or a scalar array.
-        norm_type: p of the p-norm, > 0; may be `math.inf`.
+        table (V, *row): a floating or complex array.
+        ids: integers of any shape and dtype; what is outside the table touches nothing.
+        max_norm, norm_type: as in `embedding_lookup`.
         padding_id: an id whose row, if it has one, is left alone.
 
     Returns:
@@ -270,23 +248,19 @@ def renormalize(
         every other row is what it was, bit for bit. Rows with nan or inf are left alone.
 
     Raises:
-        TypeError: if `ids` are not integers, `padding_id` is no int, or `table` is not a
-            real floating array.
+        TypeError: if an argument is not of the type above.
         ValueError: if `table` is a scalar, or `max_norm` or `norm_type` is not positive.
 
     Example:
         >>> import jax.numpy as jnp, jmask
-        >>> table = jnp.array([[3., 4.], [6., 8.], [30., 40.]])
-        >>> jmask.renormalize(table, [0, 1, 1], 5.)
+        >>> jmask.renormalize(jnp.array([[3., 4.], [6., 8.], [30., 40.]]), [0, 1, 1], 5.)
         Array([[ 3.,  4.],
                [ 3.,  4.],
                [30., 40.]], dtype=float32)
     """
-    table = checked_table(table, ids, "renormalize(table, ids, max_norm)")
-    ids = checked_integers(ids, "ids", "zero")
-    if isinstance(table, RowSparse):
-        raise TypeError("`table` must be an array, got RowSparse: pass `table.todense()`.")
-    if is_stored_table(table):
+    table = checked_table(table)
+    ids = checked_integers(ids, "ids", "zero", "renormalize(table, ids, max_norm)")
+    if isinstance(table, RowSparse | StoredTable):
         raise TypeError(
             f"`table` must be an array, got {type(table).__name__}: bound its rows after each "
             "update with jmask.max_row_norm, or as they are read with "
@@ -302,31 +276,28 @@ def renormalize(
         return table
     slot_ids, _ = unique_slots(positions, slots, count)
     rows = gather_rows(table, slot_ids, coalesced=True)
-    shorter = bound.shortened(rows, 1, eps=1e-7)
-    return set_rows(table, slot_ids, shorter, "sorted")
+    return set_rows(table, slot_ids, _bounded(rows, bound, 1, eps=1e-7), "sorted")
 
 
-@dataclasses.dataclass(frozen=True)
-class Bound:
+class Bound(NamedTuple):
     """The greatest p-norm that a row may have: a positive scalar, and p."""
 
     max_norm: jax.Array
     norm_type: float
 
-    def shortened(self, rows: jax.Array, batch: int, eps: float = 0.0) -> jax.Array:
-        """Scale the rows after `batch` axes that are finite and too long; keep the dtype."""
-        exact = rows.astype(wide(rows.dtype))
-        axes = tuple(range(batch, rows.ndim))
-        finite = jnp.isfinite(lax.stop_gradient(exact)).all(axes, keepdims=True)
-        safe = jnp.where(finite, exact, 0)
-        new = shortened(safe, self.max_norm, self.norm_type, batch, eps).astype(rows.dtype)
-        return jnp.where(finite, new, rows)
+
+def _bounded(rows: jax.Array, bound: Bound, batch: int, eps: float = 0.0) -> jax.Array:
+    """Scale the rows after `batch` axes that are finite and too long; keep the dtype."""
+    exact = rows.astype(wide(rows.dtype))
+    axes = tuple(range(batch, rows.ndim))
+    finite = jnp.isfinite(lax.stop_gradient(exact)).all(axes, keepdims=True)
+    new = shortened(jnp.where(finite, exact, 0), *bound, batch, eps)
+    return jnp.where(finite, new.astype(rows.dtype), rows)
 
 
 def checked_bound(table: Table, max_norm: Scalar | None, norm_type: object) -> Bound | None:
     """Return the bound on the norms, or None if `max_norm` is None."""
-    traced = isinstance(norm_type, jax.core.Tracer)
-    if traced or not isinstance(norm_type, int | float) or isinstance(norm_type, bool):
+    if not isinstance(norm_type, int | float) or isinstance(norm_type, bool):
         raise TypeError(f"`norm_type` must be a Python number, got {norm_type!r}.")
     if not norm_type > 0:
         raise ValueError(f"`norm_type` must be positive, got {norm_type}.")
@@ -334,15 +305,11 @@ def checked_bound(table: Table, max_norm: Scalar | None, norm_type: object) -> B
         return None
     if not jnp.issubdtype(table.dtype, jnp.inexact):
         raise TypeError(f"`max_norm` needs a floating or complex `table`, got {table.dtype}.")
-    if not isinstance(max_norm, jax.core.Tracer):
-        number = np.asarray(max_norm)
-        kind = number.dtype
-        is_real = jnp.issubdtype(kind, jnp.integer) or jnp.issubdtype(kind, jnp.floating)
-        if number.ndim or not is_real:
-            raise TypeError(f"`max_norm` must be a number, got {shown(max_norm)}.")
-        if not (number > 0 and np.isfinite(number)):
-            raise ValueError(f"`max_norm` must be positive and finite, got {max_norm}.")
-    return Bound(jnp.asarray(max_norm, wide(real_dtype(table.dtype))), norm_type)
+    number = checked_scalar("max_norm", max_norm, wide(real_dtype(table.dtype)))
+    is_traced = isinstance(max_norm, jax.core.Tracer)
+    if not is_traced and not 0 < np.asarray(max_norm) < np.inf:
+        raise ValueError(f"`max_norm` must be positive and finite, got {max_norm}.")
+    return Bound(number, norm_type)
 
 
 # --- lookup -------------------------------------------------------------------------------
@@ -368,19 +335,15 @@ def embedding_lookup(
             `RowSparse`, whose rows that are not stored are zeros.
         ids: integers of any shape and dtype, or a list. Ids below 0 and from V on are
             outside the table: they never wrap.
-        padding_id: an id whose lookups give zeros and no gradient, whatever row it names
-            in the table, if any, and whatever that row holds. It is never an error.
-        mode: what any other id outside the table gives.
-            "fill": nan; in integer tables the least number of a signed dtype and the
-            greatest of an unsigned one (as `jnp.take`). No gradient.
-            "clip": the first or last row, and the gradient goes to that row.
-            "zero": zeros, no gradient.
-            "raise": an error. Ids that are traced are checked by
-            `jax.experimental.checkify`, with which the step must be wrapped; after a
-            failed check the row is zeros, without gradient.
-        max_norm: rows whose norm is greater are scaled to it, before they are returned;
-            the derivative is the scaled row's. Rows with nan or inf stay as they
-            are. A number or a scalar array; the table must be real and floating.
+        padding_id: an id that gives zeros and no gradient, whether it is a row or not.
+        mode: what any other id outside the table gives: "fill" nan, or the number that
+            `jnp.take` gives of integers; "clip" the first or last row, and its gradient; "zero"
+            zeros; "raise" an error. Ids that are traced are checked by
+            `jax.experimental.checkify`, with which the step must be wrapped; after a failed
+            check the row is zeros.
+        max_norm: rows r whose norm is greater are read as r * max_norm / |r|, and
+            differentiated so; those with nan or inf stay as they are. A number or a scalar
+            array, for a floating or complex table.
         norm_type: p of the p-norm, > 0; may be `math.inf`.
 
     Returns:
@@ -388,8 +351,7 @@ def embedding_lookup(
 
     Raises:
         IndexError: in mode "raise", for concrete ids outside the table.
-        TypeError: if `ids` are not integers, `padding_id` is no int, `table` is sparse
-            but no `RowSparse`, or `max_norm` meets a table that is not real and floating.
+        TypeError: if an argument is not of the type above.
         ValueError: if `table` is a scalar, `mode` is not one of the above, `max_norm` or
             `norm_type` is not positive, or "clip" meets a table without rows.
 
@@ -400,12 +362,10 @@ def embedding_lookup(
         Array([[5., 6.],
                [1., 2.],
                [0., 0.]], dtype=float32)
-        >>> jmask.embedding_lookup(jnp.array([[3., 4.]]), [0], max_norm=2.5)
-        Array([[1.5, 2. ]], dtype=float32)
     """
-    table = checked_table(table, ids, "embedding_lookup(table, ids)")
+    table = checked_table(table)
     mode = checked_choice(mode, "mode", MODES)
-    ids = checked_integers(ids, "ids", mode)
+    ids = checked_integers(ids, "ids", mode, "embedding_lookup(table, ids)")
     absent = is_padding(ids, padding_id)
     bound = checked_bound(table, max_norm, norm_type)
     return looked_up_rows(table, entries_of(ids, absent, mode, table.shape), bound)
@@ -417,39 +377,26 @@ def looked_up_rows(table: Table, entries: Entries, bound: Bound | None) -> jax.A
     fill: int | None = 0
     if isinstance(table, RowSparse):
         table, positions = stored_at(table, positions)
-    elif absent is None and outside is not None:
-        # Then everything without a row is outside, and the gather itself can fill it in.
-        fill, outside = None, None
-    rows = _gathered(table, positions, fill)
+    elif isinstance(table, jax.Array) and table.shape[0] != 0 and absent is None:
+        # The gather itself fills in what is outside.
+        fill, outside = None if outside is not None else 0, None
+    shape = (*positions.shape, *table.shape[1:])
+    if table.shape[0] == 0:
+        rows = jnp.zeros(shape, table.dtype)
+    elif isinstance(table, StoredTable):
+        rows = placed_like(looked_up(table, flat(positions)).reshape(shape), positions)
+    else:
+        # Not `table.at[positions].get(...)`: like `jnp.where`, it drops what has no entries,
+        # and JAX then gives a table that is looked up for nothing a gradient of dense zeros.
+        how = lax.GatherScatterMode.FILL_OR_DROP
+        gather = Gather.rows_of(table.shape, how, positions.ndim, fill_value=fill)
+        rows = gather(table, positions[..., None])
     if outside is not None and positions.size:
-        rows = jnp.where(trailing(outside, rows.ndim), _missing(rows.dtype), rows)
-    return rows if bound is None else bound.shortened(rows, positions.ndim)
+        rows = jnp.where(trailing(outside, rows.ndim), missing(rows.dtype), rows)
+    return rows if bound is None else _bounded(rows, bound, positions.ndim)
 
 
-def _gathered(source: Table, positions: jax.Array, fill: int | None) -> jax.Array:
-    """Gather `source[positions]`; a position len(source) reads `fill`, without gradient.
-
-    None fills with what stands for a row that does not exist.
-    """
-    row = source.shape[1:]
-    if source.shape[0] == 0:
-        value = _missing(source.dtype) if fill is None else fill
-        return jnp.full((*positions.shape, *row), value, source.dtype)
-    if isinstance(source, StoredTable):
-        rows = looked_up(source, flat(positions)).reshape(*positions.shape, *row)
-        rows = placed_like(rows, positions)
-        if fill is not None:
-            return rows
-        outside = trailing(positions == source.shape[0], rows.ndim)
-        return jnp.where(outside, _missing(rows.dtype), rows)
-    # Not `source.at[positions].get(...)`: like `jnp.where`, it drops what has no entries,
-    # and JAX then gives a table that is looked up for nothing a gradient of dense zeros.
-    fills = lax.GatherScatterMode.FILL_OR_DROP
-    gather = Gather.rows_of(source.shape, fills, positions.ndim, fill_value=fill)
-    return gather(source, positions[..., None])
-
-
-def _missing(dtype: DTypeLike) -> HostArray:
+def missing(dtype: DTypeLike) -> HostArray:
     """Return the value that stands for a row out of range, as in `jnp.take`."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return np.asarray(jnp.nan, dtype)

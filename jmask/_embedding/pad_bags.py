@@ -14,7 +14,7 @@ import itertools
 import logging
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TypeVar, overload
+from typing import TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ import numpy as np
 
 from jmask._base.types import HostArray, Ids, PyTree, Ragged, TensorLike
 from jmask._base.validation import check_flag, checked_integer
-from jmask._embedding.lookup import checked_integers
+from jmask._embedding.lookup import checked_integers, clipped
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -43,8 +43,6 @@ class PaddedBags:
 
     Example:
         >>> import jmask
-        >>> jmask.PaddedBags([2, 0, 1, -1], [0, 2, 3]).weights is None
-        True
         >>> jmask.pad_bags([[2, 0], [1]], at_least=4).bag_of_entry
         array([0, 0, 1, 2], dtype=int32)
     """
@@ -61,32 +59,26 @@ class PaddedBags:
 
     @classmethod
     def tree_unflatten(cls, _: None, children: Sequence[PyTree]) -> "PaddedBags":
-        return cls(*children[:-1])._with_bags(children[-1])
+        *given, bag_of_entry = children
+        bags = cls(*given)
+        object.__setattr__(bags, "bag_of_entry", bag_of_entry)
+        return bags
 
-    def _with_bags(self, bag_of_entry: HostArray) -> "PaddedBags":
-        object.__setattr__(self, "bag_of_entry", bag_of_entry)
-        return self
+
+class _Options(TypedDict, total=False):
+    include_last_offset: bool
+    weights: Ragged
+    num_bags: int | None
+    at_least: int
 
 
 @overload
 def pad_bags(
-    ids: Mapping[Key, Ragged],
-    offsets: Ragged = ...,
-    *,
-    include_last_offset: bool = ...,
-    weights: Ragged = ...,
-    num_bags: int | None = ...,
-    at_least: int = ...,
+    ids: Mapping[Key, Ragged], offsets: Ragged = ..., **options: Unpack[_Options]
 ) -> dict[Key, PaddedBags]: ...
 @overload
 def pad_bags(
-    ids: Sequence[Ragged] | HostArray,
-    offsets: Ragged = ...,
-    *,
-    include_last_offset: bool = ...,
-    weights: Ragged = ...,
-    num_bags: int | None = ...,
-    at_least: int = ...,
+    ids: Sequence[Ragged] | HostArray, offsets: Ragged = ..., **options: Unpack[_Options]
 ) -> PaddedBags: ...
 def pad_bags(
     ids: Ragged,
@@ -99,11 +91,8 @@ def pad_bags(
 ) -> PaddedBags | dict[Key, PaddedBags]:
     """Pad ragged bags to one of a few sizes, on the host.
 
-    Under jit every other number of ids is another program. These are padded to a power of √2.
-    A new size is logged once, as INFO of the logger "jmask": the step is compiled for it.
-
-    The bags of several tables have the size of the largest, all of them, if they are given
-    together: of 26 tables that choose for themselves, each would have a step compiled anew.
+    Under jit every other number of ids is another program. These are padded to a power of √2,
+    those of a dict of tables alike. A new size is logged once, as INFO of the logger "jmask".
 
     Args:
         ids: a list of bags, each a list of integers; or with `offsets` integers (n,). Or a
@@ -131,9 +120,6 @@ def pad_bags(
         (array([ 2,  0,  1,  1,  3, -1], dtype=int32), array([0, 2, 2, 5], dtype=int32))
         >>> jmask.embedding_bag(jnp.arange(4.), bags)
         Array([2., 0., 5.], dtype=float32)
-        >>> bags = jmask.pad_bags({"words": [[2, 0, 1]], "tags": [[5]]})
-        >>> bags["tags"].ids
-        array([ 5, -1, -1], dtype=int32)
     """
     check_flag("include_last_offset", include_last_offset)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((ids, offsets, weights))):
@@ -143,41 +129,28 @@ def pad_bags(
         )
     is_one = not isinstance(ids, Mapping)
     tables: Ragged = {"": ids} if is_one else ids
-    offsets, weights = (
-        _for_each_table(name, tables, x, is_one)
-        for name, x in (("offsets", offsets), ("weights", weights))
-    )
-    bags_of_table = {
-        table: _flat(x, offsets[table], include_last_offset, weights[table])
+    given: dict[str, Ragged] = {"offsets": offsets, "weights": weights}
+    for name, x in given.items():
+        if x is None or is_one:
+            given[name] = dict.fromkeys(tables, x)
+        elif not isinstance(x, Mapping):
+            raise TypeError(
+                f"`{name}` must be a dict with the keys of `ids`; got {type(x).__name__}."
+            )
+        elif x.keys() != tables.keys():
+            raise ValueError(
+                f"`{name}` must have the keys of `ids`, {list(tables)}; got {list(x)}."
+            )
+    flat = {
+        table: _flat(x, given["offsets"][table], include_last_offset, given["weights"][table])
         for table, x in tables.items()
     }
-    most = max((int(starts[-1]) for _, starts, _ in bags_of_table.values()), default=0)
+    most = max((int(starts[-1]) for _, starts, _ in flat.values()), default=0)
     size = _rounded_up(max(most, checked_integer("at_least", at_least)))
-    padded = {
-        table: _padded_bags(size, *bags, num_bags) for table, bags in bags_of_table.items()
-    }
+    padded = {table: _padded_bags(size, *bags, num_bags) for table, bags in flat.items()}
     if padded:
         _say_once(size, *sorted({len(bags.offsets) - 1 for bags in padded.values()}))
     return padded[""] if is_one else padded
-
-
-def _for_each_table(
-    name: str, tables: Mapping[Hashable, Ragged], given: Ragged, is_one: bool
-) -> Mapping[Hashable, Ragged]:
-    """Return an argument of each table."""
-    if given is None:
-        return dict.fromkeys(tables)
-    if is_one:
-        return {"": given}
-    if not isinstance(given, Mapping):
-        raise TypeError(
-            f"`{name}` must be a dict with the keys of `ids`; got {type(given).__name__}."
-        )
-    if given.keys() != tables.keys():
-        raise ValueError(
-            f"`{name}` must have the keys of `ids`, {list(tables)}; got {list(given)}."
-        )
-    return given
 
 
 def _flat(
@@ -186,21 +159,19 @@ def _flat(
     """Return the ids, where each bag begins and the last one ends, and the weights."""
     if offsets is None:
         ids, starts = _joined("ids", ids)
-        ids = checked_integers(ids, "ids", "raise")
         if weights is not None:
             weights, others = _joined("weights", weights)
             if not np.array_equal(starts, others):
                 raise ValueError("`weights` must have as many numbers in each bag as `ids`.")
-    else:
-        ids = checked_integers(ids, "ids", "raise")
+    ids = checked_integers(ids, "ids", "raise")
+    if offsets is not None:
         starts = checked_offsets(offsets, ids, include_last_offset, "raise")
         starts = starts if include_last_offset else np.append(starts, ids.size)
-        starts = starts.astype(np.int32)
-        weights = None if weights is None else np.asarray(weights)
     if weights is not None:
+        weights = np.asarray(weights)
         weights = weights if weights.size else weights.astype(np.float32)
         check_weights(weights, ids)
-    return ids, starts, weights
+    return ids, starts.astype(np.int32), weights
 
 
 def _padded_bags(
@@ -225,14 +196,15 @@ def _padded_bags(
     fits = count == 0 or (ids.max() <= limits.max and ids.min() >= limits.min)
     if not fits and not jax.config.read("jax_enable_x64"):
         # Steps would get the lower 32 bits, which may be a row. The ends are in no table.
-        ids, fits = np.clip(ids, max(limits.min, np.iinfo(ids.dtype).min), limits.max), True
+        ids, fits = clipped(ids, limits.min, limits.max), True
     ids = ids.astype(np.int32 if fits else np.int64)  # padding is -1, of either
 
     def padded(x: HostArray, value: int) -> HostArray:
         return np.pad(x, (0, size - count), constant_values=value)
 
     weights = None if weights is None else padded(weights[:count], 0)
-    return PaddedBags(padded(ids, -1), starts, weights)._with_bags(padded(bag_of_entry, number))
+    leaves = padded(ids, -1), starts, weights, padded(bag_of_entry, number)
+    return PaddedBags.tree_unflatten(None, leaves)
 
 
 def _joined(name: str, bags: Ragged) -> tuple[HostArray, HostArray]:
@@ -274,23 +246,16 @@ def checked_offsets(offsets: Ids, ids: Ids, include_last_offset: bool, mode: str
             f"{offsets.shape} and `ids` of shape {ids.shape}."
         )
     count = ids.shape[0]
-    if offsets.shape[0] == 0:
-        if include_last_offset or count:
-            raise ValueError(f"`offsets` are empty, and `ids` has {count} entries.")
-    elif not isinstance(offsets, jax.core.Tracer):
+    if not offsets.size and (include_last_offset or count):
+        raise ValueError(f"`offsets` are empty, and `ids` has {count} entries.")
+    if not isinstance(offsets, jax.core.Tracer):
         starts = np.asarray(offsets)
-        if starts[0] != 0:
-            raise ValueError(f"`offsets` must begin with 0, got {starts[0]}.")
-        falls = np.flatnonzero(starts[1:] < starts[:-1])
-        if falls.size:
-            first, second = falls[0], falls[0] + 1
+        wrong = (starts < np.append(0, starts[:-1])) | (starts > count)
+        wrong[:1] |= starts[:1] != 0
+        for at in np.flatnonzero(wrong)[:1]:
             raise ValueError(
-                f"`offsets` must be ascending, got {starts[first]} at {first} and "
-                f"{starts[second]} at {second}."
-            )
-        if starts[-1] > count:
-            raise ValueError(
-                f"`offsets` end with {starts[-1]}, beyond the {count} entries of `ids`."
+                f"`offsets` must ascend from 0 to {count} at most, the number of `ids`: got "
+                f"{starts[at]} at {at}."
             )
     return offsets
 
@@ -298,12 +263,10 @@ def checked_offsets(offsets: Ids, ids: Ids, include_last_offset: bool, mode: str
 def check_weights(weights: TensorLike, ids: Ids) -> None:
     """Refuse weights that are no floating numbers, one for each id."""
     if not jnp.issubdtype(weights.dtype, jnp.floating):
-        instead = (
-            "sum with `weights.real` and with `weights.imag`, and add 1j times the second"
-            if jnp.iscomplexobj(weights)
-            else "pass `weights.astype(jnp.float32)`"
+        raise TypeError(
+            f"`weights` must be floating, got {weights.dtype}: cast them, or sum with the real "
+            "and with the imaginary part of complex ones."
         )
-        raise TypeError(f"`weights` must be floating, got {weights.dtype}: {instead}.")
     if weights.shape != ids.shape:
         raise ValueError(
             f"`weights` of shape {weights.shape} must have the shape of `ids`, {ids.shape}."

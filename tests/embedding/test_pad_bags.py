@@ -25,74 +25,64 @@ from tests.oracle import dense_twin
 # --- numbers of every dtype --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("traced", [False, True])
-def test_narrow_integers(traced):
-    """300 bags, counted by bytes."""
-    table, number = normal(300, 2), 300
-    ids, places = np.array([255, 3, 3], np.uint8), np.array([255, 0, 0], np.uint8)
+FAR, T = 2**32 + 1, TABLE
+MANY = normal(300, 2)
+u8 = lambda *numbers: np.array(numbers, np.uint8)
+weighted = lambda dtype: jmask.embedding_bag(T, [[0, 1]], weights=np.array([[0.5, 2]], dtype))
+segments = lambda ids, places, number=None, table=T, **options: jmask.embedding_bag(
+    table, ids, segment_ids=places, num_segments=number, **options
+)
+# Calls, and their bags by number: those that are not named are empty.
+CALLS = functions("", globals())("""
+    (segments(u8(255, 3, 3), u8(255, 0, 0), 300, MANY), {255: MANY[255], 0: 2 * MANY[3]});
+    (segments([FAR, 1, 1], [0, 0, -FAR], 2, padding_id=FAR), {0: T[1]});
+    (segments([1, 2, 3], [0, 2, 1], 2), {0: T[1], 1: T[3]});
+    (jax.jit(segments, static_argnums=2)(u8(0, 1, 2), u8(0, 7, 1), 2), {0: T[0], 1: T[2]});
+    (segments([0, 1, 4], [2, 0, 2]), {0: T[1], 2: T[0] + T[4]});
+    (weighted(jnp.float16), {0: T[0] / 2 + T[1] * 2});
+    (weighted(jnp.bfloat16), {0: T[0] / 2 + T[1] * 2});
+    (weighted(np.float64), {0: T[0] / 2 + T[1] * 2})
+""")
 
-    def run(ids, places):
-        return jmask.embedding_bag(table, ids, segment_ids=places, num_segments=number)
 
-    out = (jax.jit(run) if traced else run)(ids, places)
-    expected = np.zeros((number, 2))
-    expected[255], expected[0] = table[255], 2 * table[3]
-    np.testing.assert_allclose(out, expected, rtol=1e-6)
-
-
-def test_wide_integers_never_wrap():
-    beyond = 2**32 + 1
-    options = {"segment_ids": [0, 0, -beyond], "num_segments": 2, "padding_id": beyond}
-    out = jmask.embedding_bag(TABLE, [beyond, 1, 1], **options)
-    np.testing.assert_array_equal(out, [TABLE[1], np.zeros(D)])
+@pytest.mark.parametrize("name", CALLS)
+def test_numbers_of_every_dtype(name):
+    """They never wrap; of segments that are no bag, traced ones are padding."""
+    found, bags = CALLS[name]()
+    expected = np.zeros(found.shape)
+    for number, row in bags.items():
+        expected[number] = row
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_a_bag_that_is_not_there():
-    """Where it is known it is an error; traced it is padding."""
-    bags = lambda places: jmask.embedding_bag(
-        TABLE, [1, 2, 3], segment_ids=places, num_segments=2
-    )
-    places = np.array([0, 7, 1])
     with pytest.raises(ValueError, match=r"`segment_ids` hold 7.*`num_segments`=2"):
-        bags(places)
-    np.testing.assert_array_equal(jax.jit(bags)(places), TABLE[[1, 3]])
-    np.testing.assert_array_equal(bags(np.array([0, 2, 1])), TABLE[[1, 3]])
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, np.float64])
-def test_weights_of_every_dtype(dtype):
-    weights = np.array([[0.5, 2]], dtype)
-    out = jmask.embedding_bag(TABLE, [[0, 1]], weights=weights)
-    assert out.dtype == np.float32
-    np.testing.assert_array_equal(out[0], TABLE[0] / 2 + TABLE[1] * 2)
+        segments([1, 2, 3], np.array([0, 7, 1]), 2)
 
 
 # --- what only a run can tell ------------------------------------------------------------
 
 
-# Offsets of bags, and whether they are well formed; and with the last one.
-OFFSETS = {(0, 2, 2): True, (0, 2, 4): True} | dict.fromkeys(
-    [(1, 2, 3), (0, 3, 2), (0, 2, 5), (-1, 2, 3)], False
-)
-WITH_LAST = {(0, 1, 3): True, (0, 1, 5): False}
+# Offsets of bags of 4 ids, and whether they are well formed; and with the last one.
+OFFSETS = """0 2 2|ok; 0 2 4|ok; 1 2 3|; 0 3 2|; 0 2 5|; -1 2 3|; 0 1 3|ok last; 0 1 5|last"""
 
 
-@pytest.mark.parametrize(
-    ("offsets", "last"), [*((x, False) for x in OFFSETS), *((x, True) for x in WITH_LAST)]
-)
-def test_traced_offsets(offsets, last):
+@pytest.mark.parametrize("row", OFFSETS.split("; "))
+def test_traced_offsets(row):
     """Bags that are not well formed are nan where an error is not possible."""
-    valid = (WITH_LAST if last else OFFSETS)[offsets]
+    offsets, _, how = row.partition("|")
+    offsets = np.array(offsets.split(), int)
     run = lambda o: jmask.embedding_bag(
-        TABLE, [0, 1, 3, 4], offsets=o, include_last_offset=last
+        TABLE, [0, 1, 3, 4], offsets=o, include_last_offset="last" in how
     )
-    out = jax.jit(run)(np.array(offsets))
-    if valid:
+    out = jax.jit(run)(offsets)
+    if "ok" in how:
         np.testing.assert_array_equal(out, run(offsets))
-    else:
-        assert np.isnan(out).all()
-        with pytest.raises(ValueError, match="`offsets`"):
-            run(offsets)
+        return
+    assert np.isnan(out).all()
+    with pytest.raises(ValueError, match="`offsets`"):
+        run(offsets)
 
 
 def test_raise_under_checkify():
@@ -121,28 +111,20 @@ def test_raise_under_checkify():
     assert "`ids[2]` is" in late(places)[0].get()
 
 
-def test_number_of_segments():
-    out = jmask.embedding_bag(TABLE, [0, 1, 4], segment_ids=[2, 0, 2])
-    np.testing.assert_array_equal(out, [TABLE[1], np.zeros(D), TABLE[0] + TABLE[4]])
-
-
-@pytest.mark.parametrize(
-    ("combiner", "program"), [("sqrtn", "scan"), ("max", "scan"), ("mean", "remat")]
-)
-def test_row_sparse_inside(combiner, program):
+@pytest.mark.parametrize("combiner", ["sqrtn", "max", "mean"])
+def test_row_sparse_inside(combiner):
     ids = np.random.default_rng(0).integers(0, V, (2, B, L))
-    loss = lambda t, ids: jnp.sum(
-        jmask.embedding_bag(t, ids, combiner=combiner, padding_id=0) * COTANGENT
+    loss = jax.checkpoint(
+        lambda t, ids: jnp.sum(
+            jmask.embedding_bag(t, ids, combiner=combiner, padding_id=0) * COTANGENT
+        )
     )
-    if program == "scan":
-        whole = lambda t: jax.lax.scan(lambda c, i: (c + loss(t, i), None), 0.0, ids)[0]
-    else:
-        again = jax.checkpoint(loss)
-        whole = lambda t: again(t, ids[0]) + again(t, ids[1])
-    with jmask.strict():
-        gradient = jax.jit(jmask.grad(whole))(TABLE)
+    scan = lambda t: jax.lax.scan(lambda c, i: (c + loss(t, i), None), 0.0, ids)[0]
     expected = sum(jax.grad(loss)(TABLE, i) for i in ids)
-    np.testing.assert_allclose(dense_twin(gradient), expected, **CLOSE)
+    for whole in (scan, lambda t: loss(t, ids[0]) + loss(t, ids[1])):
+        with jmask.strict():
+            gradient = jax.jit(jmask.grad(whole))(TABLE)
+        np.testing.assert_allclose(dense_twin(gradient), expected, **CLOSE)
 
 
 # --- models exported for any size of the batch ----------------------------------------
@@ -212,21 +194,18 @@ def flat(bags):
 def test_same_bags(bags, weighted, form):
     weights, (ids, offsets) = weights_of(bags) if weighted else None, flat(bags)
     of_entries = np.concatenate([np.zeros(0), *weights]) if weighted else np.ones(len(ids))
-    if form == "lists":
-        padded = jmask.pad_bags(bags, weights=weights)
-    elif form == "arrays":
-        arrays = [np.asarray(bag, np.int32) for bag in bags]
-        padded = jmask.pad_bags(arrays, weights=weights)
-    else:
-        last = form == "last offset"
-        if not last and not bags:
-            return  # no offsets say nothing
+    if form in ("lists", "arrays"):
+        given = bags if form == "lists" else [np.asarray(bag, np.int32) for bag in bags]
+        padded = jmask.pad_bags(given, weights=weights)
+    elif bags or form == "last offset":  # no offsets say nothing
         padded = jmask.pad_bags(
             ids,
-            offsets if last else offsets[:-1],
-            include_last_offset=last,
+            offsets if form == "last offset" else offsets[:-1],
+            include_last_offset=form == "last offset",
             weights=of_entries if weighted else None,
         )
+    else:
+        return
     bag, cotangent = np.repeat(np.arange(len(bags)), np.diff(offsets)), np.ones((len(bags), D))
     expected = combined(np.asarray(NUMBERS)[ids], bag, of_entries, "sum", cotangent)
     result = jmask.embedding_bag(NUMBERS, padded)
@@ -258,22 +237,18 @@ def test_a_run_compiles_a_handful_of_times():
 @pytest.mark.parametrize("weighted", [False, True])
 def test_several_tables_of_one_size(form, weighted):
     tables = {"a": [[0, 1], [2]], "b": [[3], [4, 5, 6, 0, 1]], "none": []}
-    weights = {name: weights_of(bags) for name, bags in tables.items()} if weighted else None
+    weights = {name: weights_of(bags) if weighted else None for name, bags in tables.items()}
+    alone = {k: jmask.pad_bags(x, at_least=6, weights=weights[k]) for k, x in tables.items()}
     arguments = (tables,)
     if form == "offsets":
-        ids, offsets = ({k: flat(bags)[i] for k, bags in tables.items()} for i in (0, 1))
-        arguments = (ids, offsets)
+        arguments = [{k: flat(bags)[i] for k, bags in tables.items()} for i in (0, 1)]
         if weighted:
             weights = {k: np.concatenate([np.zeros(0), *x]) for k, x in weights.items()}
-    last = form == "offsets"
-    padded = jmask.pad_bags(*arguments, include_last_offset=last, weights=weights)
-    for name, bags in tables.items():
-        of_one = jmask.pad_bags(
-            bags, at_least=6, weights=weights_of(bags) if weighted else None
-        )
-        assert padded[name].ids.size == 6
-        for x, y in zip(jax.tree.leaves(padded[name]), jax.tree.leaves(of_one), strict=True):
-            np.testing.assert_array_equal(x, y)
+    last, weights = form == "offsets", weights if weighted else None
+    together = jmask.pad_bags(*arguments, include_last_offset=last, weights=weights)
+    assert jax.tree.structure(together) == jax.tree.structure(alone)
+    jax.tree.map(np.testing.assert_array_equal, together, alone)
+    assert together["a"].ids.size == 6
     assert jmask.pad_bags({}) == {}
 
 
