@@ -83,22 +83,17 @@ class Leaf:
 
     def coordinates(self) -> list[Coordinate]:
         hidden = "under the mask" if isinstance(self.tensor, MaskedTensor) else "padding"
-        index = lambda number, shape: tuple(map(int, np.unravel_index(number, shape)))
+        stored = [f"stored value {at}" for at in np.ndindex(values_of(self.tensor).shape)]
+        entries = [f"entry {at}" for at in np.ndindex(self.tensor.shape)]
         times, names = np.bincount(self.places), []
-        for i, place in enumerate(self.places):
-            is_stored, is_entry = i < self.count, place < self.size
-            entry = f"entry {index(place, self.tensor.shape)}" if is_entry else ""
-            stored = (
-                f"stored value {index(i, values_of(self.tensor).shape)}" if is_stored else ""
-            )
-            if not is_stored:
-                names.append(("unspecified", f"{entry}, which is not specified"))
-            elif not is_entry:
-                names.append(("hidden", f"{stored}, which is {hidden}"))
+        for value, place in zip(stored, self.places[: self.count], strict=True):
+            if place == self.size:
+                names.append(("hidden", f"{value}, which is {hidden}"))
             else:
-                names.append(
-                    ("specified", entry if times[place] == 1 else f"{entry}, {stored}")
-                )
+                also = f", {value}" if times[place] > 1 else ""
+                names.append(("specified", f"{entries[place]}{also}"))
+        for place in self.places[self.count :]:
+            names.append(("unspecified", f"{entries[place]}, which is not specified"))
         return coordinates(self.path, names, self.reals.ndim == 2)
 
 
@@ -151,8 +146,9 @@ def _to_numbers(reals: jax.Array) -> jax.Array:
 
 def is_differentiable(x: object) -> bool:
     """Decide whether `x` is a tensor, array or number of floating or complex dtype."""
-    kinds = jax.Array | np.ndarray | np.generic | float | complex
-    if not (is_tensor(x) or isinstance(x, kinds)):
+    if not (
+        is_tensor(x) or isinstance(x, jax.Array | np.ndarray | np.generic | float | complex)
+    ):
         return False
     return bool(jnp.issubdtype(jnp.result_type(values_of(x)), jnp.inexact))
 
