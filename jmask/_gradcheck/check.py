@@ -280,10 +280,8 @@ def _differences(
             continue
         moves = direction != 0
         h = problem.setting.eps * np.min(problem.scales[moves] / np.abs(direction[moves]))
-        up, down = (
-            problem.near(problem.point + step * direction, f"a step in {name}")
-            for step in (h, -h)
-        )
+        step = f"a step in {name}"
+        up, down = (problem.near(problem.point + x * direction, step) for x in (h, -h))
         with np.errstate(invalid="ignore"):  # 0 where both are the same infinity
             row[:] = np.where(up == down, 0, up - down) / (2 * h)
     return derivatives
