@@ -1,23 +1,14 @@
 """`gradcheck`: the gradients of a function against differences, in a stated semantics.
 
-A function of a sparse tensor may take the entries that are not stored for zeros, which can
-change and have a gradient, or for nothing at all. The two have different gradients, and a
-check must say which it checks:
+In plain semantics the entries that are not stored are zeros, which have a gradient; in masked
+semantics they do not exist. The two have different gradients:
 
     x = BCOO of [[-, 1],          d(x @ x)[0, 0] / dx[0, 0]      plain 2 x[0, 0] = 0, and
                  [2, 3]]          d(x @ x)[0, 1] / dx[0, 0]      plain x[0, 1] = 1, masked 0
 
-The function becomes one of real vectors: a chart maps a vector to its arguments, and its
-results are read as a vector (see `chart`). Its Jacobian (inputs, outputs) is computed twice:
-
-    f(x) = x0 * x1 at (2, 3)      numerical  [[3], [2]]     (f(2 + h, 3) - f(2 - h, 3)) / 2h = 3
-                                  reverse    [[3], [2]]     pullback(1) = (3, 2)
-                                  forward    [[3], [2]]     jvp along (1, 0) = 3, (0, 1) = 2
-
-An entry that is not stored is moved numerically in a tensor that stores every entry; JAX sees
-it by a placeholder (see `_tensors.specified`). The fast check compares combinations of the
-Jacobian along random directions. Order 2 is the check of the vjp (x, cotangent) -> gradient as
-a function, or of the jvp.
+The Jacobian (inputs, outputs) is computed by differences and by JAX's rules, vjp and jvp. An
+entry that is not stored is moved numerically in a tensor that stores every entry; JAX sees it
+by a placeholder (see `_tensors.specified`).
 """
 
 import dataclasses
@@ -29,14 +20,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.types import Function, HostArray, PyTree, Tensor
+from jmask._base.types import Function, HostArray, PyTree, PyTreeDef, Tensor, TensorLike
 from jmask._base.validation import check_flag, check_leaves, shown
-from jmask._gradcheck.chart import Chart, Leaf, Outputs, blocks
+from jmask._gradcheck.chart import Chart, Leaf, coordinates, is_differentiable, to_reals
 from jmask._gradcheck.message import Coordinate, GradcheckError, Setting
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
+from jmask._tensors.specified import todense, values_of, with_values_of
 
 # Positive and negative, large and small. Powers of two: a right rule is rounded alike.
 MULTIPLES = (1.0, -1.0, 2.0**10, -(2.0**10), 2.0**-10, -(2.0**-10))
+
+_KINDS = {
+    "specified": "the entries",
+    "unspecified": "entries that are not specified",
+    "hidden": "stored values that are no entries",
+}
 
 
 def gradcheck(
@@ -64,12 +62,10 @@ def gradcheck(
             must be exactly zero.
         eps: the step of the differences, times the size of an entry if that is over 1.
         atol, rtol: a derivative may differ by `atol + rtol * abs(numerical)`.
-        modes: "rev" for reverse mode (vjp), "fwd" for forward mode (jvp): a name, or both
-            in a tuple.
+        modes: "rev" for reverse mode (vjp), "fwd" for forward mode (jvp), or both.
         order: 2 checks gradients of gradients too, in every mode.
-        fast: compare along one random direction of each input, in place of every entry. It
-            takes a few evaluations whatever the size of the arguments, names no entry, and
-            misses faults that the tolerance of a sum allows.
+        fast: compare along one random direction of each input, in place of every entry: a
+            few evaluations, which miss faults that the tolerance of a sum allows.
         raise_exception: whether to raise where the check fails, or return False.
 
     Returns:
@@ -77,10 +73,8 @@ def gradcheck(
 
     Raises:
         GradcheckError: if a gradient is wrong, or does not exist: the function changes a
-            mask of its output, is not deterministic, or cannot be differentiated in one of
-            `modes`. The message names the input, the entry, and what to try.
-        TypeError, ValueError: if an argument of `gradcheck` is wrong, or nothing can be
-            differentiated.
+            mask of its output, is not deterministic, or JAX cannot differentiate it.
+        TypeError, ValueError: if an argument is wrong, or nothing is differentiable.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -88,29 +82,23 @@ def gradcheck(
         >>> x = BCOO.fromdense(jnp.array([[0., 1.], [2., 3.]]))
         >>> jmask.gradcheck(lambda x: x @ jnp.ones(2), x, masked=True)
         True
-        >>> jmask.gradcheck(lambda x: jmask.todense(x) @ jnp.ones(2), x)
-        True
         >>> jmask.gradcheck(lambda x: x @ jnp.ones(2), x, raise_exception=False)
         False
 
     References:
         The two semantics are those of `torch.autograd.gradcheck` for sparse inputs.
     """
-    if not callable(fun):
-        raise TypeError(
-            f"`fun` must be a function, got {type(fun).__name__}: write "
-            "jmask.gradcheck(fun, args)."
-        )
+    _check_function("gradcheck(fun, args)", fun)
     modes = (modes,) if isinstance(modes, str) else modes
-    is_list = isinstance(modes, list | tuple) and len(modes) > 0
-    if not is_list or not all(isinstance(x, str) and x in ("rev", "fwd") for x in modes):
+    are_names = isinstance(modes, list | tuple) and all(isinstance(x, str) for x in modes)
+    if not are_names or set(modes) not in ({"rev"}, {"fwd"}, {"rev", "fwd"}):
         raise ValueError(f'`modes` must be ("rev",), ("fwd",) or both, got {shown(modes)}.')
     for name, value in {"eps": eps, "atol": atol, "rtol": rtol}.items():
         if not isinstance(value, int | float | np.number) or isinstance(value, bool):
             raise TypeError(f"`{name}` must be a number, got {type(value).__name__}.")
         if not (np.isfinite(value) and value >= 0) or (name == "eps" and value == 0):
             raise ValueError(f"`{name}` must be a positive number, got {value!r}.")
-    if isinstance(order, bool) or not isinstance(order, int) or order not in (1, 2):
+    if type(order) is not int or order not in (1, 2):
         raise ValueError(f"`order` must be 1 or 2, got {shown(order)}.")
     flags = {"masked": masked, "fast": fast, "raise_exception": raise_exception}
     for name, flag in flags.items():
@@ -125,13 +113,17 @@ def gradcheck(
             problem = Problem(run, chart.point, chart.coordinates, setting)
             smooth = _check(problem, modes, fast)
             if order == 2:
-                gradient = _gradient_problem(problem, smooth, is_reverse="rev" in modes)
-                _check(gradient, modes, fast)
+                _check(_gradient_problem(problem, smooth, "rev" in modes), modes, fast)
     except GradcheckError:
         if raise_exception:
             raise
         return False
     return True
+
+
+def _check_function(call: str, fun: object) -> None:
+    if not callable(fun):
+        raise TypeError(f"`fun` must be a function, got {shown(fun)}: write jmask.{call}.")
 
 
 # --- the function of real vectors --------------------------------------------------------
@@ -140,9 +132,13 @@ def gradcheck(
 class Problem:
     """A function of a real vector, to be differentiated at a point.
 
+    Its result is read as a vector of the entries that exist: the valid ones of a
+    `MaskedTensor`, in masked semantics those that a sparse tensor stores.
+
     Attributes:
         run: run(build, point) is its result, with arguments as a method of `Leaf` builds them.
         inputs, outputs: the coordinates of the point and of the result, in words.
+        value: the result at the point.
         scales: the size of each coordinate of the point, but at least 1.
     """
 
@@ -150,21 +146,68 @@ class Problem:
         self, run: Function, point: HostArray, inputs: list[Coordinate], setting: Setting
     ):
         self.run, self.point, self.inputs, self.setting = run, point, inputs, setting
-        self._outputs = Outputs(run(Leaf.at, point), setting)
-        self.outputs = self._outputs.coordinates
         self.scales = np.where(np.isfinite(point), np.maximum(1, np.abs(point)), 1)
+        result = run(Leaf.at, point)
+        self._treedef: PyTreeDef
+        flat, self._treedef = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_tensor)
+        self._masks: dict[int, tuple[str, HostArray]] = {}
+        self.outputs: list[Coordinate] = []
+        for number, (key, y) in enumerate(flat):
+            if is_differentiable(y):
+                path, mask = f"output{jax.tree_util.keystr(key)}", _mask_of(y, setting.masked)
+                self._masks[number] = path, mask
+                names = [
+                    ("specified", f"entry {tuple(at)}") for at in np.argwhere(mask).tolist()
+                ]
+                self.outputs += coordinates(path, names, jnp.iscomplexobj(values_of(y)))
+        if not self._masks:
+            raise ValueError(
+                "`fun` returns no floating or complex numbers whose gradient could be checked."
+            )
+        self.value = np.asarray(self._vector(result))
 
-    def near(self, point: HostArray, what: str, build: Function = Leaf.near) -> HostArray:
-        """Return the value for differences; `what` is what the step is called in errors."""
-        return self._outputs.checked(self.run(build, point), what)
+    def _vector(self, result: PyTree) -> jax.Array:
+        leaves, entries = jax.tree.leaves(result, is_leaf=is_tensor), []
+        for number, (_, mask) in self._masks.items():
+            dense = todense(leaves[number], masked_grad=self.setting.masked).ravel()
+            entries.append(to_reals(dense[np.flatnonzero(mask)]).ravel())
+        return jnp.concatenate(entries)
 
     def smooth(self, build: Function, point: jax.Array) -> jax.Array:
         """Return the value for JAX to differentiate."""
-        return self._outputs.vector(self.run(build, point))
+        return self._vector(self.run(build, point))
+
+    def near(self, point: HostArray, what: str, build: Function = Leaf.near) -> HostArray:
+        """Return the value for differences; refuse if `what`, a step, changed the entries."""
+        result = self.run(build, point)
+        if change := self._change(result):
+            raise self.setting.error(
+                f"{what} changed the {change}: the function has no derivative here.", "mask"
+            )
+        return np.asarray(self._vector(result))
+
+    def _change(self, result: PyTree) -> str:
+        leaves, treedef = jax.tree.flatten(result, is_leaf=is_tensor)
+        if treedef != self._treedef:
+            return f"structure of the output from {self._treedef} to {treedef}"
+        for number, (path, mask) in self._masks.items():
+            now = _mask_of(leaves[number], self.setting.masked)
+            if now.shape != mask.shape:
+                return f"shape of {path} from {mask.shape} to {now.shape}"
+            for entry in np.argwhere(now != mask).tolist():
+                return f"mask of {path}, at entry {tuple(entry)} first"
+        return ""
 
     def vanishes(self, kind: str) -> bool:
         """Decide whether derivatives along coordinates of this kind must be zero."""
         return kind == "hidden" or (self.setting.masked and kind == "unspecified")
+
+
+def _mask_of(y: TensorLike, masked: bool) -> HostArray:
+    """Return the entries of an output that exist in these semantics."""
+    if not (isinstance(y, MaskedTensor) or (masked and is_tensor(y))):
+        return np.ones(np.shape(y), bool)
+    return np.asarray(todense(with_values_of(y, jnp.ones(values_of(y).shape)))) > 0
 
 
 def _gradient_problem(problem: Problem, smooth: Function, is_reverse: bool) -> Problem:
@@ -188,33 +231,34 @@ def _gradient_problem(problem: Problem, smooth: Function, is_reverse: bool) -> P
 
 def _check_premises(problem: Problem) -> None:
     """Check that the function has one value, no nan, and takes stored zeros for zeros."""
-    what = "running the function again"
-    here, again = (problem.near(problem.point, what) for _ in range(2))
-    for at in np.flatnonzero((here != again) & ~(np.isnan(here) & np.isnan(again))):
-        raise GradcheckError(
-            f"{problem.outputs[at]} was {here[at]:.9g} and then {again[at]:.9g} for the same "
-            "input: the function is not deterministic. To try: fix its random key or state."
-        )
+    here, error = problem.value, problem.setting.error
     for at in np.flatnonzero(np.isnan(here)):
-        raise GradcheckError(
-            f"{problem.outputs[at]} is nan at the given input, so it has no derivative there. "
-            "To try: an input at which the function is defined."
+        raise error(
+            f"{problem.outputs[at]} is nan at the given input, so it has no derivative there.",
+            "an input at which the function is defined",
+        )
+    again = problem.near(problem.point, "running the function again")
+    for at in np.flatnonzero(here != again):
+        raise error(
+            f"{problem.outputs[at]} was {here[at]:.9g} and then {again[at]:.9g} for the same "
+            "input: the function is not deterministic.",
+            "fix its random key or state",
         )
     if problem.setting.masked or all(x.kind != "unspecified" for x in problem.inputs):
         return
-    what, advice = "storing zeros at unspecified entries", problem.setting.fields("mask")
+    what = "storing zeros at unspecified entries"
     try:
         stored = problem.near(problem.point, what, Leaf.with_every_entry)
     except GradcheckError:
         raise
     except Exception as reason:
-        raise GradcheckError(
-            f"{what} made the function raise {type(reason).__name__}: {reason}\n{advice}"
-        ) from reason
+        text = f"{what} made the function raise {type(reason).__name__}: {reason}"
+        raise error(text, "mask") from reason
     for at in np.flatnonzero(~np.isclose(here, stored, rtol=1e-9, atol=1e-9)):
-        raise GradcheckError(
+        raise error(
             f"{what} changed {problem.outputs[at]} from {here[at]:.9g} to {stored[at]:.9g}: "
-            f"the function tells an unspecified entry from a zero.\n{advice}"
+            "the function tells an unspecified entry from a zero.",
+            "mask",
         )
 
 
@@ -236,10 +280,8 @@ def _differences(
             continue
         moves = direction != 0
         h = problem.setting.eps * np.min(problem.scales[moves] / np.abs(direction[moves]))
-        up, down = (
-            problem.near(problem.point + step * direction, f"a step in {name}")
-            for step in (h, -h)
-        )
+        step = f"a step in {name}"
+        up, down = (problem.near(problem.point + x * direction, step) for x in (h, -h))
         with np.errstate(invalid="ignore"):  # 0 where both are the same infinity
             row[:] = np.where(up == down, 0, up - down) / (2 * h)
     return derivatives
@@ -257,11 +299,17 @@ def _rules(problem: Problem, modes: Sequence[str]) -> tuple[Function, dict[str, 
             return smooth, rules
         except Exception as error:
             failed, reason = mode, error
-    raise problem.setting.unsupported(failed, reason) from reason
+    text = str(reason).strip().partition("\n")[0]
+    other = {"rev": "fwd", "fwd": "rev"}[failed]
+    raise problem.setting.error(
+        f"JAX cannot differentiate the function in this mode ({type(reason).__name__}: {text})",
+        f"modes=({other!r},) to check the other mode alone",
+        failed,
+    ) from reason
 
 
 def _rule(problem: Problem, smooth: Function, mode: str) -> Function:
-    """Return what takes cotangents (n, outputs) to (n, inputs), or tangents the other way."""
+    """Return what takes cotangents (n, outputs) to (inputs, n), or tangents to (n, outputs)."""
     point, sizes = jnp.asarray(problem.point), (len(problem.inputs), len(problem.outputs))
     if mode == "rev":
         _, pullback = jax.vjp(smooth, point)
@@ -269,8 +317,10 @@ def _rule(problem: Problem, smooth: Function, mode: str) -> Function:
     else:
         _, along = jax.linearize(smooth, point)
     along(jnp.zeros(sizes[0]))  # custom rules are called here first, and may raise
-    rule = lambda rows: [along(jnp.asarray(row)) for row in rows]
-    return lambda rows: np.reshape(rule(rows), (len(rows), sizes[1]))
+
+    each = lambda rows: [along(jnp.asarray(row)) for row in rows]
+    matrix = lambda rows: np.reshape(each(rows), (len(rows), sizes[1]))
+    return (lambda rows: matrix(rows).T) if mode == "rev" else matrix
 
 
 # --- their comparison --------------------------------------------------------------------
@@ -283,34 +333,32 @@ def _check(problem: Problem, modes: Sequence[str], fast: bool) -> Function:
     inputs, outputs = problem.inputs, problem.outputs
     # Random directions: one of each block of inputs, and one of all outputs.
     rng, members = np.random.default_rng(0), blocks(inputs)
-    weights = _random(rng, len(outputs))
+    weights = _random(rng, len(outputs))[None]
     steps = np.zeros((len(members), len(inputs)))
     for row, at in zip(steps, members, strict=True):
         row[at] = problem.scales[at] * _random(rng, at.size)
     random_inputs = [inputs[at[0]]._replace(entry="a random direction") for at in members]
-    random_output = Coordinate("all outputs", "specified", "at random")
+    random_output = [Coordinate("all outputs", "specified", "at random")]
 
     read, directions = (random_inputs, steps) if fast else (inputs, np.eye(len(inputs)))
     differences = _differences(problem, read, directions)
     for mode, rule in rules.items():
-        is_reverse, expected = mode == "rev", differences
+        is_reverse, jacobian = mode == "rev", differences
         if not fast:
-            jacobian = rule(np.eye(len(outputs))).T if is_reverse else rule(directions)
+            jacobian = rule(np.eye(len(outputs) if is_reverse else len(inputs)))
             _compare(problem, mode, inputs, outputs, differences, jacobian)
-            expected = jacobian if is_reverse else steps @ jacobian
+        if is_reverse:
+            vectors, names, numerical = weights, (read, random_output), jacobian @ weights.T
+        else:
+            vectors, names = steps, (random_inputs, outputs)
+            numerical = jacobian if fast else steps @ jacobian
         # A rule may be right along each coordinate, and wrong along combinations and multiples.
         for by in MULTIPLES:
-            times = "" if by == 1 else f" (times {by:g}, and divided by it)"
-            renamed = lambda x, times=times: x._replace(entry=x.entry + times)
+            analytical = rule(by * vectors) / by
+            if is_reverse and fast:
+                analytical = directions @ analytical
             advice = "" if fast and by == 1 else "not linear"
-            if is_reverse:
-                (gradient,) = rule(by * weights[None]) / by
-                sums, gradient = expected @ weights, directions @ gradient if fast else gradient
-                names = [renamed(random_output)]
-                _compare(problem, mode, read, names, sums[:, None], gradient[:, None], advice)
-            else:
-                names, tangents = list(map(renamed, random_inputs)), rule(by * steps) / by
-                _compare(problem, mode, names, outputs, expected, tangents, advice)
+            _compare(problem, mode, *names, numerical, analytical, advice, by)
     return smooth
 
 
@@ -322,9 +370,11 @@ def _compare(
     numerical: HostArray,
     analytical: HostArray,
     advice: str = "",
+    multiple: float = 1,
 ) -> None:
     """Raise the error of the worst derivative of the first block that has a wrong one."""
-    allowed = problem.setting.atol + problem.setting.rtol * np.abs(numerical)
+    setting = problem.setting
+    allowed = setting.atol + setting.rtol * np.abs(numerical)
     allowed[[problem.vanishes(x.kind) for x in inputs]] = 0
     with np.errstate(invalid="ignore"):
         excess = np.abs(analytical - numerical) - allowed
@@ -335,8 +385,28 @@ def _compare(
             # The first of the worst: rounding would decide which of several equal ones.
             worst = np.unravel_index(np.argmax(part >= 0.99 * part.max()), part.shape)
             at = block[0][worst[0]], block[1][worst[1]]
-            names, values = (inputs[at[0]], outputs[at[1]]), (numerical[at], analytical[at])
-            raise problem.setting.mismatch(mode, names, values, part, advice or names[0].kind)
+            kind = inputs[at[0]].kind
+            what = "gradient" if setting.order == 1 else "gradient of the gradient"
+            times = "" if multiple == 1 else f" (times {multiple:g}, and divided by it)"
+            raise setting.error(
+                f"the {what} is wrong: {np.count_nonzero(part > 0)} of the {part.size} "
+                f"derivatives of this output at {_KINDS[kind]} of this input. The worst:",
+                advice or kind,
+                mode,
+                input=f"{inputs[at[0]]}{'' if mode == 'rev' else times}",
+                output=f"{outputs[at[1]]}{times if mode == 'rev' else ''}",
+                numerical=f"{numerical[at]:.9g}",
+                analytical=f"{analytical[at]:.9g}",
+            )
+
+
+def blocks(names: Sequence[Coordinate]) -> list[HostArray]:
+    """Return the indices of the coordinates of each kind and path, specified ones first."""
+    members: dict[tuple[str, str], list[int]] = {}
+    for index, x in enumerate(names):
+        members.setdefault((x.kind, x.path), []).append(index)
+    in_order = sorted(members.items(), key=lambda item: list(_KINDS).index(item[0][0]))
+    return [np.array(indices) for _, indices in in_order]
 
 
 # --- masked functions --------------------------------------------------------------------
@@ -345,10 +415,8 @@ def _compare(
 def is_masked_function(fun: Function, x: PyTree) -> bool:
     """Decide by trying whether f(x + dx) = f(sparse_mask(x + dx, x)) for small dx.
 
-    A `MaskedTensor` keeps its mask in x + dx: dx moves the values under it, and the zeros that
-    `todense` reads there. A sparse x + dx stores every entry. So a product `x @ y` of a sparse
-    x is no masked function, although its gradient in JAX has entries where x has: it takes
-    stored zeros for no entries. After `sparse_mask` it is one.
+    A `MaskedTensor` keeps its mask in x + dx, a sparse x + dx stores every entry. So a product
+    of a sparse x is no masked function, although its gradient in JAX has entries where x has.
 
     Args:
         fun: takes `x`, returns any pytree.
@@ -373,20 +441,16 @@ def is_masked_function(fun: Function, x: PyTree) -> bool:
     References:
         Nikita Vedeneev's definition in pytorch/pytorch#95405.
     """
-    if not callable(fun):
-        raise TypeError(
-            f"`fun` must be a function, got {shown(fun)}: write "
-            "jmask.is_masked_function(fun, x)."
-        )
+    _check_function("is_masked_function(fun, x)", fun)
     check_leaves("x", x)
 
-    def with_other_entries(leaf: Leaf, point: HostArray) -> Tensor:
-        if isinstance(leaf.tensor, MaskedTensor):
-            return leaf.with_placeholder(point)
-        return leaf.with_every_entry(point) if is_tensor(leaf.tensor) else leaf.at(point)
+    def with_other_entries(leaf: Leaf, reals: jax.Array) -> Tensor:
+        is_masked = isinstance(leaf.tensor, MaskedTensor)
+        return leaf.with_placeholder(reals) if is_masked else leaf.with_every_entry(reals)
 
     with jax.enable_x64(True):
-        chart, setting = Chart((x,), "x"), Setting(False, 1.0, 0.0, 0.0)
+        chart = Chart((x,), "x")
+        run = lambda build, point: fun(*chart.arguments(build, point))
         kinds = np.array([c.kind for c in chart.coordinates])
         rng = np.random.default_rng(0)
         for size in (1e-2, 1e-2, 1e-4, 1e-4):
@@ -394,14 +458,12 @@ def is_masked_function(fun: Function, x: PyTree) -> bool:
             # Values under a mask are replaced: they may be nan, and stay so in a sum.
             near = np.where(kinds == "hidden", steps, chart.point + steps)
             masked = np.where(kinds == "specified", near, chart.point)
-            result = fun(*chart.arguments(Leaf.at, masked))
-            outputs = Outputs(result, setting)
-            expected = np.asarray(outputs.vector(result))
+            problem = Problem(run, masked, chart.coordinates, Setting())
             try:
-                result = fun(*chart.arguments(with_other_entries, near))
-                moved = outputs.checked(result, "moving other entries")
+                moved = problem.near(near, "moving other entries", with_other_entries)
             except GradcheckError:
                 return False
+            expected = problem.value
             scale = np.max(np.abs(expected), initial=1, where=np.isfinite(expected))
             if not np.allclose(moved, expected, rtol=1e-11, atol=1e-12 * scale, equal_nan=True):
                 return False
