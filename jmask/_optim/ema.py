@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmask._base.array_types import added
 from jmask._base.types import OptState, Params, PyTree, Scalar
+from jmask._lazy.lazy import lazy
 from jmask._optim import hyperparameters as hyper
-from jmask._optim.row_rule import RowRule, Slot, optimizer
+from jmask._optim.row_rule import RowRule, Slot, dense_optimizer
 from jmask._tables.plain_arrays import from_arrays, to_arrays
 from jmask._updates.state_rows import states_of
 
@@ -116,15 +118,14 @@ def ema(decay: Scalar) -> Ema:
     """
     hyper.check_number("decay", decay, hyper.FRACTION)
 
-    def rule(update, param, average, last, count):
+    def rule(new, param, average, last, count):
         average = _caught_up(decay, param, average, count - last)
-        new = param + update
         # A step moves the parameter once, after all steps that the row has missed.
         average = new + jnp.asarray(decay, new.dtype) * (average - new)
-        return update, average, jnp.full_like(last, 0) + count + 1
+        return new, average, jnp.full_like(last, 0) + count + 1
 
     last = Slot(0, per_row=True, dtype=jnp.int32)
-    lifted = optimizer(
+    averages = dense_optimizer(
         RowRule(
             slots={"average": Slot(None), "last": last},
             scalars=lambda count: (count,),
@@ -132,8 +133,16 @@ def ema(decay: Scalar) -> Ema:
             needs_param=True,
         ),
         EmaState,
-        lazy_update=True,
     )
+
+    def update(updates, state, params=None, **extra_args):
+        new = updates
+        if params is not None:  # as they are stored: a parameter of 16 bits is rounded
+            new = jax.tree.map(lambda p, u: added(p, u).astype(p.dtype), params, updates)
+        _, state = averages.update(new, state, params, **extra_args)
+        return updates, state
+
+    lifted = lazy(optax.GradientTransformationExtraArgs(averages.init, update))
     transformation = Ema(lifted.init, lifted.update)
     transformation.decay = decay
     return transformation

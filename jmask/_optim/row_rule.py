@@ -184,7 +184,7 @@ def optimizer(
     The state is a named tuple of `count` and the slots, in the rule's order. It is the same
     with and without `lazy_update`, so a run can switch.
     """
-    dense = _dense_optimizer(rule, state_type)
+    dense = dense_optimizer(rule, state_type)
     if lazy_update:
         lifted = OnePassTransformation(*lazy(dense))
         lifted.rule = rule
@@ -280,7 +280,7 @@ def _new_tables(
     )
 
 
-def _dense_optimizer(rule: RowRule, state_type: type) -> optax.GradientTransformationExtraArgs:
+def dense_optimizer(rule: RowRule, state_type: type) -> optax.GradientTransformationExtraArgs:
     def init(params):
         check_parameters(params)
         params = without_rows(dense_parameters(params))
