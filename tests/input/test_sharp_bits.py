@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -55,6 +56,11 @@ MISTAKES = {
         step(optax.masked(LAZY, labels)); step(optax.MultiSteps(LAZY, 2));
         eqx.apply_updates(PARAMS, GRADS); by_flax(optax.adam(0.1)); by_nnx(optax.adam(0.1))
     """,
+    "this RowSparse has no row ids": """
+        eqx.filter(ROWS, eqx.is_inexact_array).todense();
+        jmask.adam(0.1).update(DROPPED, jmask.adam(0.1).init(PARAMS), PARAMS)
+    """,
+    "Cannot determine": "jax.flatten_util.ravel_pytree(GRADS)",
     "cond branch": "step(optax.apply_if_finite(LAZY, 3))",
     "Cannot interpret 'key<row ids: … jmask.tree.norm": """
         step(CHAIN); mapped(lambda x: jnp.sum(x**2))
@@ -82,6 +88,7 @@ MISTAKES = {
     "where": "step(optax.chain(LAZY, optax.keep_params_nonnegative()))",
     "scan": "jax.lax.scan(lambda g, _: (jmask.tree.add(g, GRADS), None), GRADS, length=2)",
 }
+DROPPED = eqx.partition(GRADS, eqx.is_inexact_array)[0]
 MASKED = jmask.masked_tensor(jnp.ones(2), jnp.array([True, False]))
 PRIVATE = optax.contrib.differentially_private_aggregate(1.0, 1.0, key=0)
 OUTSIDE = {
