@@ -19,7 +19,8 @@ need none. A value made of the gradient alone (clipped by the norm of all gradie
 replace the gradient, which saves its scalars.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -85,8 +86,8 @@ def applied_in_one_pass(update: ProvedUpdate) -> tuple[Params, OptState] | None:
     outputs = [*outputs, *outputs[: len(gradients)]]
     combiners: dict[int, Combiner] = {}
     for table in tables:
-        fitting = (c for c in _combiners(update, entries, table, outputs) if _fits(update, c))
-        combiner = next(fitting, None)
+        ways = _combiners(update, entries, table, outputs)
+        combiner = next((c for c in ways if c.step is not None or _fits(update, c)), None)
         if combiner is None:
             return None
         combiners[table] = combiner
@@ -185,12 +186,15 @@ class Combiner(NamedTuple):
         source: the gradient, or what is made of it.
         scalars: shared numbers.
         function: entries of the leaves, of `source` and of `scalars` -> new entries.
+        step: `source` and `scalars` -> what is added to the parameter, if that is all there is
+            and is linear in the gradient: rows of equal ids may be added one at a time.
     """
 
     places: list[int]
     source: Var
     scalars: list[Var]
     function: ArraysFunction
+    step: Function | None = None
 
 
 def _combiners(
@@ -222,7 +226,13 @@ def _combiners(
                 _applied(x, values[v]) if is_param else values[v] for is_param, x, v in results
             ]
 
-        return Combiner(places, source, scalars, function)
+        def step(*arrays: jax.Array) -> jax.Array:
+            values = constants | dict(zip((source, *scalars), arrays, strict=True))
+            run(chosen, values, _on_entries(entries))
+            return values[wanted[0]]
+
+        is_linear = are_params == [True] and all(_scales(eqn, table_of) for eqn in chosen)
+        return Combiner(places, source, scalars, function, step if is_linear else None)
 
     equations = [e for e in jaxpr.eqns if e.outvars and table_of.get(e.outvars[0]) == table]
     gradient = jaxpr.invars[table]
@@ -232,6 +242,17 @@ def _combiners(
         if source is gradient or gradient not in needed:
             scalars = [v for v in needed if v not in table_of and v not in constants]
             yield combiner(source, chosen, scalars)
+
+
+def _scales(eqn: JaxprEqn, table_of: Mapping[Var, int]) -> bool:
+    """Decide whether an equation multiplies entries by a number."""
+    are_entries = [isinstance(v, Var) and v in table_of for v in eqn.invars]
+    name = eqn.primitive.name
+    return (
+        name in ("mul", "div", "neg")
+        and sum(are_entries) == 1
+        and (name == "mul" or are_entries[0])
+    )
 
 
 def _fits(update: ProvedUpdate, combiner: Combiner) -> bool:
@@ -272,7 +293,10 @@ def _run(
             gradient = leaves[table].value.with_values(known[combiner.source])
         scalars = [known[v] for v in combiner.scalars]
         tables = [leaves[i].value for i in combiner.places]
-        started.append(update_rows(combiner.function, tables, gradient, scalars))
+        step = combiner.step
+        if step is not None:
+            step = functools.partial(_rows_first, step, scalars)
+        started.append(update_rows(combiner.function, tables, gradient, scalars, linear=step))
     results: dict[int, Table] = {}
     for combiner, new in zip(combiners.values(), updated(started), strict=True):
         results.update(zip(combiner.places, new, strict=True))
@@ -281,6 +305,11 @@ def _run(
             new = read(known, v)
             results[i] = _applied(leaf.value, new) if leaf.kind == "param" else new
     return results
+
+
+def _rows_first(step: Function, scalars: Sequence[jax.Array], rows: jax.Array) -> jax.Array:
+    added_rows: jax.Array = step(rows, *scalars)
+    return added_rows
 
 
 def _applied(old: Table, update: Gradient) -> Table:

@@ -18,7 +18,8 @@ import optax
 import pytest
 
 import jmask
-from tests.expressions import named
+from tests.compiled_step import temporary_bytes
+from tests.expressions import functions, named
 from tests.optax_cases import ROW_LOCAL
 from tests.oracle import assert_close
 from tests.stored_tables import update_and_apply
@@ -277,3 +278,26 @@ def test_what_the_loss_is_needed_for_still_gets_it():
     updates, _ = tx.update(grads, state, params, value=jnp.float32(3.0))
     expected = jmask.apply_updates(params, updates)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), new, expected)
+
+
+LINEAR = functions("", vars(optax))("""
+    sgd(0.1); scale(-0.1); sgd(lambda count: 0.1 / (count + 1)); identity();
+    chain(scale(0.5), sgd(0.2)); inject_hyperparams(sgd)(learning_rate=0.1)
+""")
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_rows_of_a_linear_step_are_added_one_at_a_time(name):
+    """As `jmask.sgd` adds them: nothing of equal ids is found, or summed first."""
+    table, ids = jnp.ones((50_000, 8)), jnp.arange(4096) % 3000
+    gradient = jmask.RowSparse(ids, jnp.ones((4096, 8)), table.shape)
+
+    def compiled(tx):
+        step = lambda gradient, state, table: jmask.apply_gradients(tx, gradient, state, table)
+        step = jax.jit(step, donate_argnums=(1, 2))
+        return step.lower(gradient, tx.init(table), table).compile()
+
+    program, ours = compiled(jmask.lazy(LINEAR[name]())), compiled(jmask.sgd(0.1))
+    for word in ("while(", " sort(", " scatter(", " gather("):
+        assert program.as_text().count(word) == ours.as_text().count(word)
+    assert temporary_bytes(program) <= temporary_bytes(ours) + 64
