@@ -28,6 +28,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -223,7 +224,7 @@ def with_sizes(jaxpr: Jaxpr, numbers: Mapping[Dimension, int]) -> Jaxpr:
 
     def parameter_of(x: Value) -> Value:
         if isinstance(x, ClosedJaxpr):
-            return ClosedJaxpr(with_sizes(x.jaxpr, numbers), x.consts)
+            return _closed_with_sizes(x, numbers)
         if isinstance(x, Jaxpr):
             return with_sizes(x, numbers)
         return type(x)(map(parameter_of, x)) if type(x) in (tuple, list) else size(x)
@@ -239,6 +240,21 @@ def with_sizes(jaxpr: Jaxpr, numbers: Mapping[Dimension, int]) -> Jaxpr:
         eqns=list(map(at_sizes, jaxpr.eqns)),
         outvars=list(map(atom, jaxpr.outvars)),
     )
+
+
+# JAX compiles a called jaxpr once, by its identity: outside jit in each update otherwise.
+_WITH_SIZES: weakref.WeakKeyDictionary[Jaxpr, dict[object, ClosedJaxpr]]
+_WITH_SIZES = weakref.WeakKeyDictionary()
+
+
+def _closed_with_sizes(x: ClosedJaxpr, numbers: Mapping[Dimension, int]) -> ClosedJaxpr:
+    if x.consts:  # which may be traced
+        return ClosedJaxpr(with_sizes(x.jaxpr, numbers), x.consts)
+    known = _WITH_SIZES.setdefault(x.jaxpr, {})
+    key = tuple(numbers.items())
+    if key not in known:
+        known[key] = ClosedJaxpr(with_sizes(x.jaxpr, numbers), ())
+    return known[key]
 
 
 # --- the proof ----------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class MaskedTensor(MaskedMethods):
             array; it and the data broadcast against each other. For sparse data a boolean
             array of the shape of the tensor or of its stored values. A sparse mask, whose
             booleans JAX may have made int32, gives dense data its storage; for sparse data it
-            stores positions in the same way, and is False at those that it does not store.
+            stores positions in the same way, and the result has those of the mask.
 
     Equal positions of sparse data are one entry: the sum of those that are valid.
 
@@ -331,7 +331,9 @@ def _on_sparse(data: Sparse, mask: Mask) -> tuple[Tensor, jax.Array]:
                 f"`mask`, a {stype(mask)}, must store positions in the same way as `data`, a "
                 f"{stype(data)}."
             )
-        valid = _flags_of(data, mask)
+        if not same_positions(data, mask):
+            return _on_other_positions(data, mask)
+        valid = stored_values(mask)
     else:
         fits = [mask.shape == shape, mask.shape == values.shape]
         if sum(fits) != 1:
@@ -346,21 +348,20 @@ def _on_sparse(data: Sparse, mask: Mask) -> tuple[Tensor, jax.Array]:
     return _summed(data, valid)
 
 
-def _flags_of(data: Sparse, mask: Sparse) -> jax.Array:
-    """Return the booleans of a sparse mask for the stored values of `data`.
-
-    A mask of the same positions in the same order has one for each stored value, also of equal
-    positions; which that is, is known only when a traced program runs.
-    """
-    flags = stored_values(mask)
-    if same_positions(data, mask):
-        return flags
-    found = read_at_positions(mask, flags, data)
-    pairs = zip(coordinates(data), coordinates(mask), strict=True)
-    if found.shape != flags.shape:
-        return found
-    is_alike = jnp.stack([jnp.array_equal(a, b) for a, b in pairs]).all()
-    return jnp.where(is_alike, flags, found)
+def _on_other_positions(data: Sparse, mask: Sparse) -> tuple[Tensor, jax.Array]:
+    """Return the entries of `data` at the positions of a sparse mask, and which are valid."""
+    values, flags, exists = stored_values(data), stored_values(mask), is_entry(data)
+    if values.shape == flags.shape:
+        # A mask of the same positions has a boolean for each stored value, also of equal ones;
+        # whether it is one is known only when a traced program runs.
+        pairs = zip(coordinates(data), coordinates(mask), strict=True)
+        is_alike = jnp.stack([jnp.array_equal(a, b) for a, b in pairs]).all()
+        exists &= flags | ~is_alike
+    pattern = unique_positions(mask)
+    valid = stored_values(pattern) & is_entry(pattern)
+    valid &= read_at_positions(data, exists, pattern)
+    kept = jnp.where(exists, values, jnp.zeros_like(values))
+    return with_stored_values(pattern, read_at_positions(data, kept, pattern)), valid
 
 
 # Some fifty operations, which outside jit would each be called from Python.

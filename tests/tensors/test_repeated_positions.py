@@ -176,7 +176,7 @@ def test_positions_of_masks(storage, of_data, of_mask, way):
         full = jmask.todense(x)
         masks = [tensor(kind, flags, of_mask[kind]) for kind in kinds]
         made = [jmask.MaskedTensor(x, mask) for mask in masks]
-        assert all(z.stype == storage for z in made)
+        assert [z.stype for z in made] == list(kinds)
         out = [jnm.multiply(x, y), jnm.add(x, y), jnm.maximum(x, y), jnm.subtract(x, y)]
         return (
             [jnm.sum(x, where=where), jnm.sum(full, where=where), jnm.norm(x, where=where)],
