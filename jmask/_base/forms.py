@@ -48,8 +48,8 @@ class Form:
 
     Attributes:
         read: parameters that rules read.
-        beside: others that may be there: they are passed on as they are, or do not change what
-            is computed.
+        beside: others that may occur. No rule reads them: they are passed on unchanged, or do
+            not change what is computed.
         holds: whether what the parameters are is known too; None if that is no matter.
     """
 

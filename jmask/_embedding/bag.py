@@ -193,7 +193,7 @@ def embedding_bag(
             result = result / (size if combiner == "mean" else jnp.sqrt(size))
         if outside is not None and not fills_in:
             invalid = trailing(bags.sum(outside.astype(jnp.int32)) > 0, result.ndim)
-            # A constant, which is added: derivatives are those of the rows that there are.
+            # Adding a constant marks the bag and keeps the derivatives in its other rows.
             to_missing = missing(result.dtype) - jax.lax.stop_gradient(result)
             result = result + jnp.where(invalid, to_missing, 0)
     if bags.valid is not None:

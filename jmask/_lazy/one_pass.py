@@ -121,7 +121,7 @@ class Entries(NamedTuple):
 def _entries(update: ProvedUpdate) -> Entries | None:
     """Return the entries of tables in an update, or None if it is not elementwise."""
     jaxpr, leaves = update.proof.program.jaxpr, update.call.leaves
-    # By its open number of rows the shape of a gradient is that of one table alone.
+    # The open number of rows in its shape tells to which table an array belongs.
     tables = {
         aval_of(v).shape: leaf.table
         for v, leaf in zip(jaxpr.invars, leaves, strict=True)
@@ -186,8 +186,8 @@ class Combiner(NamedTuple):
         source: the gradient, or what is made of it.
         scalars: shared numbers.
         function: entries of the leaves, of `source` and of `scalars` -> new entries.
-        step: `source` and `scalars` -> what is added to the parameter, if that is all there is
-            and is linear in the gradient: rows of equal ids may be added one at a time.
+        step: `scalars`, rows of `source` -> what is added to the parameter, if that is all and
+            is linear in the gradient: rows of equal ids may be added one at a time.
     """
 
     places: list[int]
@@ -226,8 +226,8 @@ def _combiners(
                 _applied(x, values[v]) if is_param else values[v] for is_param, x, v in results
             ]
 
-        def step(*arrays: jax.Array) -> jax.Array:
-            values = constants | dict(zip((source, *scalars), arrays, strict=True))
+        def step(numbers: Sequence[jax.Array], rows: jax.Array) -> jax.Array:
+            values = constants | {source: rows} | dict(zip(scalars, numbers, strict=True))
             run(chosen, values, _on_entries(entries))
             return values[wanted[0]]
 
@@ -293,9 +293,7 @@ def _run(
             gradient = leaves[table].value.with_values(known[combiner.source])
         scalars = [known[v] for v in combiner.scalars]
         tables = [leaves[i].value for i in combiner.places]
-        step = combiner.step
-        if step is not None:
-            step = functools.partial(_rows_first, step, scalars)
+        step = combiner.step and functools.partial(combiner.step, scalars)
         started.append(update_rows(combiner.function, tables, gradient, scalars, linear=step))
     results: dict[int, Table] = {}
     for combiner, new in zip(combiners.values(), updated(started), strict=True):
@@ -305,11 +303,6 @@ def _run(
             new = read(known, v)
             results[i] = _applied(leaf.value, new) if leaf.kind == "param" else new
     return results
-
-
-def _rows_first(step: Function, scalars: Sequence[jax.Array], rows: jax.Array) -> jax.Array:
-    added_rows: jax.Array = step(rows, *scalars)
-    return added_rows
 
 
 def _applied(old: Table, update: Gradient) -> Table:

@@ -55,7 +55,7 @@ from jmask._base.jaxprs import ARITHMETIC, inlined, needed_for, run
 from jmask._base.types import ArraysFunction, Atom, Scalar, Value
 from jmask._ops.rows import trial
 from jmask._updates.checks import NotRowLocalError
-from jmask._updates.state_rows import Dimension, open_rows
+from jmask._updates.state_rows import Dimension, open_shapes, refusing_counts
 
 Known = Scalar | None
 """What a value is in rows that the gradient does not touch; None if that is not known."""
@@ -131,20 +131,11 @@ def proved(
     Raises:
         NotRowLocalError: with the first operation that mixes or counts rows.
     """
-    rows = open_rows(tuple(sorted({i for i in tables if i is not None})))
-    opened = [
-        x if i is None else x.update(shape=(rows[i], *x.shape[1:]))
-        for x, i in zip(shapes, tables, strict=True)
-    ]
+    rows, opened = open_shapes(shapes, tables)
     with _without_explicit_mesh():
         dense = jax.make_jaxpr(function)(*shapes)  # what is no matter of rows raises here
-        try:
+        with refusing_counts("it"):
             traced = jax.make_jaxpr(function)(*opened)
-        except NotRowLocalError:
-            raise
-        except Exception as error:  # whatever code makes of a number that is not known
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise NotRowLocalError(f"it depends on the number of rows ({reason})") from error
     program = _needed(traced)
     inputs: list[Known] = [
         0 if is_gradient and table is not None else None
@@ -174,9 +165,9 @@ def _needed(traced: ClosedJaxpr) -> ClosedJaxpr:
 def _operations(program: ClosedJaxpr) -> list[tuple[str, ...]]:
     """Return the operations on numbers that are no integers, in order, and their literals.
 
-    They must be the same whether the number of rows is open or that of the table. An open size
-    is never *equal* to a number: `x.shape[0] == vocabulary` in a mask is false while tracing.
-    JAX takes entries by other operations, and other integers, where a size is open.
+    A trace with an open number of rows and one for the table must have the same. An open size
+    is never *equal* to a number, so a mask that asks `x.shape[0] == vocabulary` differs. What
+    indexes is left out, since JAX itself indexes by other operations where a size is open.
     """
     return [
         (eqn.primitive.name, *(str(v) for v in eqn.invars if isinstance(v, Literal)))

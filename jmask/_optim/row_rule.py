@@ -281,6 +281,8 @@ def _new_tables(
 
 
 def dense_optimizer(rule: RowRule, state_type: type) -> optax.GradientTransformationExtraArgs:
+    """Return the transformation that follows a rule on arrays; its state as of `optimizer`."""
+
     def init(params):
         check_parameters(params)
         params = without_rows(dense_parameters(params))

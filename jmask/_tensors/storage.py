@@ -206,17 +206,16 @@ def same_index_arrays(x: Storage, y: Storage) -> bool:
     """Decide as `same_positions`, for tensors whose dense, trailing sizes may differ."""
     if stype(x) != stype(y) or x.ndim != y.ndim:
         return False
-    sparse = 1 if isinstance(x, RowSparse) else getattr(x, "n_sparse", 0)
-    if x.shape[:sparse] != y.shape[:sparse]:
+    if sparse_sizes(x) != sparse_sizes(y):
         return False
     return all(map(_same_array, _index_arrays(x), _index_arrays(y)))
 
 
-def sparse_sizes(x: Sparse) -> Shape:
-    """Return the sizes of the dimensions that the stored positions number."""
+def sparse_sizes(x: Storage) -> Shape:
+    """Return the sizes of the dimensions that stored positions number; none of an array."""
     if isinstance(x, RowSparse):
         return (x.row_count,)
-    return tuple(x.shape[: x.n_sparse])
+    return tuple(x.shape[: getattr(x, "n_sparse", 0)])
 
 
 # Some thirty operations, which outside jit would each be called from Python.

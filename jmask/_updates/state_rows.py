@@ -6,8 +6,9 @@ number of rows of each table left open:
     tables (rows0, 8) and (rows1, 4)   ->   count (), mu (rows0, 8), (rows1, 4), sum (rows0, 1)
 """
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import optax
@@ -22,8 +23,41 @@ Dimension = Value
 """A size that `jax.export` leaves open: `rows0`, or a multiple of it."""
 
 
+def open_shapes(
+    shapes: Sequence[jax.ShapeDtypeStruct], tables: Sequence[int | None]
+) -> tuple[dict[int, Dimension], list[jax.ShapeDtypeStruct]]:
+    """Leave open how many rows arrays have along their first axis.
+
+    Args:
+        shapes: of whole tables, and of other arrays.
+        tables: whose rows each of them has, or None.
+
+    Returns:
+        The open number of rows of each table, and the shapes with it.
+    """
+    rows = _open_rows(tuple(sorted({i for i in tables if i is not None})))
+    opened = [
+        x if i is None else x.update(shape=(rows[i], *x.shape[1:]))
+        for x, i in zip(shapes, tables, strict=True)
+    ]
+    return rows, opened
+
+
+@contextlib.contextmanager
+def refusing_counts(subject: str) -> Iterator[None]:
+    """Context of a trace of open shapes, which fails where code asks for the number of rows."""
+    try:
+        yield
+    except NotRowLocalError:
+        raise
+    except Exception as error:  # whatever code makes of a number that is not known
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        why = f"{subject} depends on the number of rows ({reason})"
+        raise NotRowLocalError(why) from error
+
+
 @functools.cache
-def open_rows(tables: tuple[int, ...]) -> dict[int, Dimension]:
+def _open_rows(tables: tuple[int, ...]) -> dict[int, Dimension]:
     """Return an open number of rows for each table, all of one scope.
 
     They are the same in each call, so that JAX finds what it has traced for these shapes.
@@ -58,17 +92,10 @@ def tables_of_state(
         ValueError: if the state does not come from `init` for these parameters, or if its
             shapes depend on the tables in another way.
     """
-    rows = open_rows(tuple(i for i, table in enumerate(is_table) if table))
-    opened = [
-        x.update(shape=(rows[i], *x.shape[1:])) if i in rows else x
-        for i, x in enumerate(params)
-    ]
+    rows, opened = open_shapes(params, [i if x else None for i, x in enumerate(is_table)])
     usual = jax.eval_shape(init, param_tree.unflatten(params))
-    try:
+    with refusing_counts("its state"):
         made = jax.eval_shape(init, param_tree.unflatten(opened))
-    except Exception as error:  # whatever it makes of a number that is not known
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise NotRowLocalError(f"its state depends on the number of rows ({reason})") from error
     table_of = {size: i for i, size in rows.items()}
     owners: list[int | None] = []
     for x, y in zip(jax.tree.leaves(usual), jax.tree.leaves(made), strict=True):
