@@ -287,13 +287,14 @@ def _run(
     run(needed_for([*shared, *computed], jaxpr.eqns)[0], known, _on_entries(entries))
     started = []
     for table, combiner in combiners.items():
-        gradient = leaves[table].uncoalesced
-        # Rows of equal ids are summed here only if something is computed of the sums.
+        gradient, step = leaves[table].uncoalesced, combiner.step
+        # Rows of equal ids are summed here only if something is computed of the sums. Then
+        # nothing is gained by adding them one at a time.
         if combiner.source in computed or table in entries.reduced:
-            gradient = leaves[table].value.with_values(known[combiner.source])
+            gradient, step = leaves[table].value.with_values(known[combiner.source]), None
         scalars = [known[v] for v in combiner.scalars]
         tables = [leaves[i].value for i in combiner.places]
-        step = combiner.step and functools.partial(combiner.step, scalars)
+        step = step and functools.partial(step, scalars)
         started.append(update_rows(combiner.function, tables, gradient, scalars, linear=step))
     results: dict[int, Table] = {}
     for combiner, new in zip(combiners.values(), updated(started), strict=True):
