@@ -149,14 +149,14 @@ class Write(NamedTuple):
 
 
 def _write(kind, table, ids, rows, order):
-    if table.shape[0] == 0:  # every id is padding, and the transposed gather has no row
+    if 0 in (*table.shape[:1], *ids.shape):  # there is no row, or every id is padding
         return table
     sharding = explicit_sharding(table, ids, rows)
     if sharding is not None and is_ambiguous(table, ids, rows):
         write = functools.partial(_write, kind, order=order)
         return automatically(write, table, ids, rows, like=sharding, spec=spec_of(table))
     rows = rows.astype(table.dtype)
-    if order == "any" or sharding is not None or not ids.shape[0]:
+    if order == "any" or sharding is not None:
         return _scattered(table, ids, rows, kind, order)
     operands = varying_alike(table, ids, rows)
     return _write_rows_p.bind(*operands, how=Write(kind, order, in_one_device()))[0]

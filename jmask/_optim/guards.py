@@ -4,32 +4,36 @@ skip_nonfinite          gradient nan: no update, and the state bit for bit as it
 drop_nonfinite_rows     rows  3: [1, 2],   7: [nan, 0]   ->   3: [1, 2], and dropped = 1
 clip_by_row_norm(1)     rows of the gradient:  [3, 4] -> [.6, .8],    [.3, .4] stays
 max_row_norm(1)         rows of the table, in the same way
+
+A step that is not taken is a step of padding: it has no control flow, and copies no table.
+
+    gradient        ids become padding, all values zero
+    state           arrays that a step without rows changes: jnp.where(take, new, old)
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
+from jax.extend.core import Var
 
-from jmask._base.array_types import added, joint_dtype, trailing, typed_like, wide
-from jmask._base.jaxprs import lifted
+from jmask._base.array_types import added, joint_dtype, trailing, wide
+from jmask._base.fallback import muted
 from jmask._base.types import (
+    Atom,
     Function,
     Gradient,
     Gradients,
-    JvpArgs,
+    Options,
     OptState,
     Params,
     PyTree,
-    PyTreeDef,
     Scalar,
-    Table,
 )
-from jmask._deferred.step import has_deferred
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.over_shards import agreed, counted
@@ -38,140 +42,181 @@ from jmask._optim.hyperparameters import POSITIVE, check_number
 from jmask._tables.deferral import is_deferred
 from jmask._tables.sharded import RoutedRows
 from jmask._tables.stored_table import NewTable, fitted, is_stored_table
-from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-from jmask._tensors.storage import is_entry, is_sparse, stored_values
+from jmask._tensors.storage import stored_values, with_stored_values
 from jmask._updates.apply import Fit, advising_lazy, apply_gradients, noticed_as
 from jmask._updates.checks import (
-    as_gradients,
     check_transformation,
+    gradient_and_valid,
     is_gradient_leaf,
-    masked_as,
     summed,
     with_wide_rows,
 )
-from jmask._updates.eager import compiled_outside_jit
 from jmask._updates.state_rows import check_state_type
 
-# --- an inner update under a predicate ---------------------------------------------------
-#
-# A step is the only round of a `while_loop`, or the loop has none. A step that is not taken
-# costs nothing of the inner transformation, and no table is copied: on GPUs XLA copies the
-# operands of a `lax.cond`. A `while_loop` has no reverse-mode derivative, so derivatives are
-# taken of a `lax.cond` (`_derivative`).
+# --- a step under a predicate ------------------------------------------------------------
+
+
+class Guard(OnePassTransformation):
+    """A transformation that takes a step of an inner one only where a predicate holds.
+
+    Attributes:
+        step_if: (predicate, gradients, state, params, extra arguments or None to apply) ->
+            (updates or new parameters, state).
+    """
+
+    step_if: Function
 
 
 def guarded(
-    inner: optax.GradientTransformationExtraArgs,
+    inner: optax.GradientTransformation,
     init: optax.TransformInitFn,
-    decide: Callable[[Gradients, OptState, Params], tuple[jax.Array, Gradients, PyTree]],
-    finish: Callable[[OptState, OptState, jax.Array, PyTree], OptState],
-) -> OnePassTransformation:
-    """Return a transformation that takes a step of `inner` only where a predicate holds.
-
-    Elsewhere there is no update (padding rows and zeros), and the state of `inner` keeps its
-    bits.
+    decide: Callable[[Gradients, OptState, Params], tuple[jax.Array, Gradients, OptState]],
+) -> Guard:
+    """Return a transformation that takes a step of `inner` where `decide` says so.
 
     Args:
-        init: makes a state with `inner_state`.
+        inner: elsewhere it gives no update, and its state keeps its bits.
+        init: makes a named tuple with an `inner_state`.
         decide: (gradients, state, params) -> (whether to take a step, the gradients for it,
-            anything for `finish`).
-        finish: (state, new inner state, whether, anything) -> new state.
+            the new state but for `inner_state`).
     """
+    inner = optax.with_extra_args_support(inner) if not isinstance(inner, Guard) else inner
+
+    def step_if(taken, gradients, state, params, extra):
+        here, gradients, outer = decide(gradients, state, params)
+        result, inner_state = _step_if(
+            taken & here, inner, gradients, state.inner_state, params, extra
+        )
+        new, old = (x._replace(inner_state=None) for x in (outer, state))
+        new = jax.tree.map(functools.partial(_where, taken), new, old)
+        return result, new._replace(inner_state=inner_state)
 
     def update(updates, state, params=None, **extra_args):
-        take, gradients, extra = decide(updates, state, params)
+        return step_if(True, updates, state, params, extra_args)
 
-        def run(state: OptState) -> tuple[Gradients, OptState]:
-            with advising_lazy("inner", gradients):
-                return inner.update(gradients, state, params, **extra_args)
-
-        unchanged = functools.partial(_no_update, params=params)
-        updates, inner_state = _step_if(take, run, (state.inner_state,), unchanged)
-        return updates, finish(state, inner_state, take, extra)
-
-    def apply(grads, state, params):
-        take, gradients, extra = decide(grads, state, params)
-
-        def run(params: Params, state: OptState) -> tuple[Params, OptState]:
-            return apply_gradients(inner, gradients, state, params)
-
-        carried = (params, state.inner_state)
-        params, inner_state = _step_if(take, run, carried, lambda _: params)
-        return params, finish(state, inner_state, take, extra)
-
-    transformation = OnePassTransformation(init, compiled_outside_jit(update))
-    transformation.apply_gradients = compiled_outside_jit(apply)
-    transformation.inner = inner
-    return transformation
+    guard = Guard(init, update)
+    guard.step_if = step_if
+    guard.apply_gradients = lambda *args: step_if(True, *args, None)
+    guard.inner = inner
+    return guard
 
 
 def _step_if(
     take: jax.Array,
-    run: Function,
-    carried: tuple[PyTree, ...],
-    unchanged: Callable[[PyTree], PyTree],
+    inner: optax.GradientTransformationExtraArgs,
+    gradients: Gradients,
+    state: OptState,
+    params: Params,
+    extra: Options | None,
 ) -> tuple[PyTree, OptState]:
-    """Return `run(*carried)`, a result and a state, where `take`.
+    """Take a step of any transformation where `take`; see `Guard.step_if`."""
+    if isinstance(inner, Guard):
+        return inner.step_if(take, gradients, state, params, extra)
 
-    Elsewhere the result is `unchanged(its shapes)`, and the state the last one carried.
-    """
-    if not isinstance(take, jax.core.Tracer):  # a loop would be compiled in each step
-        if take:
-            return run(*carried)
-        return unchanged(jax.eval_shape(run, *carried)[0]), carried[-1]
-    program, shapes = jax.make_jaxpr(run, return_shape=True)(*carried)
-    jaxpr, count = lifted(program), len(carried)
-    structure: PyTreeDef = jax.tree.structure(shapes)
+    def step(gradients: Gradients, params: Params, state: OptState) -> tuple[PyTree, OptState]:
+        if extra is None:
+            return apply_gradients(inner, gradients, state, params)
+        with advising_lazy("inner", gradients):
+            return inner.update(gradients, state, params, **extra)
 
-    # JAX keeps this function: it closes over no tracer, and what `run` does is an argument.
-    def run_alone(kept: PyTree, state: OptState, closed_over: Sequence[jax.Array]) -> PyTree:
-        arguments = jax.tree.leaves((kept, state)[-count:])
-        return structure.unflatten(jax.core.eval_jaxpr(jaxpr, (), *closed_over, *arguments))
+    is_leaf = lambda x: is_gradient_leaf(x) or isinstance(x, NewTable)
+    at_leaves = functools.partial(jax.tree.map, is_leaf=is_leaf)
+    padded = noticed_as(gradients, at_leaves(lambda x: _padded(take, x, 0.0), gradients))
+    result, new_state = step(padded, params, state)
+    # Containers have no such shapes, and are changed in the rows of a gradient alone.
+    tables = jax.tree.leaves((params, state), is_leaf=is_stored_table)
+    bare = padded if any(map(is_stored_table, tables)) else at_leaves(_without_rows, padded)
+    if extra is None:
+        step_of_none = functools.partial(step, bare)
+        return _selected(take, (result, new_state), (params, state), step_of_none)
+    (new_state,) = _selected(take, (new_state,), (state,), lambda x: step(bare, params, x)[1])
+    deferred = filter(is_deferred, tables)
 
-    return _run_if(run_alone, take, unchanged(shapes[0]), carried[-1], program.consts)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _run_if(
-    run: Function, take: jax.Array, kept: PyTree, state: OptState, closed_over: PyTree
-) -> tuple[PyTree, OptState]:
-    """Return `run(kept, state, closed_over)` where `take`, else `kept` and the state."""
-
-    def once(carried: PyTree) -> PyTree:
-        return jnp.zeros_like(take), *run(*carried[1:], closed_over)
-
-    return lax.while_loop(lambda carried: carried[0], once, (take, kept, state))[1:]
-
-
-@_run_if.defjvp
-def _derivative(run: Function, primals: JvpArgs, tangents: JvpArgs) -> tuple[PyTree, PyTree]:
-    def chosen(take: jax.Array, kept: PyTree, state: OptState, closed_over: PyTree) -> PyTree:
-        return lax.cond(take, lambda: run(kept, state, closed_over), lambda: (kept, state))
-
-    return jax.jvp(chosen, primals, tangents)
-
-
-def _no_update(shapes: Gradients, params: Params) -> Gradients:
-    tables = filter(is_deferred, jax.tree.leaves(params, is_leaf=is_stored_table))
-
-    def nothing(x: Gradient) -> Gradient:
+    def update(x: Gradient) -> Gradient:
         if isinstance(x, NewTable):
-            return NewTable(next(tables))
-        if not is_row_sparse(x):
-            # -0.0, which changes nothing when added: -0.0 + 0.0 would be 0.0.
-            return typed_like(-jnp.zeros(x.shape, x.dtype), x)
-        padding = RowSparse.zeros(x.flat().shape, x.dtype, x.nse).stacked_as(x)
-        leaves, structure = jax.tree.flatten(x)
-        return jax.tree.unflatten(structure, map(typed_like, jax.tree.leaves(padding), leaves))
+            return NewTable(
+                jax.tree.map(functools.partial(_where, take), x.table, next(deferred))
+            )
+        return _padded(take, x, -0.0)  # changes nothing when added: -0.0 + 0.0 would be 0.0
 
-    def is_leaf(x: object) -> bool:
-        return is_row_sparse(x) or isinstance(x, NewTable)
-
-    return jax.tree.map(nothing, shapes, is_leaf=is_leaf)
+    return at_leaves(update, result), new_state
 
 
-# --- steps that are not taken ------------------------------------------------------------
+def _padded(take: jax.Array, x: Gradient, zero: float) -> Gradient:
+    """Return a gradient where `take`, elsewhere one of padding, masked entries, or `zero`."""
+    if not is_gradient_leaf(x):
+        return jnp.where(take, x, jnp.asarray(zero, jnp.result_type(x)))
+    storage = x.storage if isinstance(x, MaskedTensor) else x
+    values = stored_values(storage)
+    values = jnp.where(take, values, jnp.zeros_like(values))
+    if isinstance(x, MaskedTensor):
+        return x.with_values(values, x.valid & take)
+    ids = jnp.where(take, x.flat().row_ids(), x.row_count)
+    return _rows_like(x, ids, values, coalesced=x.coalesced)
+
+
+def _without_rows(x: Gradient) -> Gradient:
+    if isinstance(x, MaskedTensor) and is_row_sparse(x.storage):
+        return joined(_without_rows(x.storage), x.valid[:0])
+    if not is_row_sparse(x):
+        return x
+    return _rows_like(x, x.flat().row_ids()[:0], x.values[:0], coalesced=x.coalesced)
+
+
+def _rows_like(
+    x: RowSparse, ids: jax.Array, values: jax.Array, *, coalesced: bool
+) -> RowSparse:
+    return RowSparse.from_rows(ids, values, x.shape, coalesced=coalesced, leading=x.leading)
+
+
+def _selected(take: jax.Array, new: PyTree, old: PyTree, bare: Function) -> PyTree:
+    """Return `new` where `take`, and `old` elsewhere, at the cost of what is no table.
+
+    Args:
+        bare: `old` -> what becomes of it in a step without rows. Arrays that come out as they
+            are, but for reshapes, are changed in the rows of a gradient alone. A padded
+            gradient changes none, so that these are `new` in any case.
+    """
+    with muted():
+        jaxpr = jax.make_jaxpr(bare)(*old).jaxpr
+    made_of = {
+        eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "reshape"
+    }
+
+    def origin(v: Atom) -> Atom:
+        while isinstance(v, Var) and v in made_of:
+            v = made_of[v]
+        return v
+
+    outputs = jaxpr.outvars[-len(jaxpr.invars) :] if jaxpr.invars else ()
+    are_tables = [origin(v) is x for x, v in zip(jaxpr.invars, outputs, strict=True)]
+    start = 0
+    for x in jax.tree.leaves(old, is_leaf=is_stored_table):
+        count = len(jax.tree.leaves(x))
+        if is_stored_table(x) and not is_deferred(x):
+            are_tables[start : start + count] = [True] * count
+        start += count
+    leaves, structure = jax.tree.flatten(new)
+    leaves = [
+        x if is_table else _where(take, x, y)
+        for is_table, x, y in zip(are_tables, leaves, jax.tree.leaves(old), strict=True)
+    ]
+    return structure.unflatten(leaves)
+
+
+def _where(take: jax.Array | bool, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Return `new` where `take`, else `old`, in the dtype that holds both."""
+    if take is True:
+        return new
+    if jnp.result_type(new) == jnp.result_type(old):
+        return jnp.where(take, new, old)
+    dtype = joint_dtype(new, old)
+    return jnp.where(take, jnp.asarray(new, dtype), jnp.asarray(old, dtype))
+
+
+# --- steps that are not taken, and rows left out -----------------------------------------
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -211,59 +256,55 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
         (Array([1., 1., 1.], dtype=float32), Array(1, dtype=int32))
     """
     check_transformation("inner", inner, "jmask.skip_nonfinite(jmask.adam(1e-3))")
-    inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> SkipNonfiniteState:
         return SkipNonfiniteState(jnp.zeros((), jnp.int32), inner.init(params))
 
     def decide(updates, state, params):
         check_state_type(state, SkipNonfiniteState)
-        fit = Fit.of(updates, params)
-        gradients = summed_rows(fit.gradients, fit.params)
-        return agreed(all_finite(gradients), gradients, params), gradients, None
-
-    def finish(state, inner_state, finite, _):
+        gradients = _summed(updates, params)
+        bad = [jnp.any(_not_finite(x)) for x in _leaves(gradients)]
+        finite = ~functools.reduce(operator.or_, bad, jnp.zeros((), bool))
+        finite = agreed(finite, gradients, params)
+        if any(isinstance(x, RoutedRows) for x in _leaves(gradients)):
+            gradients = updates  # rows are routed to the shards once more
         skipped = state.skipped + (~finite).astype(state.skipped.dtype)
-        return SkipNonfiniteState(skipped, inner_state)
+        return finite, gradients, SkipNonfiniteState(skipped, None)
 
-    return guarded(inner, init, decide, finish)
-
-
-def all_finite(gradients: Gradients) -> jax.Array:
-    """Decide whether all entries of a gradient but padding and masked ones are finite."""
-    finite = jnp.ones((), bool)
-    for leaf in jax.tree.leaves(gradients, is_leaf=is_gradient_leaf):
-        ignored: jax.Array | bool = False
-        storage = leaf.storage if isinstance(leaf, MaskedTensor) else leaf
-        values = jnp.asarray(stored_values(storage))
-        if isinstance(leaf, MaskedTensor):
-            ignored = ~leaf.valid
-        elif is_sparse(storage):
-            ignored = ~is_entry(storage.flat() if is_row_sparse(storage) else storage)
-        if jnp.issubdtype(values.dtype, jnp.inexact):
-            finite &= jnp.all(jnp.isfinite(values) | ignored)
-    return finite
+    return guarded(inner, init, decide)
 
 
-def summed_rows(gradients: Gradients, params: Params) -> Gradients:
+def _summed(updates: Gradients, params: Params) -> Gradients:
     """Return gradients with the rows of equal ids summed: finite ones may have an infinite sum.
 
     Sums of 16-bit rows are in float32, as the optimizer takes them. Rows of table containers
     are as these take them, nan where they do not fit.
     """
+    fit = Fit.of(updates, params)
+    gradients, structure = jax.tree.flatten(
+        with_wide_rows(fit.gradients), is_leaf=is_gradient_leaf
+    )
+    tables = [None] * len(gradients)
+    if any(map(is_stored_table, jax.tree.leaves(fit.params, is_leaf=is_stored_table))):
+        tables = structure.flatten_up_to(fit.params)
+    for i, (x, table) in enumerate(zip(gradients, tables, strict=True)):
+        x = fitted(table, x) if is_stored_table(table) else x
+        gradients[i] = summed(x) if is_row_sparse(x) else x
+    return structure.unflatten(gradients)
 
-    def taken(gradient: Gradient, table: Table = None) -> Gradient:
-        if is_stored_table(table):
-            return fitted(table, gradient)
-        return summed(gradient) if is_row_sparse(gradient) else gradient
 
-    trees = [with_wide_rows(gradients)]
-    if any(map(is_stored_table, jax.tree.leaves(params, is_leaf=is_stored_table))):
-        trees.append(params)
-    return jax.tree.map(taken, *trees, is_leaf=is_gradient_leaf)
+def _leaves(gradients: Gradients) -> list[Gradient]:
+    return jax.tree.leaves(gradients, is_leaf=is_gradient_leaf)
 
 
-# --- rows left out -----------------------------------------------------------------------
+def _not_finite(x: Gradient) -> jax.Array:
+    """Find the stored values that are nan or infinite, but those of padding and masked ones."""
+    if isinstance(x, MaskedTensor):
+        return x.valid & ~jnp.isfinite(stored_values(x.storage))
+    if not is_row_sparse(x):
+        return ~jnp.isfinite(x)
+    exists = x.flat().row_ids() < x.row_count
+    return trailing(exists, x.values.ndim) & ~jnp.isfinite(x.values)
 
 
 class DropNonfiniteState(NamedTuple):
@@ -299,41 +340,33 @@ def drop_nonfinite_rows() -> optax.GradientTransformation:
 
     def update(updates, state, params=None):
         check_state_type(state, DropNonfiniteState)
-        fit = Fit.of(updates, params)
-        updates = summed_rows(fit.gradients, fit.params)
-        leaves, structure = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
-        dropped, kept = state.dropped, []
-        for leaf in leaves:
-            rows, number = _finite(leaf)
+        updates, dropped, kept = _summed(updates, params), state.dropped, []
+        for x in _leaves(updates):
+            rows, number = _dropped(x)
             kept.append(rows)
-            dropped += counted(number, leaf, updates, params)
-        kept = noticed_as(leaves, kept)
+            dropped += counted(number, x, updates, params)
+        structure = jax.tree.structure(updates, is_leaf=is_gradient_leaf)
+        kept = noticed_as(_leaves(updates), kept)
         return structure.unflatten(kept), DropNonfiniteState(dropped)
 
     return optax.GradientTransformation(init, update)
 
 
-def _finite(x: Gradient) -> tuple[Gradient, jax.Array]:
+def _dropped(x: Gradient) -> tuple[Gradient, jax.Array]:
     """Return the gradient without what is not finite, and the number of rows left out."""
+    bad = _not_finite(x)
     if isinstance(x, MaskedTensor):
-        values = stored_values(x.storage)
-        bad = x.valid & ~jnp.isfinite(values)
-        return x.with_values(values, x.valid & ~bad), bad.sum(dtype=jnp.int32)
-    if not is_row_sparse(x):
-        x = jnp.asarray(x)
-        bad = _bad_rows(x)
-        kept = jnp.where(trailing(bad, x.ndim), jnp.zeros((), x.dtype), x)
+        kept = x.with_values(stored_values(x.storage), x.valid & ~bad)
         return kept, bad.sum(dtype=jnp.int32)
-    ids, bad = x.flat().row_ids(), _bad_rows(x.values)
-    number = jnp.sum(bad & (ids < x.row_count), dtype=jnp.int32)
+    bad = bad.any(axis=tuple(range(1, bad.ndim)))
+    number = bad.sum(dtype=jnp.int32)
     if isinstance(x, RoutedRows):
         return x.without(bad), number
-    ids = jnp.where(bad, x.row_count, ids)
-    return RowSparse(ids, x.values, x.shape, leading=x.leading), number
-
-
-def _bad_rows(x: jax.Array) -> jax.Array:
-    return ~jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim)))
+    if is_row_sparse(x):
+        ids = jnp.where(bad, x.row_count, x.flat().row_ids())
+        return _rows_like(x, ids, x.values, coalesced=False), number
+    x = jnp.asarray(x)
+    return jnp.where(trailing(bad, x.ndim), jnp.zeros((), x.dtype), x), number
 
 
 # --- bounds on the norms of rows ---------------------------------------------------------
@@ -370,23 +403,20 @@ def clip_by_row_norm(
     """
     _check(max_norm, ord)
 
-    def clip(updates: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
-        return jax.tree.map(clip_rows, updates)
-
-    def clip_rows(gradient: Gradient) -> jax.Array:
-        gradient = jnp.asarray(gradient)
-        return _bounded(gradient, max_norm, ord).astype(gradient.dtype)
-
-    lifted = lazy(optax.stateless(clip))
-
     def update(updates, state, params=None, **extra_args):
-        updates = as_gradients(updates)
-        # Only the optimizer takes a step of a deferred table: its gradient is clipped here.
-        params = None if has_deferred(params) else params
-        clipped, state = lifted.update(updates, state, params, **extra_args)
-        return jax.tree.map(masked_as, updates, clipped, is_leaf=is_gradient_leaf), state
+        gradients = _summed(updates, params)
+        clipped = [_clipped(x, max_norm, ord) for x in _leaves(gradients)]
+        structure = jax.tree.structure(gradients, is_leaf=is_gradient_leaf)
+        return structure.unflatten(noticed_as(_leaves(gradients), clipped)), state
 
-    return optax.GradientTransformationExtraArgs(lifted.init, update)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+def _clipped(x: Gradient, max_norm: Scalar, order: float) -> Gradient:
+    rows, valid = gradient_and_valid(x)
+    values = jnp.asarray(stored_values(rows))
+    clipped = with_stored_values(rows, _bounded(values, max_norm, order).astype(values.dtype))
+    return clipped if valid is None else joined(clipped, valid)
 
 
 def max_row_norm(

@@ -129,7 +129,6 @@ def multi_steps(
             f"jmask.multi_steps(tx, {every_k}, "
             "like=jax.eval_shape(jmask.grad(loss_fn), params, batch))."
         )
-    inner = optax.with_extra_args_support(inner)
     check_gradients(like, "like")
     like = jax.eval_shape(as_gradients, like)
 
@@ -141,8 +140,8 @@ def multi_steps(
 
     def accumulate(
         gradients: Gradients, state: OptState, params: Params
-    ) -> tuple[jax.Array, Gradients, PyTree]:
-        """Return whether to step, with the gradient so far, and what is kept of it."""
+    ) -> tuple[jax.Array, Gradients, OptState]:
+        """Return whether to step, with the gradient so far, and the new state."""
         gradients = as_gradients(gradients)
         check_state_type(state, MultiStepsState)
         _check_structure(gradients, like)
@@ -164,20 +163,15 @@ def multi_steps(
             accumulated,
             is_leaf=is_gradient_leaf,
         )
-        return last, noticed_as(gradients, total), accumulated
-
-    def finish(
-        state: OptState, inner_state: OptState, last: jax.Array, accumulated: PyTree
-    ) -> MultiStepsState:
-        accumulated = jax.tree.map(
+        kept = jax.tree.map(
             lambda x, zero: jnp.where(last, typed_like(zero, jax.typeof(x)), x),
             accumulated,
             empty(),
         )
         mini_step = jnp.where(last, 0, state.mini_step + 1)
-        return MultiStepsState(mini_step, accumulated, inner_state)
+        return last, noticed_as(gradients, total), MultiStepsState(mini_step, kept, None)
 
-    return guarded(inner, init, accumulate, finish)
+    return guarded(inner, init, accumulate)
 
 
 def _split(gradient: Gradient, shapes_only: bool = False) -> tuple[Gradient, Value]:
