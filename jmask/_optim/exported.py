@@ -1,11 +1,7 @@
 """Steps as files: `jax.export` of functions that take tables, tensors and optimizer states.
 
-    exported = jax.export.export(jax.jit(step))(params, opt_state, batch)
-    exported.serialize()
-
-A file holds the structure of arguments and results, so JAX has to know how to write what is
-static in each type of node. Here it is the text of Python literals, which can be read without
-running any code.
+A file holds the structure of arguments and results. What is static in a node is written there
+as the text of Python literals, which can be read without running any code.
 """
 
 import ast
@@ -17,13 +13,7 @@ from jax import export
 
 from jmask._deferred.closed_form import Form
 from jmask._deferred.table import DeferredTable
-from jmask._optim.adagrad import AdagradState
-from jmask._optim.adam import AdamState, RowCountAdamState
-from jmask._optim.ema import EmaState
-from jmask._optim.ftrl import FtrlState
-from jmask._optim.guards import DropNonfiniteState, SkipNonfiniteState
-from jmask._optim.microbatches import MultiStepsState, StoredEntries, StoredRows
-from jmask._optim.sgd import MomentumState, SgdState
+from jmask._optim import adagrad, adam, ema, ftrl, guards, microbatches, sgd
 from jmask._tables.packed import PackedTable
 from jmask._tables.shard_layout import Layout
 from jmask._tables.sharded import RoutedRows, ShardedTable
@@ -31,45 +21,7 @@ from jmask._tables.stored_table import NewTable
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse
 
-_STATES = (
-    AdagradState,
-    AdamState,
-    DropNonfiniteState,
-    EmaState,
-    FtrlState,
-    MomentumState,
-    MultiStepsState,
-    RowCountAdamState,
-    SgdState,
-    SkipNonfiniteState,
-    StoredEntries,
-    StoredRows,
-)
-
-
-def _register(
-    kind: type, to_literals: Callable[[Any], Any], from_literals: Callable[[Any], Any]
-) -> None:
-    export.register_pytree_node_serialization(
-        kind,
-        serialized_name=f"jmask.{kind.__name__}",
-        serialize_auxdata=lambda static: repr(to_literals(static)).encode(),
-        deserialize_auxdata=lambda text: from_literals(ast.literal_eval(text.decode())),
-    )
-
-
-def _unchanged(static: tuple[Any, ...]) -> Any:
-    return static
-
-
-def _deferred_to_literals(static: tuple[Any, ...]) -> Any:
-    shape, apart, form, made_for = static
-    return shape, apart, None if form is None else dataclasses.astuple(form), made_for
-
-
-def _deferred_from_literals(literals: tuple[Any, ...]) -> Any:
-    shape, apart, form, made_for = literals
-    return shape, apart, None if form is None else Form(*form), made_for
+Convert = Callable[[Any], Any]
 
 
 def _refuse(static: tuple[Any, ...]) -> Any:
@@ -81,15 +33,32 @@ def _refuse(static: tuple[Any, ...]) -> Any:
     )
 
 
-_register(MaskedTensor, _unchanged, _unchanged)
-_register(PackedTable, _unchanged, _unchanged)
-_register(
-    ShardedTable,
-    lambda static: (static[0].described(), static[1]),
-    lambda literals: (Layout.from_description(literals[0]), literals[1]),
-)
-_register(DeferredTable, _deferred_to_literals, _deferred_from_literals)
-for _kind in (RowSparse, RoutedRows, NewTable):
-    _register(_kind, _refuse, _unchanged)
-for _state in _STATES:
-    export.register_namedtuple_serialization(_state, serialized_name=f"jmask.{_state.__name__}")
+# For each node, what its static part is written as, and read from.
+_NODES: dict[type, tuple[Convert, Convert]] = {
+    MaskedTensor: (lambda x: x, lambda x: x),
+    PackedTable: (lambda x: x, lambda x: x),
+    ShardedTable: (
+        lambda x: (x[0].described(), *x[1:]),
+        lambda x: (Layout.from_description(x[0]), *x[1:]),
+    ),
+    DeferredTable: (
+        lambda x: (*x[:2], x[2] and dataclasses.astuple(x[2]), x[3]),
+        lambda x: (*x[:2], x[2] and Form(*x[2]), x[3]),
+    ),
+    **dict.fromkeys((RowSparse, RoutedRows, NewTable), (_refuse, _refuse)),
+}
+
+for _kind, (_write, _read) in _NODES.items():
+    export.register_pytree_node_serialization(
+        _kind,
+        serialized_name=f"jmask.{_kind.__name__}",
+        serialize_auxdata=lambda x, write=_write: repr(write(x)).encode(),
+        deserialize_auxdata=lambda text, read=_read: read(ast.literal_eval(text.decode())),
+    )
+
+for _module in (adagrad, adam, ema, ftrl, guards, microbatches, sgd):
+    for _kind in vars(_module).values():
+        if getattr(_kind, "__module__", None) == _module.__name__ and hasattr(_kind, "_fields"):
+            export.register_namedtuple_serialization(
+                _kind, serialized_name=f"jmask.{_kind.__name__}"
+            )

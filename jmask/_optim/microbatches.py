@@ -4,10 +4,7 @@
     microbatch 2    rows 7, 9          kept          no update
     microbatch 3    rows 1             kept          one step with the mean over rows 1 3 7 9
 
-Dense gradients are added up. The rows of sparse ones are put side by side, in buffers with the
-capacity of k microbatches, so that none is lost: inside `lazy`, `optax.MultiSteps` would forget
-the rows that the last microbatch does not touch, and is refused. Masked gradients add
-up their valid entries: an entry is valid in the sum where it is in any microbatch.
+Dense gradients, and their valid entries, are added up. Rows are put side by side.
 """
 
 from typing import NamedTuple
@@ -18,22 +15,13 @@ import optax
 from jax import lax
 
 from jmask._base.array_types import on_every_device, real_dtype, typed_like, wide
-from jmask._base.row_ids import id_dtype
-from jmask._base.types import (
-    DType,
-    Gradient,
-    Gradients,
-    OptState,
-    Params,
-    PyTree,
-    PyTreeDef,
-    Value,
-)
+from jmask._base.types import Gradient, Gradients, KeyPath, OptState, PyTreeDef
 from jmask._base.validation import check_flag, leaf_name
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._optim.guards import guarded
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._tensors.storage import stored_values, with_stored_values
 from jmask._updates.apply import noticed_as
 from jmask._updates.checks import (
     as_gradients,
@@ -45,31 +33,19 @@ from jmask._updates.checks import (
 from jmask._updates.state_rows import check_state_type
 
 
-class StoredRows(NamedTuple):
-    """The rows of the microbatches so far: ids (k n,), values (k n, *row), padding after."""
+class Accumulated(NamedTuple):
+    """Hold a sum, or rows (k n, *row) with their ids; and of masked ones what is valid."""
 
-    ids: jax.Array
     values: jax.Array
-
-
-class StoredEntries(NamedTuple):
-    """The masked gradients of the microbatches so far: as unmasked ones, and what is valid."""
-
-    gradient: Value
-    valid: jax.Array
+    ids: jax.Array | None
+    valid: jax.Array | None
 
 
 class MultiStepsState(NamedTuple):
-    """State of `multi_steps`.
-
-    Attributes:
-        mini_step: microbatches since the last step, int32.
-        accumulated: their gradients: sums, `StoredRows`, or `StoredEntries` of these.
-        inner_state: of the transformation.
-    """
+    """Hold microbatches since the last step, their gradients leaf by leaf, the inner state."""
 
     mini_step: jax.Array
-    accumulated: PyTree
+    accumulated: list[Accumulated]
     inner_state: OptState
 
 
@@ -85,24 +61,19 @@ def multi_steps(
     Args:
         inner: any transformation, `jmask.adam(...)` or `jmask.lazy(...)`.
         every_k: k, the number of microbatches.
-        like: the gradient of one microbatch or its shapes, from
-            `jax.eval_shape(jmask.grad(loss), params, batch)`: which leaves are row-sparse
-            or masked, and how many rows a microbatch has at most.
-        use_grad_mean: step with the mean of the k gradients rather than their sum. Where a
-            gradient is masked it counts as zero, and an entry that is masked in all k of
-            them is masked in the mean.
+        like: the gradient of the largest microbatch or its shapes,
+            `jax.eval_shape(jmask.grad(loss), params, batch)`.
+        use_grad_mean: step with the mean of the k gradients rather than their sum. A masked
+            entry counts as zero, and one that is masked in all k is masked in the mean.
 
     Returns:
         A transformation that returns no update (padding rows, zeros) but for every k-th
-        gradient. Its state holds k times the rows of a microbatch, and a sum for each dense
-        gradient.
+        gradient. Its state holds k times the rows of a microbatch.
 
     Raises:
         TypeError: if `like` is not given.
-        ValueError: if `every_k` is not positive; from `update`, if a gradient has more rows
-            than `like`, or is dense where that is sparse, or masked where that is not, or
-            the other way round; or if the state has rows for another `every_k`. (Of dense
-            gradients it may come from another: the step is then taken with what is there.)
+        ValueError: if `every_k` is not positive; from `update`, if a gradient has another kind
+            or dtype than `like`, or more rows, or if the state has rows for another `every_k`.
 
     References:
         `optax.MultiSteps`.
@@ -130,170 +101,121 @@ def multi_steps(
             "like=jax.eval_shape(jmask.grad(loss_fn), params, batch))."
         )
     check_gradients(like, "like")
-    like = jax.eval_shape(as_gradients, like)
+    likes, structure = jax.tree.flatten(
+        jax.eval_shape(as_gradients, like), is_leaf=is_gradient_leaf
+    )
+    rooms = [jax.eval_shape(_parts, x) for x in likes]
 
-    def empty() -> PyTree:
-        return jax.tree.map(lambda x: _empty(x, every_k), like, is_leaf=is_gradient_leaf)
+    def empty() -> list[Accumulated]:
+        return [_empty(x, room, every_k) for x, room in zip(likes, rooms, strict=True)]
 
     def init(params: optax.Params) -> MultiStepsState:
         return MultiStepsState(jnp.zeros((), jnp.int32), empty(), inner.init(params))
 
-    def accumulate(
-        gradients: Gradients, state: OptState, params: Params
-    ) -> tuple[jax.Array, Gradients, OptState]:
-        """Return whether to step, with the gradient so far, and the new state."""
-        gradients = as_gradients(gradients)
+    def accumulate(updates, state, params):
         check_state_type(state, MultiStepsState)
-        _check_structure(gradients, like)
-        _check_buffers(state.accumulated, jax.eval_shape(empty))
-        accumulated = jax.tree.map(
-            lambda x, kept, new: _added(x, kept, new, state.mini_step),
-            like,
-            state.accumulated,
-            gradients,
-            is_leaf=is_gradient_leaf,
-        )
+        updates = as_gradients(updates)
+        gradients = _checked(updates, likes, rooms, structure)
+        if jax.eval_shape(lambda: state.accumulated) != jax.eval_shape(empty):
+            raise ValueError(
+                "`state.accumulated` was made for another `every_k` or `like`. Change them "
+                "where `state.mini_step` is 0, and take `inner_state` over: "
+                "tx.init(params)._replace(inner_state=state.inner_state)."
+            )
+        step, old = state.mini_step, state.accumulated
+        new = [_added(*x, step) for x in zip(gradients, rooms, old, strict=True)]
         # A state may come from a run with a larger k, whose microbatches are to count alike.
-        last = state.mini_step >= every_k - 1
-        number = jnp.where(last, state.mini_step + 1, every_k)
-        number = number if use_grad_mean else jnp.ones_like(number)
-        total = jax.tree.map(
-            lambda x, kept: _as_gradient(x, kept, number),
-            like,
-            accumulated,
-            is_leaf=is_gradient_leaf,
-        )
-        kept = jax.tree.map(
-            lambda x, zero: jnp.where(last, typed_like(zero, jax.typeof(x)), x),
-            accumulated,
-            empty(),
-        )
-        mini_step = jnp.where(last, 0, state.mini_step + 1)
-        return last, noticed_as(gradients, total), MultiStepsState(mini_step, kept, None)
+        last = step >= every_k - 1
+        divisor = step + 1 if use_grad_mean else jnp.ones_like(step)
+        mean = [_as_gradient(*x, divisor) for x in zip(likes, new, strict=True)]
+        reset = lambda x, zero: jnp.where(last, typed_like(zero, jax.typeof(x)), x)
+        kept = jax.tree.map(reset, new, empty())
+        state = MultiStepsState(jnp.where(last, 0, step + 1), kept, None)
+        return last, noticed_as(updates, structure.unflatten(mean)), state
 
     return guarded(inner, init, accumulate)
 
 
-def _split(gradient: Gradient, shapes_only: bool = False) -> tuple[Gradient, Value]:
-    """Return rows or an array, and the valid entries if the gradient is masked, else None."""
-    if not isinstance(gradient, MaskedTensor):
-        return gradient, None
-    if shapes_only:
-        return jax.eval_shape(gradient_and_valid, gradient)
-    return gradient_and_valid(gradient)
+def _parts(x: Gradient) -> Accumulated:
+    rows, valid = gradient_and_valid(x) if isinstance(x, MaskedTensor) else (x, None)
+    ids = rows.flat().row_ids() if is_row_sparse(rows) else None
+    return Accumulated(jnp.asarray(stored_values(rows)), ids, valid)
 
 
-def _empty(like: Gradient, every_k: int) -> PyTree:
-    like, valid = _split(like, shapes_only=True)
-    count = every_k if is_row_sparse(like) else 1
-    kept: PyTree
-    if is_row_sparse(like):
-        ids = jnp.full((count * like.nse,), like.row_count, id_dtype(like.row_count))
-        kept = StoredRows(ids, jnp.zeros((*ids.shape, *like.row), like.dtype))
-    else:
-        kept = jnp.zeros(like.shape, like.dtype)
-    if valid is None:
-        return kept
-    return StoredEntries(kept, jnp.zeros((count * valid.shape[0], *valid.shape[1:]), bool))
+def _empty(like: Gradient, room: Accumulated, every_k: int) -> Accumulated:
+    count = 1 if room.ids is None else every_k
+    size = lambda x: (count * x.shape[0], *x.shape[1:]) if x.shape else ()
+    zeros = jax.tree.map(lambda x: jnp.zeros(size(x), x.dtype), room)
+    if room.ids is None:
+        return zeros
+    return zeros._replace(
+        ids=jnp.full_like(zeros.ids, getattr(like, "storage", like).row_count)
+    )
 
 
-def _added(like: Gradient, kept: PyTree, gradient: Gradient, mini_step: jax.Array) -> PyTree:
-    like, _ = _split(like, shapes_only=True)
-    gradient, valid = _split(gradient)
-
+def _added(
+    gradient: Gradient, room: Accumulated, kept: Accumulated, step: jax.Array
+) -> Accumulated:
     def put(kept: jax.Array, new: jax.Array) -> jax.Array:
-        """Put the rows of a microbatch into the buffer at its place."""
+        if room.ids is None:
+            return kept | new if new.dtype == bool else kept + new.astype(kept.dtype)
         # What `init` made outside jit is on no mesh, and knows no sharding of a table.
-        like_new = jax.typeof(new)
-        new, kept = (on_every_device(x, like_new) for x in (new.astype(kept.dtype), kept))
-        return lax.dynamic_update_slice_in_dim(kept, new, mini_step * like.nse, 0)
+        like = jax.typeof(new)
+        new, kept = (on_every_device(x, like) for x in (new.astype(kept.dtype), kept))
+        return lax.dynamic_update_slice_in_dim(kept, new, step * room.ids.shape[0], 0)
 
-    def added(kept: PyTree) -> PyTree:
-        if not is_row_sparse(like):
-            return kept + gradient.astype(kept.dtype)
-        ids = gradient.flat().row_ids()
-        return StoredRows(put(kept.ids, ids), put(kept.values, gradient.values))
-
-    if valid is None:
-        return added(kept)
-    valid = put(kept.valid, valid) if is_row_sparse(like) else kept.valid | valid
-    return StoredEntries(added(kept.gradient), valid)
+    return jax.tree.map(put, kept, _parts(gradient))
 
 
-def _as_gradient(like: Gradient, kept: PyTree, number: jax.Array) -> Gradient:
-    """Return what `number` microbatches have accumulated, divided by it."""
-    like, valid = _split(like, shapes_only=True)
-    if valid is not None:
-        kept, valid = kept
-    if not is_row_sparse(like):
-        total = kept * _inverse(number, kept.dtype)
-        return total if valid is None else joined(total, valid)
-    rows = RowSparse(kept.ids, kept.values, like.shape, leading=like.leading).widened()
-    rows = rows.with_values(rows.values * _inverse(number, rows.dtype))
-    if valid is None:
-        return rows
-    often = rows.with_values(valid.astype(jnp.int32)).coalesce()
-    return joined(rows.coalesce(), often.values > 0)
+def _as_gradient(like: Gradient, kept: Accumulated, divisor: jax.Array) -> Gradient:
+    """Return what has accumulated as a gradient, divided in float32 at least."""
+    x: Gradient = kept.values
+    if kept.ids is not None:
+        leading = getattr(like, "storage", like).leading
+        x = RowSparse(kept.ids, x, like.shape, leading=leading).widened()
+    inverse = (1 / divisor.astype(wide(real_dtype(x.dtype)))).astype(x.dtype)
+    x = with_stored_values(x, stored_values(x) * inverse)
+    if kept.valid is None:
+        return x
+    if kept.ids is None:
+        return joined(x, kept.valid)
+    often = x.with_values(kept.valid.astype(jnp.int32)).coalesce()
+    return joined(x.coalesce(), often.values > 0)
 
 
-def _inverse(number: jax.Array, dtype: DType) -> jax.Array:
-    # In float32 at least, and in float64 for float64.
-    return (1 / number.astype(wide(real_dtype(dtype)))).astype(dtype)
-
-
-def _check_structure(gradients: Gradients, like: Gradients) -> None:
-    leaves = jax.tree.leaves_with_path(gradients, is_leaf=is_gradient_leaf)
-    expected = jax.tree.leaves_with_path(like, is_leaf=is_gradient_leaf)
-    if [path for path, _ in leaves] != [path for path, _ in expected]:
-        names = [
-            ", ".join(leaf_name(tree, path) for path, _ in nodes)
-            for tree, nodes in (("updates", leaves), ("like", expected))
-        ]
+def _checked(
+    updates: Gradients, likes: list[Gradient], rooms: list[Accumulated], structure: PyTreeDef
+) -> list[Gradient]:
+    """Return the leaves of a gradient, which must be as those of `like`."""
+    leaves: list[tuple[KeyPath, Gradient]] = jax.tree.leaves_with_path(
+        updates, is_leaf=is_gradient_leaf
+    )
+    given: PyTreeDef = jax.tree.structure(updates, is_leaf=is_gradient_leaf)
+    if given != structure:
         raise ValueError(
             "`updates` must have the structure of `like`, the gradient multi_steps was made "
-            f"for: got {names[0]}, expected {names[1]}. (nnx.Optimizer gives the "
-            "transformation nnx.as_pure(nnx.state(grads)): give that as `like`.)"
+            f"for: got {given}, expected {structure}. (nnx.Optimizer gives the transformation "
+            "nnx.as_pure(nnx.state(grads)): give that as `like`.)"
         )
-    for (path, x), (_, y) in zip(leaves, expected, strict=True):
-        name = f"`updates{jax.tree_util.keystr(path)}`"
-        rows, room = (_split(gradient, shapes_only=True)[0] for gradient in (x, y))
-        kinds = [
-            (isinstance(gradient, MaskedTensor), getattr(stored, "leading", None), x.shape)
-            for gradient, stored in ((x, rows), (y, room))
-        ]
-        if kinds[0] != kinds[1]:
+    for (path, x), like, room in zip(leaves, likes, rooms, strict=True):
+        rows = jax.eval_shape(_parts, x)
+        fits = x.shape == like.shape and jnp.promote_types(x.dtype, like.dtype) == like.dtype
+        fits = fits and jax.tree.structure(rows) == jax.tree.structure(room)
+        # Of as many dimensions: rows of a table, or entries of it, at most those of `like`.
+        sizes = rows.values.shape, room.values.shape
+        fits = fits and len(sizes[0]) == len(sizes[1])
+        has_room = room.ids is None or sizes[0][:1] <= sizes[1][:1]
+        if not (fits and has_room):
             raise ValueError(
-                f"{name} is {_described(x)}, but `like` has {_described(y)} there: make "
-                "multi_steps with the gradient of a microbatch."
+                f"{leaf_name('updates', path)} is {_described(x)}, but `like` has "
+                f"{_described(like)} there: make multi_steps with the gradient of a "
+                "microbatch, as it is given, and of the largest one."
             )
-        if jnp.promote_types(x.dtype, y.dtype) != y.dtype:
-            raise ValueError(
-                f"{name} is {x.dtype}, but `like` has {y.dtype} there, which would round what "
-                "comes together: make multi_steps with the gradient as it is given."
-            )
-        if is_row_sparse(rows) and rows.nse > room.nse:
-            raise ValueError(
-                f"{name} has {rows.nse} rows, but `like` has room for {room.nse} in a "
-                "microbatch: give the `like` of the largest one."
-            )
+    return [x for _, x in leaves]
 
 
-def _check_buffers(kept: PyTree, expected: PyTree) -> None:
-    shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in (kept, expected)]
-    trees: list[PyTreeDef] = [jax.tree.structure(tree) for tree in (kept, expected)]
-    if trees[0] != trees[1] or shapes[0] != shapes[1]:
-        raise ValueError(
-            "`state.accumulated` was made for another `every_k` or another `like`: it has "
-            f"arrays of shapes {shapes[0]}, expected {shapes[1]}. Change them where "
-            "`state.mini_step` is 0, and take `inner_state` over: "
-            "tx.init(params)._replace(inner_state=state.inner_state)."
-        )
-
-
-def _described(gradient: Gradient) -> str:
-    if is_row_sparse(gradient):
-        return repr(gradient)
-    kind = "dense"
-    if isinstance(gradient, MaskedTensor):
-        kind = f"a MaskedTensor on {gradient.stype} storage"
-    return f"{kind}, {gradient.dtype}{list(gradient.shape)}"
+def _described(x: Gradient) -> str:
+    if is_row_sparse(x):
+        return repr(x)
+    kind = f"a MaskedTensor on {x.stype} storage" if isinstance(x, MaskedTensor) else "dense"
+    return f"{kind}, {x.dtype}{list(x.shape)}"
