@@ -1,10 +1,7 @@
 """Optimizer states of torch, in and out: a run goes on where the other library left it.
 
-    torch SparseAdam    exp_avg, exp_avg_sq, step        jmask.adam       mu, nu, count
-    torch Adagrad       sum, step                        jmask.adagrad    sum_of_squares, count
-
-Only mappings and arrays are read and written, so torch need not be installed. torch counts
-the steps of each parameter, jmask the steps of the optimizer: in full steps they agree.
+torch SparseAdam    exp_avg, exp_avg_sq, step        jmask.adam       mu, nu, count
+torch Adagrad       sum, step                        jmask.adagrad    sum_of_squares, count
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,17 +9,17 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
-from jmask._base.types import HostArray, Key, KeyPath, OptState, PyTree, Shape
+from jmask._base.types import HostArray, Key, OptState, PyTree
+from jmask._base.validation import leaf_name
 from jmask._optim.adagrad import AdagradState
 from jmask._optim.adam import AdamState
 from jmask._updates.state_rows import states_of
 
-# For each field of a state the key that torch gives it.
-_KEYS: dict[type, dict[str, str]] = {
-    AdamState: {"mu": "exp_avg", "nu": "exp_avg_sq"},
-    AdagradState: {"sum_of_squares": "sum"},
+# The fields of a state after `count`, by the keys that torch gives them.
+_KEYS: dict[type, tuple[str, ...]] = {
+    AdamState: ("exp_avg", "exp_avg_sq"),
+    AdagradState: ("sum",),
 }
 
 
@@ -32,23 +29,16 @@ def from_torch_state(
     """Return the state of `adam` or `adagrad` with the numbers of a torch optimizer.
 
     Args:
-        state: from `tx.init(params)`; the state of the optimizer may stand inside others, as
-            of `optax.chain` or `jmask.skip_nonfinite`.
+        state: from `tx.init(params)`, possibly inside others, as of `optax.chain`.
         torch_state: `optimizer.state_dict()`, or the "state" in it: for each parameter, by
             its number, a mapping of arrays or CPU tensors.
-        order: for each leaf of the parameters, in the order of `jax.tree.leaves`, its key in
-            `torch_state`, which may have more. By default 0, 1, ..., where these are all keys
-            and no two parameters have one shape: torch numbers parameters as a module names
-            them, and `jax.tree.leaves` sorts the keys of a dict.
-
-    Returns:
-        The state, dtypes kept.
+        order: the key in `torch_state` of each leaf of the parameters, in the order of
+            `jax.tree.leaves`. By default 0, 1, ..., where no two parameters have one shape.
 
     Raises:
-        TypeError: if `torch_state` is no mapping of mappings of arrays.
-        ValueError: if `state` holds no state or several of these optimizers, a parameter or an
-            array is missing or too many (as with `amsgrad`), shapes differ, `order` is needed,
-            steps are no counts, or the parameters took different numbers of them.
+        TypeError: if `torch_state` is no mapping of mappings of numbers.
+        ValueError: if `state` does not hold one such state, keys or shapes differ, or the
+            parameters took different numbers of steps.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, jmask
@@ -58,57 +48,58 @@ def from_torch_state(
         >>> state.count, state.sum_of_squares["t"].ravel()
         (Array(7, dtype=int32), Array([2., 2., 2.], dtype=float32))
     """
-    optimizer_state, keys = _only_state(state)
-    torch_state = _checked_mapping(torch_state)
-    paths = jax.tree.leaves_with_path(optimizer_state[1])
-    numbers = _checked_order(order, len(paths))
-    if order is None:
-        _check_unambiguous(torch_state, [(jnp.shape(x), path) for path, x in paths])
-    missing = [number for number in numbers if number not in torch_state]
-    if missing:
-        raise ValueError(
-            f"`torch_state` has no parameter {missing[0]!r}, only {list(torch_state)}: say "
-            "which is which by `order`."
+    old, keys = _only_state(state)
+    entries = torch_state.get("state", torch_state) if isinstance(torch_state, Mapping) else 0
+    if not isinstance(entries, Mapping) or not all(
+        isinstance(x, Mapping) for x in entries.values()
+    ):
+        raise TypeError(
+            "`torch_state` must be `optimizer.state_dict()`, or the mapping from numbers of "
+            f"parameters to mappings of arrays in it, got {type(torch_state).__name__}."
         )
-    for number in numbers:
-        unknown = sorted(set(map(str, torch_state[number])) - {"step", *keys.values()})
-        if unknown:
+    leaves = jax.tree.leaves_with_path(old[1])
+    numbers = _checked_order(order, len(leaves))
+    is_ambiguous = len({x.shape for _, x in leaves}) < len(leaves) or len(entries) > len(leaves)
+    if order is None and is_ambiguous:
+        raise ValueError(
+            "`order` must be given: torch numbers parameters in its own order, "
+            f"{list(entries)}, and shapes do not tell them apart. List the number of each leaf."
+        )
+    for number, (path, like) in zip(numbers, leaves, strict=True):
+        of_torch = {k: np.asarray(x) for k, x in entries.get(number, {}).items()}
+        shapes = {k: x.shape for k, x in of_torch.items()}
+        expected = {"step": (), **dict.fromkeys(keys, like.shape)}
+        if shapes != expected:
             raise ValueError(
-                f"parameter {number!r} of `torch_state` has {unknown[0]!r}, which `state` has "
-                "no place for: is it of another optimizer, or of one with `amsgrad`?"
+                f"parameter {number!r} of `torch_state`, for {leaf_name('params', path)}, has "
+                f"{shapes}, expected {expected}: is it of another optimizer, or one with "
+                "`amsgrad`? Say which is which by `order`."
             )
-    steps = {number: _steps(torch_state[number], number) for number in numbers}
-    if len(set(steps.values())) > 1:
-        raise ValueError(
-            f"the parameters of `torch_state` took different numbers of steps, {steps}, and "
-            "jmask counts those of the optimizer: convert them separately."
-        )
-
-    def loaded(key: str, slot: PyTree) -> PyTree:
-        leaves, structure = jax.tree.flatten(slot)
-        arrays = []
-        for number, (path, _), old in zip(numbers, paths, leaves, strict=True):
-            array = _array(torch_state[number], key, number)
-            if array.shape != old.shape:
-                raise ValueError(
-                    f"{key!r} of parameter {number!r} in `torch_state` has shape "
-                    f"{array.shape}, but params{jax.tree_util.keystr(path)} needs {old.shape}."
+        for key, x in of_torch.items():
+            if x.dtype.kind not in "iuf" and not jnp.issubdtype(x.dtype, jnp.floating):
+                raise TypeError(
+                    f"{key!r} of parameter {number!r} in `torch_state` must be real numbers, "
+                    f"got {x.dtype}."
                 )
-            arrays.append(jnp.asarray(array, old.dtype))
-        return jax.tree.unflatten(structure, arrays)
-
-    fields = {
-        field: loaded(key, getattr(optimizer_state, field)) for field, key in keys.items()
-    }
-    # torch counts the steps of each parameter, jmask those of the optimizer: all are equal by
-    # now, and an optimizer without parameters has taken none.
-    count = jnp.asarray(max(steps.values(), default=0), optimizer_state.count.dtype)
-    new = optimizer_state._replace(count=count, **fields)
-    return jax.tree.map(
-        lambda x: new if x is optimizer_state else x,
-        state,
-        is_leaf=lambda x: x is optimizer_state,
-    )
+    steps = {float(np.asarray(entries[n]["step"])) for n in numbers} or {0.0}
+    (count, *others) = steps
+    if others or not (count >= 0 and count.is_integer()):
+        raise ValueError(
+            f"'step' in `torch_state` must be one number of steps for all parameters, got "
+            f"{sorted(steps)}."
+        )
+    slots = [
+        jax.tree.unflatten(
+            jax.tree.structure(slot),
+            [
+                jnp.asarray(np.asarray(entries[n][key]), x.dtype)
+                for n, x in zip(numbers, jax.tree.leaves(slot), strict=True)
+            ],
+        )
+        for key, slot in zip(keys, old[1:], strict=True)
+    ]
+    new = type(old)(jnp.asarray(count, old.count.dtype), *slots)
+    return jax.tree.map(lambda x: new if x is old else x, state, is_leaf=lambda x: x is old)
 
 
 def to_torch_state(
@@ -116,58 +107,47 @@ def to_torch_state(
 ) -> dict[Key, dict[str, HostArray]]:
     """Return what `from_torch_state` reads: for each parameter its step and arrays, as NumPy's.
 
-    To load it, put it into a state_dict of the torch optimizer:
-
-        whole = optimizer.state_dict()
-        whole["state"] = {
-            i: {k: torch.as_tensor(v) for k, v in x.items()}
-            for i, x in jmask.to_torch_state(state).items()
-        }
-        optimizer.load_state_dict(whole)
+    It goes, as tensors, into the "state" of the `state_dict()` of the torch optimizer.
 
     Args:
         state: of `adam` or `adagrad`, possibly inside others.
         order: the key that each leaf of the parameters gets; 0, 1, ... by default.
 
     Raises:
-        ValueError: if `state` holds no state or several of these optimizers.
+        ValueError: if `state` holds no state or several of these optimizers, or one number for
+            each row.
 
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> jmask.to_torch_state(jmask.adagrad(0.1).init(jnp.ones(2)))
         {0: {'step': array(0., dtype=float32), 'sum': array([0., 0.], dtype=float32)}}
     """
-    optimizer_state, keys = _only_state(state)
-    columns = {
-        key: jax.tree.leaves(getattr(optimizer_state, field)) for field, key in keys.items()
-    }
-    numbers = _checked_order(order, len(next(iter(columns.values()))))
+    old, keys = _only_state(state)
+    step = np.asarray(old.count, np.float32)
+    columns = [jax.tree.leaves(slot) for slot in old[1:]]
+    numbers = _checked_order(order, len(columns[0]))
+    # torch keeps the arrays it is given and writes into them.
     return {
-        number: {
-            "step": np.asarray(optimizer_state.count, np.float32),
-            # torch keeps the arrays it is given and writes into them.
-            **{key: np.array(leaves[i]) for key, leaves in columns.items()},
-        }
-        for i, number in enumerate(numbers)
+        number: {"step": step.copy(), **dict(zip(keys, map(np.array, slots), strict=True))}
+        for number, slots in zip(numbers, zip(*columns, strict=True), strict=True)
     }
 
 
-def _only_state(state: OptState) -> tuple[OptState, dict[str, str]]:
-    """Return the state of the optimizer, and for each of its fields the key of torch."""
+def _only_state(state: OptState) -> tuple[OptState, tuple[str, ...]]:
+    """Return the state of the optimizer, and the keys of torch for what follows its count."""
     states = states_of(tuple(_KEYS), state)
     if len(states) != 1:
         raise ValueError(
             f"`state` must hold one state of jmask.adam or jmask.adagrad, found {len(states)} "
             f"in {jax.tree.structure(state)}."
         )
-    keys = _KEYS[type(states[0])]
-    shapes = [list(map(jnp.shape, jax.tree.leaves(getattr(states[0], x)))) for x in keys]
-    if any(shape != shapes[0] for shape in shapes):
+    shapes = [list(map(jnp.shape, jax.tree.leaves(slot))) for slot in states[0][1:]]
+    if any(x != shapes[0] for x in shapes):
         raise ValueError(
             "`state` has one number for each row, as jmask.rowwise_adam's, and torch has no "
             "such optimizer: it must be of jmask.adam or jmask.adagrad."
         )
-    return states[0], keys
+    return states[0], _KEYS[type(states[0])]
 
 
 def _checked_order(order: Sequence[Key] | None, count: int) -> list[Key]:
@@ -179,63 +159,3 @@ def _checked_order(order: Sequence[Key] | None, count: int) -> list[Key]:
             f"`order` must name each of the {count} parameters once, got {numbers}."
         )
     return numbers
-
-
-def _checked_mapping(torch_state: object) -> Mapping[Key, PyTree]:
-    if isinstance(torch_state, Mapping):
-        # A whole state_dict has its numbers under "state", beside "param_groups".
-        states = torch_state.get("state", torch_state)
-        if isinstance(states, Mapping) and all(isinstance(x, Mapping) for x in states.values()):
-            return states
-    raise TypeError(
-        "`torch_state` must be `optimizer.state_dict()`, or the mapping from numbers of "
-        f"parameters to mappings of arrays in it, got {type(torch_state).__name__}."
-    )
-
-
-def _check_unambiguous(
-    torch_state: Mapping[Key, PyTree], leaves: Sequence[tuple[Shape, KeyPath]]
-) -> None:
-    """Refuse to go by numbers where parameters may be taken for each other."""
-    if len(torch_state) > len(leaves):
-        raise ValueError(
-            f"`torch_state` has {len(torch_state)} parameters, {list(torch_state)}, and the "
-            f"optimizer {len(leaves)}: say by `order` which are meant."
-        )
-    first: dict[Shape, KeyPath] = {}
-    for shape, path in leaves:
-        # Parameters of different shapes cannot be taken for each other: shapes are checked
-        # later.
-        if first.setdefault(shape, path) is not path:
-            names = [f"params{jax.tree_util.keystr(x)}" for x in (first[shape], path)]
-            raise ValueError(
-                f"`order` must be given: {names[0]} and {names[1]} both have shape {shape}, "
-                "and torch numbers parameters in its own order. List the number of each leaf, "
-                "in the order of jax.tree.leaves(params)."
-            )
-
-
-def _steps(entries: Mapping[str, ArrayLike], number: object) -> int:
-    step = _array(entries, "step", number)
-    is_number = not step.ndim and step.dtype.kind in "iuf" and np.isfinite(step)
-    if not is_number or step < 0 or step != np.floor(step):
-        raise ValueError(
-            f"'step' of parameter {number!r} in `torch_state` must be a number of steps, got "
-            f"{entries['step']!r}."
-        )
-    return int(step)
-
-
-def _array(entries: Mapping[str, ArrayLike], key: str, number: object) -> HostArray:
-    if key not in entries:
-        raise ValueError(
-            f"parameter {number!r} of `torch_state` has no {key!r}, only {list(entries)}: is "
-            "it of another optimizer?"
-        )
-    array = np.asarray(entries[key])
-    if array.dtype.kind not in "iuf" and not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(
-            f"{key!r} of parameter {number!r} in `torch_state` must be an array of real "
-            f"numbers, got {type(entries[key]).__name__} of {array.dtype}."
-        )
-    return array
