@@ -97,7 +97,7 @@ class Bench:
         Not optax, whose dense updates also move the rows that are not in the batch.
         """
         for task, loss in losses.items():
-            how = {"who": ours.who, "pages": ours.pages, "without": ours.without}
+            how = {"who": ours.who, "without": ours.without}
             same_work = replace(task, **how) == ours and task.who != "optax"
             if not same_work or losses[ours] is None:
                 continue

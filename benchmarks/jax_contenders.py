@@ -80,10 +80,7 @@ def _step(tx: optax.GradientTransformation, task: Task, value_and_grad: Callable
 def _table_and_state(tx: optax.GradientTransformation, task: Task) -> Any:
     start = START if task.work in PROGRAMS else 1.0
     table = jnp.full((task.rows, task.width), start)
-    place = (table, tx.init(table))
-    if task.pages == "huge":
-        jmask.huge_pages(place)
-    return place
+    return table, tx.init(table)
 
 
 def jmask_step(task: Task, rate: float) -> Step:

@@ -63,11 +63,11 @@ _IN_WORDS = {"bags": "bags", "DLRM": "DLRM, whole step"}
 
 @dataclass(frozen=True)
 class Task:
-    """Who does what on which ids, and in which pages of memory.
+    """Who does what on which ids.
 
-    `ids` is one of "uniform", "Zipf" and "unique", and `pages` of "small" and "huge". XLA
-    allocates the temporaries of a step "together" or "apart". `without` names a way around
-    what XLA does slowly, of `tricks.py`, that is left out.
+    `ids` is one of "uniform", "Zipf" and "unique". XLA allocates the temporaries of a step
+    "together" or "apart". `without` names a way around what XLA does slowly, of `tricks.py`,
+    that is left out.
     """
 
     who: str = "jmask"
@@ -77,7 +77,6 @@ class Task:
     width: int = 64
     lookups: int = 8192
     ids: str = "uniform"
-    pages: str = "small"
     temporaries: str = "together"
     without: str = ""
     tables: int = 1
@@ -156,7 +155,6 @@ GOALS: dict[tuple[Task, Task], float] = {
         (replace(_UPDATE, optimizer="momentum"), {"who": "C loop"}, 1.3),
         (_DENSE, {"who": "optax"}, 1.05),
         (Task(rows=10_000_000), {"rows": 1_000_000}, 1.3),
-        (Task(rows=10_000_000, pages="huge"), {"rows": 1_000_000}, 1.3),
         (Task(ids="Zipf"), {"ids": "uniform"}, 1.1),
         (_DEFERRED, {"work": "step"}, 1.3),
         (_DEFERRED, {"who": "optax", "work": "step"}, 0.1),
@@ -212,8 +210,6 @@ def comparisons(quick: bool, rounds: int) -> list[Comparison]:
     # Adam on 10^7 rows of 64 is 7.7 GB: one of them at a time, beside our step on 10^6 rows.
     largest = Task(rows=10_000_000)
     found.append(Comparison(largest, (REFERENCE,), rounds))
-    in_huge_pages = replace(largest, pages="huge")
-    found.append(Comparison(in_huge_pages, (replace(REFERENCE, pages="huge"),), rounds))
     found.append(Comparison(REFERENCE, (replace(largest, who="torch"),), rounds))
     # What the machine itself takes more for rows of a larger table.
     in_c = [replace(_UPDATE, who="C loop", rows=rows) for rows in (10_000_000, 1_000_000)]
@@ -252,8 +248,7 @@ def _deferred(rounds: int) -> list[Comparison]:
 
 def _tricks(rounds: int) -> list[Comparison]:
     """What each way around XLA gains."""
-    in_huge_pages = Task(rows=4_000_000, pages="huge")
-    found = [Comparison(in_huge_pages, (replace(in_huge_pages, pages="small"),), rounds)]
+    found = []
     for ours, names in (
         (REFERENCE, ("fast gather",)),
         (_MANY, ("fast gather",)),
@@ -321,7 +316,6 @@ def _differences(task: Task, usual: Task) -> list[str]:
         "width": "D = {}",
         "lookups": "n = {:,}",
         "ids": "{} ids",
-        "pages": "{} pages",
         "temporaries": "temporaries {}",
         "without": "without {}",
         "tables": "{} tables",

@@ -46,7 +46,6 @@ from jmask._optim.microbatches import multi_steps as multi_steps
 from jmask._optim.sgd import sgd as sgd
 from jmask._optim.torch_state import from_torch_state as from_torch_state
 from jmask._optim.torch_state import to_torch_state as to_torch_state
-from jmask._tables.huge_pages import huge_pages as huge_pages
 from jmask._tables.packed import PackedTable as PackedTable
 from jmask._tables.packed import packed as packed
 from jmask._tables.plain_arrays import from_arrays as from_arrays

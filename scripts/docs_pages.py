@@ -49,7 +49,7 @@ PAGES = {
         "Embeddings and tables",
         """embedding_lookup embedding_bag pad_bags PaddedBags renormalize packed PackedTable
         sharded ShardedTable deferred DeferredTable to_deferred
-        from_deferred huge_pages""",
+        from_deferred""",
     ),
 }
 # Members of classes that users call: others are for the library itself. Other classes show all.

@@ -1,4 +1,4 @@
-"""A bridge to SparseCore: `jmask.sparsecore`, whose page has the layout of its tables."""
+"""A bridge to SparseCore: `jmask.sparsecore`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,8 +21,8 @@ class RowOptimizer:
 
     Attributes:
         computation: (grad, row, *slots, *hyperparameters) -> (row, *slots), arrays (1, D).
-        slots: the names of the slots with their values before the first step.
-        hyperparameters: the number of steps done -> scalars that change from step to step.
+        slots: values before the first step, by name.
+        hyperparameters: steps done -> scalars that change from step to step.
     """
 
     computation: Callable[..., tuple[jax.Array, ...]]
@@ -31,15 +31,11 @@ class RowOptimizer:
 
 
 def row_optimizer(tx: optax.GradientTransformation) -> RowOptimizer:
-    """Return a named optimizer of jmask as a function of rows.
-
-    Args:
-        tx: `jmask.sgd`, `adam`, `adagrad` or `ftrl`, with `lazy_update`.
+    """Return `jmask.sgd`, `adam`, `adagrad` or `ftrl` as a function of rows.
 
     Raises:
         TypeError: if it is another transformation.
-        ValueError: if it keeps one number for each row (`rowwise_adagrad`, `rowwise_adam`):
-            SparseCore's slots have the shape of the table.
+        ValueError: if it keeps one number for each row, as `rowwise_adagrad`.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -79,11 +75,7 @@ def row_optimizer(tx: optax.GradientTransformation) -> RowOptimizer:
 
 
 def optimizer_spec(tx: optax.GradientTransformation, name: str = "jmask") -> Any:
-    """Return the optimizer as a `CustomOptimizerSpec` of jax-tpu-embedding, for a `TableSpec`.
-
-    Args:
-        tx: as in `row_optimizer`.
-        name: what its variables are called.
+    """Return a `CustomOptimizerSpec` of jax-tpu-embedding, whose variables have this name.
 
     Raises:
         ImportError: if jax-tpu-embedding is not installed.
@@ -112,13 +104,9 @@ def optimizer_spec(tx: optax.GradientTransformation, name: str = "jmask") -> Any
 
 
 def to_cores(table: jax.Array, cores: int) -> jax.Array:
-    """Return a table (V, D) as SparseCore keeps it: (cores, rows of a core, columns), float32.
+    """Return a table (V, D), or a slot, in blocks (cores, rows of a core, columns), float32.
 
-    Rows and columns are padded with zeros to multiples of 8. Slots are converted alike.
-
-    Args:
-        table (V, D): floating.
-        cores: S, the number of cores of all devices.
+    Rows and columns are padded with zeros to multiples of 8.
 
     Example:
         >>> import jax.numpy as jnp
@@ -137,7 +125,7 @@ def to_cores(table: jax.Array, cores: int) -> jax.Array:
 
 
 def from_cores(blocks: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Return the table of the given shape from what `to_cores` made of it.
+    """Return the table of the given shape: undo `to_cores`.
 
     Example:
         >>> import jax.numpy as jnp

@@ -6,5 +6,4 @@ sharded         rows sharded over the devices of a mesh, and gradients routed to
 shard_layout    where each row of a sharded table is, and how rows travel
 deferral        what the sub-packages before `_deferred` know of deferred tables
 plain_arrays    tensors and tables as the arrays that checkpoints keep, and back
-huge_pages      tables in large pages of memory, on CPUs
 """
