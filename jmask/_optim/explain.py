@@ -87,11 +87,10 @@ class ParameterStep:
 
     def cells(self) -> tuple[str, ...]:
         """Return its row in the printed table."""
-        rows = "row" if self.nse == 1 else "rows"
-        gradient = f"row-sparse, {self.nse:,} {rows}" if self.is_sparse else "dense"
-        touched = in_bytes(self.touched)
-        if self.is_sparse and self.touched:
-            touched += f", {self.factor:,.0f}x less"
+        gradient, touched = "dense", in_bytes(self.touched)
+        if self.nse is not None:
+            gradient = f"row-sparse, {self.nse:,} row{'s' * (self.nse != 1)}"
+            touched += f", {self.factor:,.0f}x less" if self.touched else ""
         return (self.name, self.array, in_bytes(self.nbytes), gradient, touched)
 
 
@@ -109,35 +108,28 @@ class Explanation:
 
     def __getitem__(self, name: str) -> ParameterStep:
         """Return the parameter of this name."""
-        named = [p for p in self.parameters if p.name == name]
-        if not named:
-            names = ", ".join(repr(p.name) for p in self.parameters)
-            raise KeyError(f"no parameter {name!r}; there are {names}")
-        return named[0]
+        named = {p.name: p for p in self.parameters}
+        if name not in named:
+            raise KeyError(f"no parameter {name!r}; there are {', '.join(map(repr, named))}")
+        return named[name]
 
     def __iter__(self) -> Iterator[str]:
         """Return the names of the parameters, as a dict does."""
         return iter([p.name for p in self.parameters])
 
     def __repr__(self) -> str:
-        size = in_bytes(sum(p.nbytes for p in self.parameters))
-        touched = in_bytes(sum(p.touched for p in self.parameters))
-        total = ("total", "", size, "", touched)
-        rows = [_HEADS, *(p.cells() for p in self.parameters), total]
+        sums = (sum(getattr(p, x) for p in self.parameters) for x in ("nbytes", "touched"))
+        size, touched = map(in_bytes, sums)
+        cells = [p.cells() for p in self.parameters]
+        rows = [_HEADS, *cells, ("total", "", size, "", touched)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = []
-        notes = ("", *(p.note for p in self.parameters), "")
+        notes, lines = ["", *(p.note for p in self.parameters), ""], []
         for row, note in zip(rows, notes, strict=True):
-            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            lines.append("  ".join(cells).rstrip())
-            if note:
-                lines += [f"    {line}" for line in _in_lines(note)]
+            lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
+            # Names and paths stay in one piece.
+            wrapped = textwrap.wrap(note, 80, break_long_words=False, break_on_hyphens=False)
+            lines += [f"    {line}" for line in wrapped]
         return "\n".join([*lines, *self.notes])
-
-
-def _in_lines(note: str) -> list[str]:
-    # Names and paths stay in one piece.
-    return textwrap.wrap(note, 80, break_long_words=False, break_on_hyphens=False)
 
 
 def explain(
@@ -151,15 +143,13 @@ def explain(
     """Say of every parameter whether its gradient is row-sparse, what a step costs, and why.
 
     It is what `jmask.value_and_grad(loss_fn)(params, *batch)` would do, found from shapes
-    alone: nothing is computed, and `jax.ShapeDtypeStruct` may stand for any array. The
-    report is printed; in an interactive session, where the returned object shows itself, it
-    is not printed too.
+    alone. The report is printed, but in an interactive session, which shows the result.
 
     Args:
         loss_fn: a function returning a scalar, or (scalar, aux) with `has_aux`.
-        params: its first argument, which is differentiated: a tree of floating arrays or
-            their shapes, `PackedTable` and `ShardedTable`.
-        *batch: its other arguments: arrays, shapes, or anything else.
+        params: its first argument, which is differentiated: a tree of floating arrays and
+            tables, or their shapes.
+        *batch: its other arguments: arrays, `jax.ShapeDtypeStruct`, or anything else.
         has_aux: whether `loss_fn` returns auxiliary data with the scalar.
         platform: "cpu", "gpu" or "tpu", on which the step will run; `jax.default_backend()` by
             default. For a TPU the result says which tables a step copies.
@@ -196,19 +186,14 @@ def explain(
             "jmask.explain(loss_fn, params, *batch)."
         )
     check_parameters(params)
-    if platform is None:
-        platform = jax.default_backend()
-    else:
-        checked_choice(platform, "platform", PLATFORMS)
+    platform = jax.default_backend() if platform is None else platform
+    checked_choice(platform, "platform", PLATFORMS)
     model = model_of(params)
     loss_fn, params = function_of_parameters(loss_fn, {0: model}), model.parameters
     gradients, uses, reports = _traced(loss_fn, params, batch, has_aux, kwargs)
-    leaves = jax.tree.leaves_with_path(params, is_leaf=is_stored_table)
     reported = {report.shape for report in reports}
-    steps = [
-        _step(path, leaf, gradient, leaf_uses, reported, platform)
-        for (path, leaf), gradient, leaf_uses in zip(leaves, gradients, uses, strict=True)
-    ]
+    leaves = jax.tree.leaves_with_path(params, is_leaf=is_stored_table)
+    steps = [_step(*x, reported, platform) for x in zip(leaves, gradients, uses, strict=True)]
     explained = {step.shape for step in steps if step.note}
     others = [_with_place(r.message, r.place) for r in reports if r.shape not in explained]
     explanation = Explanation(tuple(steps), tuple(dict.fromkeys(others)))
@@ -225,16 +210,14 @@ def _traced(
     kwargs: Options,
 ) -> tuple[list[Gradient], list[list[Use]], list[Fallback]]:
     """Return, for each parameter, its gradient's kind and its uses; and all fallbacks."""
-    shapes = jax.tree.map(abstract_leaf, params)
     # Shapes become tracers; all else reaches the function as it is, as under value_and_grad.
     others, structure = jax.tree.flatten((batch, kwargs))
-    shapes_of_batch = {
-        i: x for i, x in enumerate(others) if isinstance(x, jax.ShapeDtypeStruct)
-    }
+    given = {i: x for i, x in enumerate(others) if isinstance(x, jax.ShapeDtypeStruct)}
+    shapes = jax.tree.map(abstract_leaf, params), given
     gradients: list[Gradient] = []
 
     def arguments(traced: dict[int, jax.Array]) -> tuple[tuple[PyTree, ...], Options]:
-        return jax.tree.unflatten(structure, [traced.get(i, x) for i, x in enumerate(others)])
+        return structure.unflatten([traced.get(i, x) for i, x in enumerate(others)])
 
     def differentiate(params: Params, traced: dict[int, jax.Array]) -> None:
         args, keywords = arguments(traced)
@@ -249,45 +232,43 @@ def _traced(
         result = loss_fn(params, *args, **keywords)
         return result[0] if has_aux else result
 
-    # Only shapes: nothing is computed, and a table that does not fit in memory can be
-    # explained.
     with collected() as reports:
-        jax.eval_shape(differentiate, shapes, shapes_of_batch)
-    # The loss is traced once more by itself: in its gradient program lookups have become
-    # scatters.
+        jax.eval_shape(differentiate, *shapes)
+    # Once more by itself: in the gradient program lookups have become scatters.
     with collected():
-        jaxpr = jax.make_jaxpr(value)(shapes, shapes_of_batch).jaxpr
-    uses_of_arrays = iter(uses_of_inputs(jaxpr))
-    uses: list[list[Use]] = []
+        uses = iter(uses_of_inputs(jax.make_jaxpr(value)(*shapes).jaxpr))
+    of_leaves: list[list[Use]] = []
     for leaf in jax.tree.leaves(params, is_leaf=is_stored_table):
-        uses_of_leaf = [next(uses_of_arrays) for _ in jax.tree.leaves(leaf)]
-        uses.append([] if is_stored_table(leaf) else uses_of_leaf[0])
-    return gradients, uses, reports
+        of_leaf = [next(uses) for _ in jax.tree.leaves(leaf)]
+        of_leaves.append([] if is_stored_table(leaf) else of_leaf[0])
+    return gradients, of_leaves, reports
 
 
 def _step(
-    path: KeyPath,
-    leaf: Table,
+    parameter: tuple[KeyPath, Table],
     gradient: Gradient,
     uses: list[Use],
-    shapes: set[Shape | None],
+    reported: set[Shape | None],
     platform: str,
 ) -> ParameterStep:
+    path, leaf = parameter
     stored = is_stored_table(leaf)
     arrays: list[Shaped] = jax.tree.leaves(jax.tree.map(abstract_leaf, leaf))
     array: Shaped = leaf if stored else arrays[0]
     shape, dtype = tuple(array.shape), jnp.dtype(array.dtype)
-    described = f"{dtype}[{', '.join(map(str, shape))}]"
     is_rows = is_row_sparse(gradient) or (isinstance(gradient, RowSum) and gradient.is_rows)
     nse, leading = (gradient.nse, gradient.leading) if is_rows else (None, 1)
     flat = _flat(shape, leading)
-    notes = [_note(flat, gradient, nse, uses, shape in shapes)]
+    is_zero = isinstance(gradient, RowSum) and gradient.is_zero
+    note = _note(flat, nse, uses, is_zero, shape in reported)
     if platform == "tpu" and nse and not stored and has_narrow_rows(flat):
         table = "table" if leading == 1 else f"table.reshape{flat}"
-        notes.append(
+        copied = (
             "a TPU copies the table in each step, or keeps it transposed, since its rows are "
             f"not lines of 128 entries: `jmask.packed({table})` keeps them in such lines"
         )
+        note = "; ".join(filter(None, (note, copied)))
+    described = f"{dtype}[{', '.join(map(str, shape))}]"
     return ParameterStep(
         name=jax.tree_util.keystr(path, simple=True, separator=".") or "params",
         array=f"{type(leaf).__name__} {described}" if stored else described,
@@ -295,7 +276,7 @@ def _step(
         dtype=dtype,
         nbytes=sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays),
         nse=nse,
-        note="; ".join(filter(None, notes)),
+        note=note,
         leading=leading,
     )
 
@@ -306,37 +287,28 @@ def _flat(shape: Shape, leading: int) -> Shape:
 
 
 def _note(
-    shape: Shape,
-    gradient: Gradient,
-    nse: int | None,
-    uses: list[Use],
-    is_reported: bool,
+    shape: Shape, nse: int | None, uses: list[Use], is_zero: bool, is_reported: bool
 ) -> str:
     """Say why the gradient of a parameter is dense, or large."""
-    others = (use for use in uses if not use.is_lookup)
-    every = dict.fromkeys(
-        _with_place(f"`{x.primitive}` needs all of it", x.place) for x in others
-    )
-    needs = " and ".join(list(every)[:2])
-    if nse == 0:
-        return "not looked up: no row is touched"
+    lookups, others = ([use for use in uses if use.is_lookup is kind] for kind in (True, False))
+    whole = [_with_place(f"`{x.primitive}` needs all of it", x.place) for x in others]
+    needs = " and ".join(list(dict.fromkeys(whole))[:2])
+    notes = {
+        "not looked up: no row is touched": nse == 0,
+        f"the rows came from an array as large as the table: {needs}": (
+            nse and needs and is_reported
+        ),
+        # De-duplication is all that a lazy step adds.
+        "as many rows as the table has: `jmask.densify()` in place of jmask.lazy would update "
+        "all of them, at no more cost": nse and nse >= shape[0],
+    }
     if nse is not None:
-        notes = []
-        if needs and is_reported:
-            notes.append(f"the rows came from an array as large as the table: {needs}")
-        # With as many rows as the table has, de-duplication is all that a lazy step adds.
-        if nse >= shape[0]:
-            notes.append(
-                "as many rows as the table has: `jmask.densify()` in place of jmask.lazy would "
-                "update all of them, at no more cost"
-            )
-        return "; ".join(notes)
-    if isinstance(gradient, RowSum) and gradient.is_zero:
+        return "; ".join(note for note, holds in notes.items() if holds)
+    if is_zero:
         return (
             "not used: a gradient of dense zeros, with which momentum and weight decay update "
             "all of it; leave it out of what is differentiated"
         )
-    lookups = [use for use in uses if use.is_lookup]
     if is_multiplied_alone(uses):
         return _with_place(MULTIPLIED, uses[0].place)
     if not lookups or not shape:
@@ -348,5 +320,4 @@ def _note(
 def _with_place(text: str, place: Place | None) -> str:
     if place is None:
         return text
-    here = os.getcwd() + os.sep
-    return f"{text} ({place.file.removeprefix(here)}:{place.line})"
+    return f"{text} ({place.file.removeprefix(os.getcwd() + os.sep)}:{place.line})"
