@@ -31,6 +31,7 @@ from jmask._base.types import (
     Options,
     Params,
     PyTree,
+    PyTreeDef,
     Shape,
     Shaped,
     Table,
@@ -211,7 +212,8 @@ def _traced(
 ) -> tuple[list[Gradient], list[list[Use]], list[Fallback]]:
     """Return, for each parameter, its gradient's kind and its uses; and all fallbacks."""
     # Shapes become tracers; all else reaches the function as it is, as under value_and_grad.
-    others, structure = jax.tree.flatten((batch, kwargs))
+    structure: PyTreeDef = jax.tree.structure((batch, kwargs))
+    others = jax.tree.leaves((batch, kwargs))
     given = {i: x for i, x in enumerate(others) if isinstance(x, jax.ShapeDtypeStruct)}
     shapes = jax.tree.map(abstract_leaf, params), given
     gradients: list[Gradient] = []

@@ -12,7 +12,6 @@ A step that is not taken is a step of padding: it has no control flow, and copie
 """
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,15 +23,15 @@ from jax.extend.core import Var
 from jmask._base.array_types import added, joint_dtype, trailing, wide
 from jmask._base.fallback import muted
 from jmask._base.types import (
-    Atom,
     Function,
     Gradient,
     Gradients,
-    Options,
     OptState,
     Params,
     PyTree,
+    PyTreeDef,
     Scalar,
+    Table,
 )
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
@@ -62,8 +61,8 @@ class Guard(OnePassTransformation):
     """A transformation that takes a step of an inner one only where a predicate holds.
 
     Attributes:
-        step_if: (predicate, gradients, state, params, extra arguments or None to apply) ->
-            (updates or new parameters, state).
+        step_if: (predicate of a guard around it, gradients, state, params, extra arguments, or
+            None to apply) -> (updates, or new parameters, and state).
     """
 
     step_if: Function
@@ -71,90 +70,94 @@ class Guard(OnePassTransformation):
 
 def guarded(
     inner: optax.GradientTransformation,
-    init: optax.TransformInitFn,
+    init: Function,
     decide: Callable[[Gradients, OptState, Params], tuple[jax.Array, Gradients, OptState]],
 ) -> Guard:
     """Return a transformation that takes a step of `inner` where `decide` says so.
 
     Args:
-        inner: elsewhere it gives no update, and its state keeps its bits.
         init: makes a named tuple with an `inner_state`.
         decide: (gradients, state, params) -> (whether to take a step, the gradients for it,
             the new state but for `inner_state`).
     """
-    inner = optax.with_extra_args_support(inner) if not isinstance(inner, Guard) else inner
+    inner = optax.with_extra_args_support(inner)
+    inner_if = inner.step_if if isinstance(inner, Guard) else _step_if(inner)
 
-    def step_if(taken, gradients, state, params, extra):
-        here, gradients, outer = decide(gradients, state, params)
-        result, inner_state = _step_if(
-            taken & here, inner, gradients, state.inner_state, params, extra
-        )
-        new, old = (x._replace(inner_state=None) for x in (outer, state))
-        new = jax.tree.map(functools.partial(_where, taken), new, old)
+    def step_if(allowed, gradients, state, params, extra):
+        take, gradients, new = decide(gradients, state, params)
+        take = take & allowed
+        result, inner_state = inner_if(take, gradients, state.inner_state, params, extra)
+        new, old = (x._replace(inner_state=None) for x in (new, state))
+        new = jax.tree.map(functools.partial(_where, allowed), new, old)
         return result, new._replace(inner_state=inner_state)
 
     def update(updates, state, params=None, **extra_args):
         return step_if(True, updates, state, params, extra_args)
 
+    def apply(grads, state, params):
+        return step_if(True, grads, state, params, None)
+
     guard = Guard(init, update)
-    guard.step_if = step_if
-    guard.apply_gradients = lambda *args: step_if(True, *args, None)
-    guard.inner = inner
+    guard.apply_gradients = apply
+    guard.step_if, guard.inner = step_if, inner
     return guard
 
 
-def _step_if(
-    take: jax.Array,
-    inner: optax.GradientTransformationExtraArgs,
-    gradients: Gradients,
-    state: OptState,
-    params: Params,
-    extra: Options | None,
-) -> tuple[PyTree, OptState]:
-    """Take a step of any transformation where `take`; see `Guard.step_if`."""
-    if isinstance(inner, Guard):
-        return inner.step_if(take, gradients, state, params, extra)
+def _step_if(inner: optax.GradientTransformationExtraArgs) -> Function:
+    """Return what `Guard.step_if` is, for a transformation that is no guard."""
 
-    def step(gradients: Gradients, params: Params, state: OptState) -> tuple[PyTree, OptState]:
+    def step_if(take, gradients, state, params, extra):
+        def step(gradients, params, state):
+            if extra is None:
+                return apply_gradients(inner, gradients, state, params)
+            with advising_lazy("inner", gradients):
+                return inner.update(gradients, state, params, **extra)
+
+        padded = noticed_as(gradients, _at_leaves(lambda x: _where_kept(take, x), gradients))
+        result, new_state = step(padded, params, state)
+        tables = jax.tree.leaves((params, state), is_leaf=is_stored_table)
+        # Containers have no such shapes, and are changed in the rows of a gradient alone.
+        is_plain = not any(map(is_stored_table, tables))
+        bare = _at_leaves(_without_rows, padded) if is_plain else padded
         if extra is None:
-            return apply_gradients(inner, gradients, state, params)
-        with advising_lazy("inner", gradients):
-            return inner.update(gradients, state, params, **extra)
+            new, old = (result, new_state), (params, state)
+            return _selected(take, new, old, functools.partial(step, bare))
+        without = lambda state: step(bare, params, state)[1]
+        (new_state,) = _selected(take, (new_state,), (state,), without)
+        deferred, keep = filter(is_deferred, tables), functools.partial(_where, take)
 
+        def update(x: Gradient) -> Gradient:
+            if isinstance(x, NewTable):
+                return NewTable(jax.tree.map(keep, x.table, next(deferred)))
+            return _where_kept(take, x, -0.0)  # changes nothing: -0.0 + 0.0 would be 0.0
+
+        return _at_leaves(update, result), new_state
+
+    return step_if
+
+
+def _at_leaves(function: Function, tree: Gradients) -> Gradients:
     is_leaf = lambda x: is_gradient_leaf(x) or isinstance(x, NewTable)
-    at_leaves = functools.partial(jax.tree.map, is_leaf=is_leaf)
-    padded = noticed_as(gradients, at_leaves(lambda x: _padded(take, x, 0.0), gradients))
-    result, new_state = step(padded, params, state)
-    # Containers have no such shapes, and are changed in the rows of a gradient alone.
-    tables = jax.tree.leaves((params, state), is_leaf=is_stored_table)
-    bare = padded if any(map(is_stored_table, tables)) else at_leaves(_without_rows, padded)
-    if extra is None:
-        step_of_none = functools.partial(step, bare)
-        return _selected(take, (result, new_state), (params, state), step_of_none)
-    (new_state,) = _selected(take, (new_state,), (state,), lambda x: step(bare, params, x)[1])
-    deferred = filter(is_deferred, tables)
-
-    def update(x: Gradient) -> Gradient:
-        if isinstance(x, NewTable):
-            return NewTable(
-                jax.tree.map(functools.partial(_where, take), x.table, next(deferred))
-            )
-        return _padded(take, x, -0.0)  # changes nothing when added: -0.0 + 0.0 would be 0.0
-
-    return at_leaves(update, result), new_state
+    return jax.tree.map(function, tree, is_leaf=is_leaf)
 
 
-def _padded(take: jax.Array, x: Gradient, zero: float) -> Gradient:
-    """Return a gradient where `take`, elsewhere one of padding, masked entries, or `zero`."""
-    if not is_gradient_leaf(x):
-        return jnp.where(take, x, jnp.asarray(zero, jnp.result_type(x)))
-    storage = x.storage if isinstance(x, MaskedTensor) else x
-    values = stored_values(storage)
-    values = jnp.where(take, values, jnp.zeros_like(values))
+def _where_kept(keep: jax.Array, x: Gradient, zero: float = 0.0) -> Gradient:
+    """Return a gradient where `keep`, elsewhere padding, masked entries, or `zero`.
+
+    Args:
+        keep: a scalar, or one for each row; of a masked gradient, for each entry.
+    """
+    if isinstance(x, RoutedRows):
+        return x.without(~keep)
+    values = stored_values(x.storage if isinstance(x, MaskedTensor) else x)
+    other = jnp.asarray(zero, jnp.result_type(values))
+    values = jnp.where(trailing(keep, values.ndim) if keep.ndim else keep, values, other)
     if isinstance(x, MaskedTensor):
-        return x.with_values(values, x.valid & take)
-    ids = jnp.where(take, x.flat().row_ids(), x.row_count)
-    return _rows_like(x, ids, values, coalesced=x.coalesced)
+        return x.with_values(values, x.valid & keep)
+    if not is_row_sparse(x):
+        return values
+    ids = jnp.where(keep, x.flat().row_ids(), x.row_count)
+    return _rows_like(x, ids, values, x.coalesced and not keep.ndim)
 
 
 def _without_rows(x: Gradient) -> Gradient:
@@ -162,12 +165,10 @@ def _without_rows(x: Gradient) -> Gradient:
         return joined(_without_rows(x.storage), x.valid[:0])
     if not is_row_sparse(x):
         return x
-    return _rows_like(x, x.flat().row_ids()[:0], x.values[:0], coalesced=x.coalesced)
+    return _rows_like(x, x.flat().row_ids()[:0], x.values[:0], x.coalesced)
 
 
-def _rows_like(
-    x: RowSparse, ids: jax.Array, values: jax.Array, *, coalesced: bool
-) -> RowSparse:
+def _rows_like(x: RowSparse, ids: jax.Array, values: jax.Array, coalesced: bool) -> RowSparse:
     return RowSparse.from_rows(ids, values, x.shape, coalesced=coalesced, leading=x.leading)
 
 
@@ -181,51 +182,38 @@ def _selected(take: jax.Array, new: PyTree, old: PyTree, bare: Function) -> PyTr
     """
     with muted():
         jaxpr = jax.make_jaxpr(bare)(*old).jaxpr
-    made_of = {
-        eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "reshape"
-    }
-
-    def origin(v: Atom) -> Atom:
+    reshapes = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reshape")
+    made_of = {eqn.outvars[0]: eqn.invars[0] for eqn in reshapes}
+    are_tables = []
+    for x, v in zip(jaxpr.invars, jaxpr.outvars[-len(jaxpr.invars) :], strict=False):
         while isinstance(v, Var) and v in made_of:
             v = made_of[v]
-        return v
-
-    outputs = jaxpr.outvars[-len(jaxpr.invars) :] if jaxpr.invars else ()
-    are_tables = [origin(v) is x for x, v in zip(jaxpr.invars, outputs, strict=True)]
-    start = 0
-    for x in jax.tree.leaves(old, is_leaf=is_stored_table):
-        count = len(jax.tree.leaves(x))
-        if is_stored_table(x) and not is_deferred(x):
-            are_tables[start : start + count] = [True] * count
-        start += count
-    leaves, structure = jax.tree.flatten(new)
-    leaves = [
-        x if is_table else _where(take, x, y)
-        for is_table, x, y in zip(are_tables, leaves, jax.tree.leaves(old), strict=True)
+        are_tables.append(v is x)
+    kinds = [
+        is_stored_table(x) and not is_deferred(x)
+        for x in jax.tree.leaves(old, is_leaf=is_stored_table)
+        for _ in jax.tree.leaves(x)
     ]
-    return structure.unflatten(leaves)
+    structure: PyTreeDef = jax.tree.structure(new)
+    columns = zip(are_tables, kinds, *map(jax.tree.leaves, (new, old)), strict=True)
+    return structure.unflatten(
+        [x if table or kind else _where(take, x, y) for table, kind, x, y in columns]
+    )
 
 
 def _where(take: jax.Array | bool, new: jax.Array, old: jax.Array) -> jax.Array:
-    """Return `new` where `take`, else `old`, in the dtype that holds both."""
+    """Return `new` where `take`, else `old` in the dtype that the step has made of it."""
     if take is True:
         return new
-    if jnp.result_type(new) == jnp.result_type(old):
-        return jnp.where(take, new, old)
-    dtype = joint_dtype(new, old)
-    return jnp.where(take, jnp.asarray(new, dtype), jnp.asarray(old, dtype))
+    new, old = jnp.asarray(new), jnp.asarray(old)
+    return jnp.where(take, new, old if old.dtype == new.dtype else old.astype(new.dtype))
 
 
 # --- steps that are not taken, and rows left out -----------------------------------------
 
 
 class SkipNonfiniteState(NamedTuple):
-    """State of `skip_nonfinite`.
-
-    Attributes:
-        skipped: how many steps were not taken, int32.
-        inner_state: of the transformation.
-    """
+    """State of `skip_nonfinite`: how many steps were not taken, int32, and the inner state."""
 
     skipped: jax.Array
     inner_state: OptState
@@ -238,14 +226,10 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
         inner: any transformation, `jmask.adam(...)` or `jmask.lazy(...)`.
 
     Returns:
-        A transformation whose state counts in `skipped` the steps not taken; a skipped step
-        does not advance the count of `inner` either. It looks at the rows of the batch, those
-        of equal ids summed, not at tables. `jmask.apply_gradients` keeps the one pass of a
-        named optimizer.
-
-        In a `shard_map` no device takes the step where one has such a gradient. Only where
-        all parameters are arrays that differ from device to device, by their types
-        (`check_vma=True`), each device decides for its own.
+        A transformation whose state counts in `skipped` the steps not taken. It looks at the
+        rows of the batch, those of equal ids summed, and a step stays one pass. In a
+        `shard_map` no device takes the step where one has such a gradient; only where all
+        parameters differ from device to device, by their types, each decides for its own.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -263,10 +247,12 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
     def decide(updates, state, params):
         check_state_type(state, SkipNonfiniteState)
         gradients = _summed(updates, params)
-        bad = [jnp.any(_not_finite(x)) for x in _leaves(gradients)]
-        finite = ~functools.reduce(operator.or_, bad, jnp.zeros((), bool))
+        leaves = jax.tree.leaves(gradients, is_leaf=is_gradient_leaf)
+        finite = jnp.ones((), bool)
+        for x in leaves:
+            finite &= ~jnp.any(_not_finite(x))
         finite = agreed(finite, gradients, params)
-        if any(isinstance(x, RoutedRows) for x in _leaves(gradients)):
+        if any(isinstance(x, RoutedRows) for x in leaves):
             gradients = updates  # rows are routed to the shards once more
         skipped = state.skipped + (~finite).astype(state.skipped.dtype)
         return finite, gradients, SkipNonfiniteState(skipped, None)
@@ -281,20 +267,20 @@ def _summed(updates: Gradients, params: Params) -> Gradients:
     are as these take them, nan where they do not fit.
     """
     fit = Fit.of(updates, params)
-    gradients, structure = jax.tree.flatten(
-        with_wide_rows(fit.gradients), is_leaf=is_gradient_leaf
-    )
-    tables = [None] * len(gradients)
-    if any(map(is_stored_table, jax.tree.leaves(fit.params, is_leaf=is_stored_table))):
-        tables = structure.flatten_up_to(fit.params)
-    for i, (x, table) in enumerate(zip(gradients, tables, strict=True)):
+    tables = jax.tree.leaves(fit.params, is_leaf=is_stored_table)
+    rest = (fit.params,) if any(map(is_stored_table, tables)) else ()
+
+    def taken(x: Gradient, table: Table = None) -> Gradient:
         x = fitted(table, x) if is_stored_table(table) else x
-        gradients[i] = summed(x) if is_row_sparse(x) else x
-    return structure.unflatten(gradients)
+        return summed(x) if is_row_sparse(x) else x
+
+    gradients = with_wide_rows(fit.gradients)
+    return jax.tree.map(taken, gradients, *rest, is_leaf=is_gradient_leaf)
 
 
-def _leaves(gradients: Gradients) -> list[Gradient]:
-    return jax.tree.leaves(gradients, is_leaf=is_gradient_leaf)
+def _mapped(function: Function, gradients: Gradients) -> Gradients:
+    """Map over leaves; what was reported to be dense is not reported again."""
+    return noticed_as(gradients, jax.tree.map(function, gradients, is_leaf=is_gradient_leaf))
 
 
 def _not_finite(x: Gradient) -> jax.Array:
@@ -316,15 +302,14 @@ class DropNonfiniteState(NamedTuple):
 def drop_nonfinite_rows() -> optax.GradientTransformation:
     """Leave rows with a nan or an infinity out of the gradient.
 
-    One bad example then costs the rows it looked up their step, and nothing else. In a
-    `RowSparse` such a row counts as not touched: parameter and state keep their bits. In a
-    dense gradient its entries become zero, and in a `MaskedTensor` bad entries are masked.
+    One bad example then costs the rows it looked up their step, and nothing else: a row of a
+    `RowSparse` counts as not touched, one of a dense gradient becomes zero, and entries of a
+    `MaskedTensor` are masked.
 
     Returns:
         A transformation to chain before an optimizer, outside of `jmask.lazy`, whose state
-        counts the rows (of a masked gradient, the entries) left out. In a `shard_map` those
-        of all devices count; of an array whose type does not say whether it is the same on
-        all of them (`check_vma=False`), the most that one device leaves out.
+        counts the rows (of a masked gradient, the entries) left out, in a `shard_map` on all
+        devices; without `check_vma`, the most that one device leaves out.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -340,14 +325,15 @@ def drop_nonfinite_rows() -> optax.GradientTransformation:
 
     def update(updates, state, params=None):
         check_state_type(state, DropNonfiniteState)
-        updates, dropped, kept = _summed(updates, params), state.dropped, []
-        for x in _leaves(updates):
+        gradients, numbers = _summed(updates, params), []
+
+        def kept(x: Gradient) -> Gradient:
             rows, number = _dropped(x)
-            kept.append(rows)
-            dropped += counted(number, x, updates, params)
-        structure = jax.tree.structure(updates, is_leaf=is_gradient_leaf)
-        kept = noticed_as(_leaves(updates), kept)
-        return structure.unflatten(kept), DropNonfiniteState(dropped)
+            numbers.append(counted(number, x, gradients, params))
+            return rows
+
+        gradients = _mapped(kept, gradients)
+        return gradients, DropNonfiniteState(sum(numbers, state.dropped))
 
     return optax.GradientTransformation(init, update)
 
@@ -355,18 +341,8 @@ def drop_nonfinite_rows() -> optax.GradientTransformation:
 def _dropped(x: Gradient) -> tuple[Gradient, jax.Array]:
     """Return the gradient without what is not finite, and the number of rows left out."""
     bad = _not_finite(x)
-    if isinstance(x, MaskedTensor):
-        kept = x.with_values(stored_values(x.storage), x.valid & ~bad)
-        return kept, bad.sum(dtype=jnp.int32)
-    bad = bad.any(axis=tuple(range(1, bad.ndim)))
-    number = bad.sum(dtype=jnp.int32)
-    if isinstance(x, RoutedRows):
-        return x.without(bad), number
-    if is_row_sparse(x):
-        ids = jnp.where(bad, x.row_count, x.flat().row_ids())
-        return _rows_like(x, ids, x.values, coalesced=False), number
-    x = jnp.asarray(x)
-    return jnp.where(trailing(bad, x.ndim), jnp.zeros((), x.dtype), x), number
+    bad = bad if isinstance(x, MaskedTensor) else bad.any(axis=tuple(range(1, bad.ndim)))
+    return _where_kept(~bad, x), bad.sum(dtype=jnp.int32)
 
 
 # --- bounds on the norms of rows ---------------------------------------------------------
@@ -379,16 +355,15 @@ def clip_by_row_norm(
     """Scale down rows of the gradient whose norm exceeds `max_norm`.
 
     One example with a huge loss then moves the rows it looked up by a bounded amount and no
-    others, which clipping by the global norm cannot do. Rows are along axis 0 of every
-    leaf; equal indices of a `RowSparse` are added first.
+    others. Rows are along axis 0 of every leaf; those of equal ids are added first.
 
     Args:
         max_norm: positive; a number or a (traced) scalar.
         ord: the order of the norm, 1, 2 or inf.
 
     Returns:
-        A transformation to chain before any other, inside `jmask.lazy` or outside. What is
-        masked in a gradient counts as zero in the norm of its row, and stays masked.
+        A transformation to chain before any other, inside `jmask.lazy` or outside. Masked
+        entries count as zero in the norm of their row, and stay masked.
 
     Raises:
         ValueError: if `max_norm` is a number that is not positive, or `ord` is below 1.
@@ -403,20 +378,17 @@ def clip_by_row_norm(
     """
     _check(max_norm, ord)
 
+    def clipped(x: Gradient) -> Gradient:
+        rows, valid = gradient_and_valid(x)
+        values = jnp.asarray(stored_values(rows))
+        values = _bounded(values, max_norm, ord).astype(values.dtype)
+        rows = with_stored_values(rows, values)
+        return rows if valid is None else joined(rows, valid)
+
     def update(updates, state, params=None, **extra_args):
-        gradients = _summed(updates, params)
-        clipped = [_clipped(x, max_norm, ord) for x in _leaves(gradients)]
-        structure = jax.tree.structure(gradients, is_leaf=is_gradient_leaf)
-        return structure.unflatten(noticed_as(_leaves(gradients), clipped)), state
+        return _mapped(clipped, _summed(updates, params)), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
-
-
-def _clipped(x: Gradient, max_norm: Scalar, order: float) -> Gradient:
-    rows, valid = gradient_and_valid(x)
-    values = jnp.asarray(stored_values(rows))
-    clipped = with_stored_values(rows, _bounded(values, max_norm, order).astype(values.dtype))
-    return clipped if valid is None else joined(clipped, valid)
 
 
 def max_row_norm(
@@ -426,22 +398,18 @@ def max_row_norm(
     """Keep the rows of the parameters within `max_norm`.
 
     Last in a chain, it changes the updates so that the rows they touch come out with at most
-    that norm. Rows that are not touched stay, whatever their norm.
-
-    The updates of a masked gradient are arrays or rows without a mask, -0.0 where it was: of
-    these every entry is touched. With masked gradients put the optimizer and this into one
-    `jmask.lazy`, which knows the mask: `jmask.lazy(optax.chain(optax.sgd(1.0), ...))`.
+    that norm. Updates of a masked gradient have no mask, so that it would touch every entry:
+    put the optimizer and this into one `jmask.lazy(optax.chain(...))`, which knows the mask.
 
     Args:
-        max_norm: positive; a number or a (traced) scalar.
-        ord: the order of the norm, 1, 2 or inf.
+        max_norm, ord: as in `clip_by_row_norm`.
 
     Returns:
         A transformation that needs `params`. Restrict it to tables by `optax.masked`: of a
         parameter of one dimension every entry is a row.
 
     Raises:
-        ValueError: if `max_norm` is a number that is not positive, or `ord` is below 1.
+        ValueError: as `clip_by_row_norm`.
 
     References:
         The `max_norm` of torch's Embedding, which acts before the lookup instead.

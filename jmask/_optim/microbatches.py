@@ -15,7 +15,7 @@ import optax
 from jax import lax
 
 from jmask._base.array_types import on_every_device, real_dtype, typed_like, wide
-from jmask._base.types import Gradient, Gradients, KeyPath, OptState, PyTreeDef
+from jmask._base.types import Gradient, Gradients, KeyPath, OptState, PyTree, PyTreeDef, Storage
 from jmask._base.validation import check_flag, leaf_name
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._optim.guards import guarded
@@ -45,7 +45,7 @@ class MultiStepsState(NamedTuple):
     """Hold microbatches since the last step, their gradients leaf by leaf, the inner state."""
 
     mini_step: jax.Array
-    accumulated: list[Accumulated]
+    accumulated: PyTree
     inner_state: OptState
 
 
@@ -116,7 +116,9 @@ def multi_steps(
         check_state_type(state, MultiStepsState)
         updates = as_gradients(updates)
         gradients = _checked(updates, likes, rooms, structure)
-        if jax.eval_shape(lambda: state.accumulated) != jax.eval_shape(empty):
+        trees = state.accumulated, jax.eval_shape(empty)
+        shapes, expected = (jax.tree.map(jnp.shape, x) for x in trees)
+        if shapes != expected:
             raise ValueError(
                 "`state.accumulated` was made for another `every_k` or `like`. Change them "
                 "where `state.mini_step` is 0, and take `inner_state` over: "
@@ -148,9 +150,8 @@ def _empty(like: Gradient, room: Accumulated, every_k: int) -> Accumulated:
     zeros = jax.tree.map(lambda x: jnp.zeros(size(x), x.dtype), room)
     if room.ids is None:
         return zeros
-    return zeros._replace(
-        ids=jnp.full_like(zeros.ids, getattr(like, "storage", like).row_count)
-    )
+    rows: Storage = getattr(like, "storage", like)
+    return zeros._replace(ids=jnp.full_like(zeros.ids, rows.row_count))
 
 
 def _added(
@@ -171,8 +172,8 @@ def _as_gradient(like: Gradient, kept: Accumulated, divisor: jax.Array) -> Gradi
     """Return what has accumulated as a gradient, divided in float32 at least."""
     x: Gradient = kept.values
     if kept.ids is not None:
-        leading = getattr(like, "storage", like).leading
-        x = RowSparse(kept.ids, x, like.shape, leading=leading).widened()
+        rows: Storage = getattr(like, "storage", like)
+        x = RowSparse(kept.ids, x, like.shape, leading=rows.leading).widened()
     inverse = (1 / divisor.astype(wide(real_dtype(x.dtype)))).astype(x.dtype)
     x = with_stored_values(x, stored_values(x) * inverse)
     if kept.valid is None:
@@ -200,7 +201,8 @@ def _checked(
     for (path, x), like, room in zip(leaves, likes, rooms, strict=True):
         rows = jax.eval_shape(_parts, x)
         fits = x.shape == like.shape and jnp.promote_types(x.dtype, like.dtype) == like.dtype
-        fits = fits and jax.tree.structure(rows) == jax.tree.structure(room)
+        kinds: list[PyTreeDef] = list(map(jax.tree.structure, (rows, room)))
+        fits = fits and kinds[0] == kinds[1]
         # Of as many dimensions: rows of a table, or entries of it, at most those of `like`.
         sizes = rows.values.shape, room.values.shape
         fits = fits and len(sizes[0]) == len(sizes[1])
