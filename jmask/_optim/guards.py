@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import Var
 
-from jmask._base.array_types import added, joint_dtype, trailing, wide
+from jmask._base.array_types import added, fewer, joint_dtype, trailing, wide
 from jmask._base.fallback import muted
 from jmask._base.types import (
     Function,
@@ -33,6 +33,7 @@ from jmask._base.types import (
     Scalar,
     Table,
 )
+from jmask._kernels.coalesce import unique_slots
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.over_shards import agreed, counted
@@ -379,6 +380,8 @@ def clip_by_row_norm(
     _check(max_norm, ord)
 
     def clipped(x: Gradient) -> Gradient:
+        if is_row_sparse(x) and 1 < x.leading == x.ndim:
+            return _clipped_entries(x, max_norm, ord)
         rows, valid = gradient_and_valid(x)
         values = jnp.asarray(stored_values(rows))
         values = _bounded(values, max_norm, ord).astype(values.dtype)
@@ -389,6 +392,16 @@ def clip_by_row_norm(
         return _mapped(clipped, _summed(updates, params)), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+def _clipped_entries(x: RowSparse, max_norm: Scalar, order: float) -> RowSparse:
+    """Return unique entries of a table, scaled by what clips the rows that they are part of."""
+    size, count, ids = x.shape[-1], x.row_count // x.shape[-1], x.flat().row_ids()
+    slots = fewer(x.nse, count)
+    _, slot = unique_slots(ids // size, slots, count)
+    entries = jnp.zeros((slots, size), x.dtype).at[slot, ids % size]
+    rows = _bounded(entries.set(x.values, mode="drop"), max_norm, order).astype(x.dtype)
+    return x.with_values(rows.at[slot, ids % size].get(mode="fill", fill_value=0))
 
 
 def max_row_norm(

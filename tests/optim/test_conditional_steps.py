@@ -23,14 +23,28 @@ V, D = 9, 3
 TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)
 PARAMS = {"t": TABLE, "w": jnp.ones(4)}
 
-INNER = {
-    "jmask.adam": jmask.adam(0.1),
-    "jmask.sgd": jmask.sgd(0.1, momentum=0.9),
-    "jmask.rowwise_adagrad": jmask.rowwise_adagrad(0.1, weight_decay=0.1),
-    "lazy(adamw)": jmask.lazy(optax.adamw(0.1)),
-    "chain": optax.chain(jmask.clip_by_row_norm(0.5), jmask.adagrad(0.1)),
-}
-SKIPPING = {name: jmask.skip_nonfinite(tx) for name, tx in INNER.items()}
+
+def decaying(shift):
+    """A transformation whose state changes in all rows, and counts in no dtype of its own."""
+
+    def update(updates, state, params=None):
+        return updates, jax.tree.map(lambda x: 0.5 * x + shift, state)
+
+    return optax.GradientTransformation(lambda p: jax.tree.map(jnp.ones_like, p), update)
+
+
+# The names of those whose state holds more than rows and a count.
+INNER = functions("", {**vars(jmask), **globals()})("""
+    adam(0.1); rowwise_adagrad(0.1, weight_decay=0.1); lazy(optax.adamw(0.1));
+    optax.chain(clip_by_row_norm(0.5), adagrad(0.1), ema(0.9));
+    lazy(optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.0, 9)));
+    optax.partition({"a": adam(0.1), "b": optax.adam(0.1)}, {"t": "a", "w": "b"});
+    optax.chain(sgd(0.1), decaying(1.0)); optax.chain(densify(), optax.adam(0.1));
+    lazy(optax.chain(optax.ema(0.9), optax.scale_by_belief(), optax.scale(-0.1)))
+""")
+INNER = {name: tx() for name, tx in INNER.items()}
+ADAM = INNER["adam(0.1)"]
+IN_PLACE = [name for name in INNER if "decaying" not in name and "densify" not in name]
 
 
 def gradient(seed, size=4):
@@ -49,65 +63,74 @@ assert_equal = chex.assert_trees_all_equal
 
 @in_both_ways
 @pytest.mark.parametrize("name", INNER)
-class TestSkipNonfinite:
-    def test_only_finite_steps_are_taken(self, name, how):
-        inner, tx = INNER[name], SKIPPING[name]
-        step, expected_step = how(tx), how(inner)
-        params, state = PARAMS, tx.init(PARAMS)
-        expected, expected_state = PARAMS, inner.init(PARAMS)
-        bad = {
-            1: lambda g: {**g, "w": g["w"].at[2].set(jnp.nan)},
-            2: lambda g: {**g, "t": g["t"].with_values(g["t"].values.at[0, 1].set(-jnp.inf))},
-        }
-        for number in range(5):
-            grads = gradient(number + 2)
-            if number in bad:
-                before = (params, state.inner_state)
-                params, state = step(bad[number](grads), state, params)
-                assert_equal((params, state.inner_state), before)
-            else:
-                params, state = step(grads, state, params)
-                expected, expected_state = expected_step(grads, expected_state, expected)
-        assert state.skipped == 2
-        assert_close((params, state.inner_state), (expected, expected_state))
+def test_only_finite_steps_are_taken(name, how):
+    """The others keep all bits: of rows, of what has no rows, of what moves in all rows."""
+    inner, tx = INNER[name], jmask.skip_nonfinite(INNER[name])
+    step, expected_step = how(tx), how(inner)
+    params, state = PARAMS, tx.init(PARAMS)
+    expected, expected_state = PARAMS, inner.init(PARAMS)
+    bad = {
+        1: lambda g: {**g, "w": g["w"].at[2].set(jnp.nan)},
+        2: lambda g: {**g, "t": g["t"].with_values(g["t"].values.at[0, 1].set(-jnp.inf))},
+        3: lambda g: {**g, "t": jmask.RowSparse([3, 3], jnp.full((2, D), 3e38), (V, D))},
+    }
+    for number in range(5):
+        grads = gradient(number + 2)
+        if number in bad:
+            before = (params, state.inner_state)
+            params, state = step(bad[number](grads), state, params)
+            assert_equal((params, state.inner_state), before)
+        else:
+            params, state = step(grads, state, params)
+            expected, expected_state = expected_step(grads, expected_state, expected)
+    assert state.skipped == 3
+    assert_close((params, state.inner_state), (expected, expected_state))
 
-    def test_finite_rows_with_an_infinite_sum(self, name, how):
-        tx, rows = SKIPPING[name], jnp.full((2, D), 3e38)
-        grads = {**gradient(2), "t": jmask.RowSparse([3, 3], rows, (V, D))}
-        state = tx.init(PARAMS)
-        new, new_state = how(tx)(grads, state, PARAMS)
-        assert_equal((new, new_state.inner_state), (PARAMS, state.inner_state))
-        assert new_state.skipped == 1
 
-    @pytest.mark.dtype_promotion
-    def test_a_sum_that_float16_has_not(self, name, how):
-        """It is summed in float32, and finite there: what the optimizer takes decides."""
-        tx, rows = SKIPPING[name], jnp.full((2, D), 6e4, jnp.float16)
-        halves = jmask.RowSparse([3, 3], rows, (V, D))
-        whole = jmask.RowSparse([3], jnp.full((1, D), 1.2e5), (V, D), coalesced=True)
-        params = {**PARAMS, "t": TABLE.astype(jnp.float16)}
-        results = []
-        for table in (halves, whole):
-            grads = {**gradient(2), "t": table}
-            results.append(how(tx)(grads, tx.init(params), params))
-        assert_equal(*results)
-        assert results[0][1].skipped == 0
+@in_both_ways
+def test_a_sum_that_float16_has_not(how):
+    """It is summed in float32, and finite there: what the optimizer takes decides."""
+    tx, rows = jmask.skip_nonfinite(ADAM), jnp.full((2, D), 6e4, jnp.float16)
+    halves = jmask.RowSparse([3, 3], rows, (V, D))
+    whole = jmask.RowSparse([3], jnp.full((1, D), 1.2e5), (V, D), coalesced=True)
+    params = {**PARAMS, "t": TABLE.astype(jnp.float16)}
+    results = []
+    for table in (halves, whole):
+        results.append(how(tx)({**gradient(2), "t": table}, tx.init(params), params))
+    assert_equal(*results)
+    assert results[0][1].skipped == 0
 
-    def test_garbage_under_padding_does_not_count(self, name, how):
-        tx = SKIPPING[name]
-        values = jnp.array([[1.0] * D, *[[jnp.nan] * D] * 3])
-        rows = jmask.RowSparse([1, -1, V, -1], values, (V, D))
-        grads = {"t": rows, "w": jnp.zeros(4)}
-        params, state = how(tx)(grads, tx.init(PARAMS), PARAMS)
-        assert state.skipped == 0
-        assert (params["t"][1] != PARAMS["t"][1]).all()
-        assert np.isfinite(params["t"]).all()
+
+GUARDS = functions("inner, like", {**vars(jmask), **globals()})("""
+    skip_nonfinite(inner); multi_steps(inner, 4, like);
+    skip_nonfinite(multi_steps(inner, 4, like)); multi_steps(skip_nonfinite(inner), 4, like)
+""")
+
+
+@in_both_ways
+@pytest.mark.parametrize("leading", [1, 2])
+@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize("guard", GUARDS)
+def test_in_place(guard, name, leading, how):
+    """Donated tables and their state are written where they are, taken or not."""
+    rows, width, lookups = 10**5, 16, 64
+    shape = (rows, width) if leading == 1 else (2, rows // 2, width)
+    params = {"t": jax.ShapeDtypeStruct(shape, jnp.float32), "w": jnp.ones(4)}
+    ids, values = jnp.zeros(lookups, jnp.int32), jnp.zeros((lookups, width))
+    like = {"t": jmask.RowSparse(ids, values, shape, leading=leading), "w": params["w"]}
+    tx = GUARDS[guard](INNER[name], like)
+    state, step = jax.eval_shape(tx.init, params), how(tx).__wrapped__
+    # JAX gives donated buffers to results of the same shape in their order.
+    in_order = jax.jit(lambda p, s, g: step(g, s, p), donate_argnums=(0, 1))
+    memory = in_order.lower(params, state, like).compile().memory_analysis()
+    tables = [x for x in jax.tree.leaves((params, state)) if x.size >= rows]
+    assert memory.alias_size_in_bytes >= sum(4 * x.size for x in tables)
+    assert memory.temp_size_in_bytes < min(40 * 4 * 4 * lookups * width, rows * width)
 
 
 @in_both_ways
 @pytest.mark.parametrize(("value", "expected"), [(0.5, -0.1), (np.inf, 0.0)])
 def test_derivatives_backwards(how, value, expected):
-    """A loop has none, and what is differentiated is not one."""
     tx = jmask.skip_nonfinite(jmask.lazy(optax.sgd(0.1, momentum=0.9)))
 
     def after(value):
@@ -157,98 +180,83 @@ def test_skipping_dense_and_masked_gradients():
         np.testing.assert_array_equal(params, [1 - (not skipped), 1])
 
 
-to_bits = lambda x: x.astype(jnp.int8).astype(x.dtype)
+def test_dropping_masked_entries():
+    grads = jmask.masked_tensor(jnp.array([1.0, jnp.inf, jnp.nan]), [True, True, False])
+    tx = jmask.drop_nonfinite_rows()
+    grads, state = tx.update(grads, tx.init(None))
+    assert state.dropped == 1
+    assert grads.mask.tolist() == [True, False, False]
 
 
-class TestDropRows:
-    def test_bad_rows_are_not_touched(self):
-        tx = optax.chain(jmask.drop_nonfinite_rows(), jmask.adam(0.1, weight_decay=0.1))
-        ids = jnp.array([5, 2, 5, 7, -1])
-        values = jnp.ones((5, D)).at[2, 1].set(jnp.nan).at[4].set(jnp.inf)
-        grads = {"t": jmask.RowSparse(ids, values, (V, D)), "w": jnp.array([1, jnp.nan, 1, 1])}
-        params, state = with_updates(tx)(grads, tx.init(PARAMS), PARAMS)
-        assert state[0].dropped == 2  # row 5 and one entry of w
-        touched, adam = [2, 7], jmask.adam(0.1, weight_decay=0.1)
-        assert_equal(np.delete(params["t"], touched, 0), np.delete(TABLE, touched, 0))
-        assert_equal(np.delete(state[1].mu["t"], touched, 0), np.zeros((V - 2, D)))
-        rows = jmask.RowSparse(touched, jnp.ones((2, D)), (V, D))
-        good = {"t": rows, "w": jnp.array([1.0, 0, 1, 1])}
-        expected, _ = with_updates(adam)(good, adam.init(PARAMS), PARAMS)
-        assert_close(params, expected)
+def test_rows_left_out_keep_their_bits():
+    tx = optax.chain(jmask.drop_nonfinite_rows(), jmask.adam(0.1, weight_decay=0.1))
+    values = jnp.ones((5, D)).at[2, 1].set(jnp.nan).at[4].set(jnp.inf)
+    rows = jmask.RowSparse([5, 2, 5, 7, -1], values, (V, D))
+    params, state = with_updates(tx)({**gradient(0), "t": rows}, tx.init(PARAMS), PARAMS)
+    assert state[0].dropped == 1
+    for x, old in ((params["t"], TABLE), (state[1].mu["t"], jnp.zeros((V, D)))):
+        assert_equal(np.delete(x, [2, 7], 0), np.delete(old, [2, 7], 0))
+        assert (x[jnp.array([2, 7])] != old[jnp.array([2, 7])]).all()
 
-    def test_masked(self):
-        grads = jmask.masked_tensor(jnp.array([1.0, jnp.inf, jnp.nan]), [True, True, False])
-        tx = jmask.drop_nonfinite_rows()
-        grads, state = tx.update(grads, tx.init(None))
-        assert state.dropped == 1
-        assert grads.mask.tolist() == [True, False, False]
 
+# --- microbatches --------------------------------------------------------------------------
 
 # Each third one is small.
 microbatch = lambda number: gradient(number, 3 if number % 3 == 2 else 4)
 
 
 @in_both_ways
-class TestMultiSteps:
-    @pytest.mark.parametrize(
-        ("name", "mean"), [*((name, True) for name in INNER), ("jmask.adam", False)]
-    )
-    def test_equals_one_step_with_the_whole_batch(self, how, name, mean):
-        inner = INNER[name]
-        tx = jmask.multi_steps(inner, 3, gradient(0), use_grad_mean=mean)
-        step, at_once = how(tx), how(inner)
-        params, state = PARAMS, tx.init(PARAMS)
-        expected, expected_state = PARAMS, inner.init(PARAMS)
-        for number in range(6):
-            before = (params, state.inner_state)
-            params, state = step(microbatch(number), state, params)
-            if number % 3 < 2:
-                assert_equal((params, state.inner_state), before)
-                continue
-            batch = [microbatch(i) for i in range(number - 2, number + 1)]
-            total = jmask.tree.mean(batch) if mean else jmask.tree.add(*batch)
-            expected, expected_state = at_once(total, expected_state, expected)
-            assert_close((params, state.inner_state), (expected, expected_state))
-        assert state.mini_step == 0
-
-    def test_a_state_of_a_larger_k(self, how):
-        """Saved after 3 of 8 microbatches: the next one is the last of 4, and of 2 as well."""
-        grads = [densified(gradient(i)) for i in range(6)]
-        tx = lambda k: jmask.multi_steps(jmask.adam(0.1), k, grads[0])
-        state = tx(8).init(PARAMS)
-        for g in grads[:3]:
-            params, state = how(tx(8))(g, state, PARAMS)
-        expected = how(jmask.adam(0.1))
-        for k in (2, 4):
-            new, after = how(tx(k))(grads[3], state, params)
-            mean = jmask.tree.mean(grads[:4])
-            once, inner_state = expected(mean, jmask.adam(0.1).init(PARAMS), PARAMS)
-            assert_close((new, after.inner_state), (once, inner_state))
-            assert after.mini_step == 0
-
-    def test_a_state_with_rows_of_another_k(self, how):
-        of_four, of_two = (jmask.multi_steps(jmask.sgd(0.1), k, gradient(0)) for k in (4, 2))
-        words = r"`state\.accumulated` was made for another `every"
-        with pytest.raises(ValueError, match=words):
-            how(of_two)(gradient(0), of_four.init(PARAMS), PARAMS)
-
-    def test_in_place(self, how):
-        temporary = []
-        for rows in (10**5, 10**6):
-            table = jax.ShapeDtypeStruct((rows, 16), jnp.float32)
-            like = jax.eval_shape(lambda n=rows: jmask.RowSparse.zeros((n, 16), nse=64))
-            tx = jmask.multi_steps(jmask.adam(), 4, like)
-            state = jax.eval_shape(tx.init, table)
-            step = how(tx).__wrapped__
-            # JAX gives donated buffers to results of the same shape in their order.
-            in_order = jax.jit(lambda p, s, g, f=step: f(g, s, p), donate_argnums=(0, 1))
-            memory = in_order.lower(table, state, like).compile().memory_analysis()
-            assert memory.alias_size_in_bytes >= 3 * rows * 16 * 4
-            temporary.append(memory.temp_size_in_bytes)
-        assert temporary[1] <= 1.01 * temporary[0]
-        assert temporary[1] < 20 * 4 * 64 * 16 * 4
+@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize("name", list(INNER)[:3])
+def test_equals_one_step_with_the_whole_batch(how, name, mean):
+    inner = INNER[name]
+    tx = jmask.multi_steps(inner, 3, gradient(0), use_grad_mean=mean)
+    step, at_once = how(tx), how(inner)
+    params, state = PARAMS, tx.init(PARAMS)
+    expected, expected_state = PARAMS, inner.init(PARAMS)
+    for number in range(6):
+        before = (params, state.inner_state)
+        params, state = step(microbatch(number), state, params)
+        if number % 3 < 2:
+            assert_equal((params, state.inner_state), before)
+            continue
+        batch = [microbatch(i) for i in range(number - 2, number + 1)]
+        total = jmask.tree.mean(batch) if mean else jmask.tree.add(*batch)
+        expected, expected_state = at_once(total, expected_state, expected)
+        assert_close((params, state.inner_state), (expected, expected_state))
+    assert state.mini_step == 0
 
 
+def test_a_third_in_float64():
+    """1 / k has the dtype of the gradient."""
+    with jax.enable_x64(True):
+        grads = jmask.RowSparse([1], jnp.ones((1, 1)), (3, 1))
+        tx, table = jmask.multi_steps(jmask.sgd(1.0), 3, grads), jnp.zeros((3, 1))
+        state = tx.init(table)
+        for _ in range(3):
+            table, state = jmask.apply_gradients(tx, jmask.tree.scale(0.1, grads), state, table)
+        assert abs(float(table[1, 0]) + 0.1) < 1e-16
+
+
+def test_a_state_of_another_k():
+    """Saved after 3 of 8 microbatches: the next one is the last of 4, and of 2 as well."""
+    grads = [densified(gradient(i)) for i in range(6)]
+    tx = lambda k: jmask.multi_steps(ADAM, k, grads[0])
+    state = tx(8).init(PARAMS)
+    for g in grads[:3]:
+        params, state = in_one_pass(tx(8))(g, state, PARAMS)
+    for k in (2, 4):
+        new, after = in_one_pass(tx(k))(grads[3], state, params)
+        mean = jmask.tree.mean(grads[:4])
+        once, inner_state = in_one_pass(ADAM)(mean, ADAM.init(PARAMS), PARAMS)
+        assert_close((new, after.inner_state), (once, inner_state))
+        assert after.mini_step == 0
+    of_four, of_two = (jmask.multi_steps(ADAM, k, gradient(0)) for k in (4, 2))
+    with pytest.raises(ValueError, match=r"`state\.accumulated` was made for another `every"):
+        of_two.update(gradient(0), of_four.init(PARAMS), PARAMS)
+
+
+to_bits = lambda x: x.astype(jnp.int8).astype(x.dtype)
 # What looks at rows, their size or whether they are finite.
 LOOKING = functions("like", {**vars(jmask), **globals()})("""
     skip_nonfinite(sgd(0.5)); optax.chain(drop_nonfinite_rows(), sgd(0.5));
@@ -282,17 +290,10 @@ def test_equal_ids_are_summed_before_they_are_looked_at(name, large, how):
     assert_equal(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]))
 
 
-CONDITIONAL = {
-    "skip_nonfinite": jmask.skip_nonfinite,
-    "multi_steps": lambda tx: jmask.multi_steps(tx, 2, like=gradient(0)),
-}
-
-
-@pytest.mark.parametrize("name", ["jmask.adam", "lazy(adamw)"])
-@pytest.mark.parametrize("wrap", CONDITIONAL)
-def test_no_tracer_is_kept(wrap, name):
+@pytest.mark.parametrize("name", GUARDS)
+def test_no_tracer_is_kept(name):
     """`jax_check_tracer_leaks` refuses what a trace leaves behind."""
-    tx = CONDITIONAL[wrap](INNER[name])
+    tx = GUARDS[name](ADAM, gradient(0))
     for how in (with_updates, in_one_pass):
         with no_tracer_is_kept():
             how(tx).lower(gradient(1), tx.init(PARAMS), PARAMS)
