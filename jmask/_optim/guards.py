@@ -149,7 +149,7 @@ def _where_kept(keep: jax.Array, x: Gradient, zero: float = 0.0) -> Gradient:
         keep: a scalar, or one for each row; of a masked gradient, for each entry.
     """
     if isinstance(x, RoutedRows):
-        return x.without(~keep)
+        return x.without(jnp.broadcast_to(~keep, x.row_ids().shape))
     values = stored_values(x.storage if isinstance(x, MaskedTensor) else x)
     other = jnp.asarray(zero, jnp.result_type(values))
     values = jnp.where(trailing(keep, values.ndim) if keep.ndim else keep, values, other)
