@@ -51,7 +51,6 @@ from jmask._tables.packed import PackedTable as PackedTable
 from jmask._tables.packed import packed as packed
 from jmask._tables.plain_arrays import from_arrays as from_arrays
 from jmask._tables.plain_arrays import to_arrays as to_arrays
-from jmask._tables.sharded import ShardedTable as ShardedTable
 from jmask._tables.sharded import sharded as sharded
 from jmask._tensors.conversions import cast_storage as cast_storage
 from jmask._tensors.conversions import from_numpy_ma as from_numpy_ma

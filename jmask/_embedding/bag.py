@@ -297,6 +297,7 @@ def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
     """
     if bags.ids is not None:  # a bag may have entries on every device
         rows, present = with_whole_rows(rows), with_whole_rows(present)
+        bags = bags._replace(ids=with_whole_rows(bags.ids))
     line, exists = present.ndim - 1, trailing(present, rows.ndim)
     count = rows.shape[line]
     if count == 0:

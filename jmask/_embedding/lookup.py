@@ -30,6 +30,7 @@ from jmask._base.array_types import (
     with_whole_rows,
 )
 from jmask._base.row_ids import canonical, id_dtype, widen
+from jmask._base.shards import Shards
 from jmask._base.types import HostArray, Ids, Mask, Numbers, Scalar, Table, TensorLike
 from jmask._base.validation import (
     as_table,
@@ -38,6 +39,7 @@ from jmask._base.validation import (
     checked_scalar,
     naming_arguments,
 )
+from jmask._kernels import sharded_rows
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.gather import Gather
 from jmask._kernels.rows import gather_rows, set_rows
@@ -377,7 +379,13 @@ def looked_up_rows(table: Table, entries: Entries, bound: Bound | None) -> jax.A
     fill: int | None = 0
     if isinstance(table, RowSparse):
         table, positions = stored_at(table, positions)
-    elif isinstance(table, jax.Array) and table.shape[0] != 0 and absent is None:
+    is_sharded = isinstance(table, jax.Array) and Shards.of(table, positions) is not None
+    if (
+        isinstance(table, jax.Array)
+        and table.shape[0] != 0
+        and absent is None
+        and not is_sharded
+    ):
         # The gather itself fills in what is outside.
         fill, outside = None if outside is not None else 0, None
     shape = (*positions.shape, *table.shape[1:])
@@ -385,6 +393,8 @@ def looked_up_rows(table: Table, entries: Entries, bound: Bound | None) -> jax.A
         rows = jnp.zeros(shape, table.dtype)
     elif isinstance(table, StoredTable):
         rows = placed_like(looked_up(table, flat(positions)).reshape(shape), positions)
+    elif is_sharded:
+        rows = sharded_rows.looked_up(table, positions)
     else:
         # Not `table.at[positions].get(...)`: like `jnp.where`, it drops what has no entries,
         # and JAX then gives a table that is looked up for nothing a gradient of dense zeros.

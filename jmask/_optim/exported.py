@@ -25,8 +25,6 @@ from jmask._optim.guards import DropNonfiniteState, SkipNonfiniteState
 from jmask._optim.microbatches import MultiStepsState, StoredEntries, StoredRows
 from jmask._optim.sgd import MomentumState, SgdState
 from jmask._tables.packed import PackedTable
-from jmask._tables.shard_layout import Layout
-from jmask._tables.sharded import RoutedRows, ShardedTable
 from jmask._tables.stored_table import NewTable
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse
@@ -83,13 +81,8 @@ def _refuse(static: tuple[Any, ...]) -> Any:
 
 _register(MaskedTensor, _unchanged, _unchanged)
 _register(PackedTable, _unchanged, _unchanged)
-_register(
-    ShardedTable,
-    lambda static: (static[0].described(), static[1]),
-    lambda literals: (Layout.from_description(literals[0]), literals[1]),
-)
 _register(DeferredTable, _deferred_to_literals, _deferred_from_literals)
-for _kind in (RowSparse, RoutedRows, NewTable):
+for _kind in (RowSparse, NewTable):
     _register(_kind, _refuse, _unchanged)
 for _state in _STATES:
     export.register_namedtuple_serialization(_state, serialized_name=f"jmask.{_state.__name__}")

@@ -17,6 +17,7 @@ from jax import lax
 
 from jmask._base.array_types import added, joint_dtype, trailing, typed_like, wide
 from jmask._base.jaxprs import lifted
+from jmask._base.row_ids import hide
 from jmask._base.types import (
     Function,
     Gradient,
@@ -36,7 +37,6 @@ from jmask._lazy.over_shards import agreed, counted
 from jmask._ops.norms import shortened
 from jmask._optim.hyperparameters import POSITIVE, check_number
 from jmask._tables.deferral import is_deferred
-from jmask._tables.sharded import RoutedRows
 from jmask._tables.stored_table import NewTable, fitted, is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
@@ -306,7 +306,7 @@ def drop_nonfinite_rows() -> optax.GradientTransformation:
         for leaf in leaves:
             rows, number = _finite(leaf)
             kept.append(rows)
-            dropped += counted(number, leaf, updates, params)
+            dropped += counted(number, updates, params)
         kept = noticed_as(leaves, kept)
         return structure.unflatten(kept), DropNonfiniteState(dropped)
 
@@ -326,9 +326,9 @@ def _finite(x: Gradient) -> tuple[Gradient, jax.Array]:
         return kept, bad.sum(dtype=jnp.int32)
     ids, bad = x.flat().row_ids(), _bad_rows(x.values)
     number = jnp.sum(bad & (ids < x.row_count), dtype=jnp.int32)
-    if isinstance(x, RoutedRows):
-        return x.without(bad), number
     ids = jnp.where(bad, x.row_count, ids)
+    if x.order == "routed":
+        return x.with_leaves(hide(ids), x.values), number
     return RowSparse(ids, x.values, x.shape, leading=x.leading), number
 
 

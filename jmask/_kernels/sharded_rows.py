@@ -1,0 +1,193 @@
+"""Rows of a table that is sharded by its type: looked up, and brought to where they live.
+
+    lookup      all-gather of the ids, reduce-scatter of the rows          n + n D numbers
+    update      all-gather of the ids and of the rows of the gradient      n + n D numbers
+
+A lookup is one equation of a trace, `LOOKUP`, and so is its transpose, `ADD`: that is how its
+gradient is found to be rows. Each device keeps what is its own, and reads, computes and writes
+where the row lives: parameters and state never move.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import ad
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jmask._base.array_types import placed, spec_of, trailing, without_repetition
+from jmask._base.lowering import primitive
+from jmask._base.row_ids import id_dtype
+from jmask._base.shards import Shards, Spec, entry, gathered, names
+from jmask._base.types import JvpArgs, Shape, Shaped, Value
+from jmask._kernels.coalesce import coalesce_rows
+from jmask._kernels.rows import add_rows, gather_rows
+
+# --- lookup -------------------------------------------------------------------------------
+
+
+def looked_up(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Return the rows (*ids.shape, *row) of canonical ids, zeros for padding.
+
+    The rows lie where their ids do, as far as their columns are not sharded over these axes.
+    """
+    shards = Shards.of(table, ids)
+    assert shards is not None
+    like = NamedSharding(shards.mesh, P())
+    wanted = without_repetition((*spec_of(ids), *shards.columns))
+    return placed(
+        _bound(shards, table, placed(ids, like, _spec_of_ids(shards, spec_of(ids)))),
+        like,
+        wanted,
+    )
+
+
+def _bound(shards: Shards, table: jax.Array, ids: jax.Array) -> jax.Array:
+    where = NamedSharding(shards.mesh, P(*spec_of(ids), *shards.columns))
+    (rows,) = LOOKUP.bind(table, ids, sharding=where)
+    return rows
+
+
+def _spec_of_ids(shards: Shards, spec: Spec) -> Spec:
+    """Return the spec of ids without the axes that columns are sharded over."""
+    taken = {axis for axes in shards.columns for axis in names(axes)}
+    return tuple(entry([axis for axis in names(x) if axis not in taken]) for x in spec)
+
+
+def _lookup(table: jax.Array, ids: jax.Array, *, sharding: NamedSharding) -> list[jax.Array]:
+    shards, spec = _shards(table, ids), spec_of(ids)
+    shared = [tuple(axis for axis in names(axes) if axis in shards.rows) for axes in spec]
+    others = tuple(axis for axis in shards.rows if axis not in sum(shared, ()))
+
+    def rows_of(block: jax.Array, ids: jax.Array) -> jax.Array:
+        for d, axes in enumerate(shared):
+            if axes:
+                ids = lax.all_gather(ids, axes, axis=d, tiled=True)
+        size = block.shape[0]
+        places = shards.local(ids, size)
+        rows = gather_rows(block, places.reshape(-1)).reshape(*ids.shape, *block.shape[1:])
+        rows = jnp.where(trailing(places < size, rows.ndim), rows, jnp.zeros((), rows.dtype))
+        is_bool = rows.dtype == jnp.dtype(bool)
+        rows = rows.astype(jnp.int8) if is_bool else rows
+        for d, axes in enumerate(shared):
+            if axes:
+                rows = lax.psum_scatter(rows, axes, scatter_dimension=d, tiled=True)
+        rows = lax.psum(rows, others) if others else rows
+        return rows != 0 if is_bool else rows
+
+    return [
+        shards.run(rows_of, table, ids, specs=[shards.spec, spec], out=tuple(sharding.spec))
+    ]
+
+
+def _shapes_of_rows(table: Shaped, ids: Shaped, *, sharding: NamedSharding) -> list[Shaped]:
+    shape = (*ids.shape, *table.shape[1:])
+    return [table.update(shape=shape, sharding=sharding, weak_type=False)]
+
+
+def _shards(*arrays: Value) -> Shards:
+    shards = Shards.of(*arrays)
+    assert shards is not None
+    return shards
+
+
+def _add(
+    ids: jax.Array, rows: jax.Array, *, shape: Shape, sharding: NamedSharding
+) -> list[jax.Array]:
+    zeros = placed(jnp.zeros(shape, rows.dtype), sharding, sharding.spec)
+    row = shape[1:]
+    ids, rows = flat(ids, rows, len(row))
+    return [add_rows(zeros, ids, rows)]
+
+
+def _shapes_of_table(
+    ids: Shaped, rows: Shaped, *, shape: Shape, sharding: NamedSharding
+) -> list[Shaped]:
+    return [rows.update(shape=shape, sharding=sharding, weak_type=False)]
+
+
+LOOKUP = primitive("jmask_lookup_on_shards", _lookup, _shapes_of_rows)
+"""Rows (*n, *row) of a table and ids (*n,), V for padding, which gives zeros."""
+ADD = primitive("jmask_add_on_shards", _add, _shapes_of_table)
+"""A table of zeros, of a shape and a sharding, plus rows (*n, *row) at ids (*n,)."""
+
+
+def flat(ids: jax.Array, rows: jax.Array, row: int) -> tuple[jax.Array, jax.Array]:
+    """Return ids (n,) and rows (n, *row), sharded if the first dimension of both alone is."""
+    batch = ids.ndim
+    if batch == 0:
+        return ids.reshape(1), rows.reshape(1, *rows.shape)
+    shards = _shards(ids, rows)
+    spec, like = spec_of(ids)[:1], NamedSharding(shards.mesh, P())
+    columns = spec_of(rows)[batch:]
+    ids = placed(ids, like, (*spec, *(None,) * (batch - 1)))
+    rows = placed(rows, like, (*spec, *(None,) * (batch - 1), *columns))
+    return ids.reshape(-1), rows.reshape(math.prod(ids.shape), *rows.shape[batch:])
+
+
+def _derivative_of_lookup(primals: JvpArgs, tangents: JvpArgs, **how: Value) -> JvpArgs:
+    (table, ids), tangent = primals, tangents[0]
+    if isinstance(tangent, ad.Zero):
+        tangent = ad.instantiate_zeros(tangent)
+    return LOOKUP.bind(table, ids, **how), LOOKUP.bind(tangent, ids, **how)
+
+
+def _transposed_lookup(
+    cotangents: Sequence[Value], table: Value, ids: jax.Array, **_: Value
+) -> list[Value]:
+    (rows,), aval = cotangents, table.aval
+    if isinstance(rows, ad.Zero):
+        return [ad.Zero(aval), None]
+    return [ADD.bind(ids, rows, shape=tuple(aval.shape), sharding=aval.sharding)[0], None]
+
+
+def _derivative_of_add(primals: JvpArgs, tangents: JvpArgs, **how: Value) -> JvpArgs:
+    (ids, rows), tangent = primals, tangents[1]
+    if isinstance(tangent, ad.Zero):
+        tangent = ad.instantiate_zeros(tangent)
+    return ADD.bind(ids, rows, **how), ADD.bind(ids, tangent, **how)
+
+
+def _transposed_add(
+    cotangents: Sequence[Value], ids: jax.Array, rows: Value, **_: Value
+) -> list[Value]:
+    (table,) = cotangents
+    if isinstance(table, ad.Zero):
+        return [None, ad.Zero(rows.aval)]
+    return [None, _bound(_shards(table), table, ids)]
+
+
+ad.primitive_jvps[LOOKUP], ad.primitive_jvps[ADD] = _derivative_of_lookup, _derivative_of_add
+ad.primitive_transposes[LOOKUP] = _transposed_lookup
+ad.primitive_transposes[ADD] = _transposed_add
+
+
+# --- to the shards --------------------------------------------------------------------------
+
+
+def routed(table: jax.Array, ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Bring the rows of a gradient to the shards that they live on, equal ids summed.
+
+    Args:
+        table (V, *row): sharded by rows, by its type.
+        ids, values: (n,), canonical, and (n, *row).
+
+    Returns:
+        ids and values (S m,), (S m, *row), where m is min(n, V / S): entries [s m, (s + 1) m)
+        belong to shard s, where they are. They are sorted there, and unique but for padding.
+    """
+    shards, count = _shards(table), table.shape[0]
+    batch, size = shards.batch(ids), table.shape[0] // shards.count
+
+    def own(ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        ids, values = gathered(batch, ids, values)
+        places, values = coalesce_rows(shards.local(ids, size), values, size)
+        first = lax.axis_index(shards.rows).astype(id_dtype(count)) * size
+        return jnp.where(places < size, places.astype(first.dtype) + first, count), values
+
+    here = entry(shards.rows)
+    specs: list[Spec] = [(batch,), shards.spec_of_rows(batch)]
+    return shards.run(own, ids, values, specs=specs, out=[(here,), shards.spec_of_rows(here)])
