@@ -296,9 +296,10 @@ def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
     It is read from the first entry that attains it, as a nan does: so goes its derivative.
     """
     if bags.ids is not None:  # a bag may have entries on every device
-        rows, present = with_whole_rows(rows), with_whole_rows(present)
         bags = bags._replace(ids=with_whole_rows(bags.ids))
-    line, exists = present.ndim - 1, trailing(present, rows.ndim)
+    line = present.ndim - 1
+    rows, present = with_whole_rows(rows, line), with_whole_rows(present, line)
+    exists = trailing(present, rows.ndim)
     count = rows.shape[line]
     if count == 0:
         return bags.sum(rows)

@@ -182,11 +182,11 @@ def routed(table: jax.Array, ids: jax.Array, values: jax.Array) -> tuple[jax.Arr
     shards, count = _shards(table), table.shape[0]
     batch, size = shards.batch(ids), table.shape[0] // shards.count
 
-    def own(ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def own(ids: jax.Array, values: jax.Array) -> list[jax.Array]:
         ids, values = gathered(batch, ids, values)
         places, values = coalesce_rows(shards.local(ids, size), values, size)
         first = lax.axis_index(shards.rows).astype(id_dtype(count)) * size
-        return jnp.where(places < size, places.astype(first.dtype) + first, count), values
+        return [jnp.where(places < size, places.astype(first.dtype) + first, count), values]
 
     here = entry(shards.rows)
     specs: list[Spec] = [(batch,), shards.spec_of_rows(batch)]

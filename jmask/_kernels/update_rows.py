@@ -183,13 +183,16 @@ def _on_shards(shards: Shards, x: RowUpdate) -> list[jax.Array]:
 
     What the gradient has of them crosses the network once, for all tables.
     """
-    values = as_array(x.values)
-    if x.update.captures:  # what is traced outside cannot be used on each device
-        ids, values = x.ids, values
+    ids, values = x.ids, as_array(x.values)
+    # What is traced outside cannot be used on each device, and a sum along a row, one number of
+    # which is kept, needs all of its columns.
+    is_per_row = any(y.shape != x.tables[0].shape for y in x.tables)
+    if x.update.captures or (any(shards.columns) and is_per_row):
         if shards.rows and not is_routed(shards, ids, x.order):
             ids, values = routed(x.tables[0], ids, values)
-            x = dataclasses.replace(x, ids=ids, values=values, order="routed")
-        return _defined(_prepared(x))
+            x = dataclasses.replace(x, ids=ids, order="routed")
+        values = shards.put(shards.spec_of_rows(shards.batch(ids)))(values)
+        return _defined(_prepared(dataclasses.replace(x, values=values)))
     is_there = is_routed(shards, x.ids, x.order)
     batch = entry(shards.rows) if is_there else shards.batch(x.ids)
     of_entries = [jnp.ndim(y) > 0 for y in x.scalars]

@@ -17,14 +17,16 @@ from jmask._base.array_types import varying_axes
 from jmask._base.types import Gradient, Table
 
 
-def is_block(table: jax.Array, params: Sequence[Table]) -> bool:
+def is_block(table: Table, params: Sequence[Table]) -> bool:
     """Decide whether a table is a block of one device, by the types of all parameters.
 
     It differs over an axis of a `shard_map` over which another parameter is the same. Where
     all differ, each device trains a model of its own.
     """
-    common = frozenset.intersection(*map(varying_axes, params))
-    return bool(varying_axes(table) - common)
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return False
+    common = frozenset.intersection(*map(varying_axes, jax.tree.leaves(params)))
+    return any(varying_axes(x) - common for x in jax.tree.leaves(table))
 
 
 def agreed(
