@@ -17,6 +17,7 @@ from jmask._deferred.table import DeferredTable as DeferredTable
 from jmask._embedding.bag import embedding_bag as embedding_bag
 from jmask._embedding.lookup import embedding_lookup as embedding_lookup
 from jmask._embedding.lookup import renormalize as renormalize
+from jmask._embedding.overflow import exchange_overflow as exchange_overflow
 from jmask._embedding.pad_bags import PaddedBags as PaddedBags
 from jmask._embedding.pad_bags import pad_bags as pad_bags
 from jmask._gradcheck.check import gradcheck as gradcheck

@@ -1,8 +1,8 @@
 """A fixed permutation of row numbers, by which tables with `hashed=True` number their rows.
 
-    id i of N rows          column x = i % 64, line y = i // 64, of N / 64 lines
+    id i of N rows          column x = i % 1024, line y = i // 1024, of L = N / 1024
     three rounds            x += h(y);  y += h(x);  x += h(y)
-    position                x N / 64 + y
+    position                x L + y
 
 Each round adds a hash of the one to the other, so it can be undone. Frequent ids, which often
 come first, and ids with a factor in common lie all over the table, whatever the number of its
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-COLUMNS = 64
+COLUMNS = 1024
 """Tables with `hashed=True` have a multiple of this many rows."""
 
 

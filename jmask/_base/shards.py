@@ -121,6 +121,6 @@ class Shards(NamedTuple):
 
 def gathered(axes: MeshAxes, *arrays: jax.Array) -> list[jax.Array]:
     """Return arrays (n, ...) of all devices along the axes, one after the other."""
-    if not axes:
+    if not axes or not arrays[0].shape[0]:  # XLA gathers no empty arrays
         return list(arrays)
     return [lax.all_gather(x, axes, tiled=True) for x in arrays]

@@ -18,12 +18,13 @@ from jax.interpreters import ad
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jmask._base.array_types import placed, spec_of, trailing, without_repetition
+from jmask._base.array_types import fewer, placed, spec_of, trailing, without_repetition
 from jmask._base.lowering import primitive
 from jmask._base.row_ids import id_dtype
-from jmask._base.shards import Shards, Spec, entry, gathered, names
+from jmask._base.shards import Shards, Spec, entry, names
 from jmask._base.types import JvpArgs, Shape, Shaped, Value
 from jmask._kernels.coalesce import coalesce_rows
+from jmask._kernels.exchange import capacity_of, rows_from_owners, with_own_rows
 from jmask._kernels.rows import add_rows, gather_rows
 
 # --- lookup -------------------------------------------------------------------------------
@@ -59,10 +60,15 @@ def _spec_of_ids(shards: Shards, spec: Spec) -> Spec:
 
 def _lookup(table: jax.Array, ids: jax.Array, *, sharding: NamedSharding) -> list[jax.Array]:
     shards, spec = _shards(table, ids), spec_of(ids)
+    if not ids.size:
+        zeros = jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
+        return [placed(zeros, sharding, sharding.spec)]
+    batch, count = next(iter(spec), None), math.prod(ids.shape)
+    capacity = None if any(spec[1:]) else capacity_of(shards, batch, count)
     shared = [tuple(axis for axis in names(axes) if axis in shards.rows) for axes in spec]
     others = tuple(axis for axis in shards.rows if axis not in sum(shared, ()))
 
-    def rows_of(block: jax.Array, ids: jax.Array) -> jax.Array:
+    def by_all_gather(block: jax.Array, ids: jax.Array) -> jax.Array:
         for d, axes in enumerate(shared):
             if axes:
                 ids = lax.all_gather(ids, axes, axis=d, tiled=True)
@@ -77,6 +83,12 @@ def _lookup(table: jax.Array, ids: jax.Array, *, sharding: NamedSharding) -> lis
                 rows = lax.psum_scatter(rows, axes, scatter_dimension=d, tiled=True)
         rows = lax.psum(rows, others) if others else rows
         return rows != 0 if is_bool else rows
+
+    def rows_of(block: jax.Array, ids: jax.Array) -> jax.Array:
+        if capacity is None:
+            return by_all_gather(block, ids)
+        rows = rows_from_owners(shards, batch, block, ids.reshape(-1), capacity, by_all_gather)
+        return rows.reshape(*ids.shape, *block.shape[1:])
 
     return [
         shards.run(rows_of, table, ids, specs=[shards.spec, spec], out=tuple(sharding.spec))
@@ -180,13 +192,20 @@ def routed(table: jax.Array, ids: jax.Array, values: jax.Array) -> tuple[jax.Arr
         belong to shard s, where they are. They are sorted there, and unique but for padding.
     """
     shards, count = _shards(table), table.shape[0]
-    batch, size = shards.batch(ids), table.shape[0] // shards.count
+    batch, size, entries = shards.batch(ids), table.shape[0] // shards.count, ids.shape[0]
 
     def own(ids: jax.Array, values: jax.Array) -> list[jax.Array]:
-        ids, values = gathered(batch, ids, values)
-        places, values = coalesce_rows(shards.local(ids, size), values, size)
+        return with_own_rows(shards, batch, ids, [values], size, entries, summed)
+
+    def summed(ids: jax.Array, values: list[jax.Array]) -> list[jax.Array]:
+        places, rows = coalesce_rows(shards.local(ids, size), values[0], size)
         first = lax.axis_index(shards.rows).astype(id_dtype(count)) * size
-        return [jnp.where(places < size, places.astype(first.dtype) + first, count), values]
+        own_ids = jnp.where(places < size, places.astype(first.dtype) + first, count)
+        missing = fewer(entries, size) - places.shape[0]  # as many slots, however they came
+        if missing:
+            own_ids = jnp.pad(own_ids, (0, missing), constant_values=count)
+            rows = jnp.pad(rows, [(0, missing)] + [(0, 0)] * (rows.ndim - 1))
+        return [own_ids, rows]
 
     here = entry(shards.rows)
     specs: list[Spec] = [(batch,), shards.spec_of_rows(batch)]

@@ -30,7 +30,7 @@ from jax import lax
 from jmask._base.array_types import is_known, varying_alike
 from jmask._base.lowering import GroupedPrimitive, Results, in_one_device, switched_on
 from jmask._base.row_ids import Order
-from jmask._base.shards import Shards, entry, gathered
+from jmask._base.shards import Shards, entry
 from jmask._base.types import PyTreeDef, Table
 from jmask._kernels import tpu_rows
 from jmask._kernels.coalesce import (
@@ -40,6 +40,7 @@ from jmask._kernels.coalesce import (
     summed_by_hashing,
     summed_by_sorting,
 )
+from jmask._kernels.exchange import with_own_rows
 from jmask._kernels.gather import zero_of
 from jmask._kernels.gathered_rows import GatheredRows, Rows, as_array
 from jmask._kernels.row_blocks import (
@@ -193,7 +194,7 @@ def _on_shards(shards: Shards, x: RowUpdate) -> list[jax.Array]:
             x = dataclasses.replace(x, ids=ids, order="routed")
         values = shards.put(shards.spec_of_rows(shards.batch(ids)))(values)
         return _defined(_prepared(dataclasses.replace(x, values=values)))
-    is_there = is_routed(shards, x.ids, x.order)
+    is_there, count = is_routed(shards, x.ids, x.order), x.ids.shape[0]
     batch = entry(shards.rows) if is_there else shards.batch(x.ids)
     of_entries = [jnp.ndim(y) > 0 for y in x.scalars]
     like_rows = [
@@ -205,13 +206,20 @@ def _on_shards(shards: Shards, x: RowUpdate) -> list[jax.Array]:
     def updated_here(
         tables: list[jax.Array], ids: jax.Array, rows: list[jax.Array], numbers: list[jax.Array]
     ) -> list[jax.Array]:
-        ids, values, *more = gathered(None if is_there else batch, ids, *rows)
-        arrays, others = iter(more), iter(numbers)
-        scalars = [next(arrays if is_one else others) for is_one in of_entries]
-        places = shards.local(ids, tables[0].shape[0])
-        order: Order = "any" if x.order == "any" else "unique"
-        (new,) = updated([RowUpdate(x.update, tables, places, values, scalars, order)])
-        return new
+        axes, size = None if is_there else batch, tables[0].shape[0]
+
+        def with_all(
+            ids: jax.Array, rows: list[jax.Array], tables: list[jax.Array]
+        ) -> list[jax.Array]:
+            (values, *more), others = rows, iter(numbers)
+            arrays = iter(more)
+            scalars = [next(arrays if is_one else others) for is_one in of_entries]
+            places = shards.local(ids, size)
+            order: Order = "any" if x.order == "any" else "unique"
+            (new,) = updated([RowUpdate(x.update, tables, places, values, scalars, order)])
+            return new
+
+        return with_own_rows(shards, axes, ids, rows, size, count, with_all, tables)
 
     specs = [shards.spec, (batch,), shards.spec_of_rows(batch), ()]
     out = [shards.spec] * len(x.tables)

@@ -44,7 +44,7 @@ def sharded(
 
     Returns:
         An array (W, *row) with a `NamedSharding`, W the next multiple of the number of shards
-        (and of 64 if `hashed`). Rows beyond V are zeros, which no id of the table names.
+        (and of 1,024 if `hashed`). Rows beyond V are zeros, which no id of the table names.
 
     Raises:
         TypeError: if `table` is no array, `mesh` no mesh, or `axis` no name.
