@@ -140,8 +140,8 @@ def _report(
     elif any(use.is_local for use in uses):
         why = "sharded by the `shard_map` that looks it up"
         remedy = (
-            "Let `jmask.sharded(table, mesh)[ids]` take the place of the `shard_map`, or "
-            "take jmask.grad and the step inside it."
+            "Let `jmask.embedding_lookup(jmask.sharded(table, mesh), ids)` take the place of "
+            "the `shard_map`, or take jmask.grad and the step inside it."
         )
     else:
         why = "looked up in a way that does not read whole rows"

@@ -63,7 +63,7 @@ def _outbox(
     # Compared with all of them: searching is a loop where that is one kernel.
     starts = jnp.searchsorted(ids, shard, method="compare_all")
     ends = jnp.searchsorted(ids, shard + size, method="compare_all")
-    entries = starts[:, None] + jnp.arange(capacity)
+    entries = starts[:, None] + jnp.arange(capacity)[None]
     entries = jnp.where(entries < ends[:, None], entries, ids.shape[0])
     places = ids.at[entries].get(mode="fill", fill_value=shards.count * size) - shard[:, None]
     excess = jnp.sum(jnp.maximum(ends - starts - capacity, 0))
