@@ -270,15 +270,6 @@ class ProvedUpdate:
 
     def _run(self, *inputs: jax.Array) -> Sequence[jax.Array]:
         gradients = self.call.gradients
-        params = [leaf.value for leaf in self.call.leaves if leaf.kind == "param"]
-        tables = [params[i] for i in self.proof.rows] if params else []
-        if any(is_block(x, params) for x in tables) and self.proof.sums_over_rows():
-            raise NotRowLocalError(
-                "it sums over rows, and in this shard_map every device has other rows of a "
-                "table",
-                "Make the step outside of the shard_map, in the same jit: the table is sharded "
-                "there, too.",
-            )
         # A table without lookups has a row here: of no rows there is no maximum.
         sizes = {i: max(gradients[i].value.nse, 1) for i in self.proof.rows}
         program = self.proof.at(sizes)
@@ -321,6 +312,14 @@ def proved(call: LazyCall, *, same_dtypes: bool = False) -> ProvedUpdate:
         is_number = leaf.kind == "state" and leaf.table is None
         if same_dtypes and is_number and old.dtype != new.dtype:
             raise TypeError(f"update makes a state of {new.dtype} of one of {old.dtype}")
+    params = [leaf.value for leaf in call.leaves if leaf.kind == "param"]
+    tables = [params[i] for i in proof.rows] if params else []
+    if any(is_block(x, params) for x in tables) and proof.sums_over_rows():
+        raise NotRowLocalError(
+            "it sums over rows, and in this shard_map every device has other rows of a table",
+            "Make the step outside of the shard_map, in the same jit: the table is sharded "
+            "there, too.",
+        )
     return ProvedUpdate(call, proof, _unordered(call, proof.program))
 
 
