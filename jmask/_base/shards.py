@@ -7,10 +7,10 @@ An operation of jmask on such an array is one `shard_map`: what its type says, J
 that is computed from it, and how ids and rows cross the network is written out.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,8 @@ def entry(axes: Sequence[str]) -> MeshAxes:
     return tuple(axes) if len(axes) > 1 else next(iter(axes), None)
 
 
-class Shards(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Shards:
     """How the rows of a table are sharded.
 
     Attributes:

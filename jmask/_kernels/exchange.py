@@ -19,7 +19,7 @@ from jax import lax
 
 from jmask._base.array_types import fewer, is_known
 from jmask._base.shards import Shards, gathered, names
-from jmask._base.types import MeshAxes, PyTree
+from jmask._base.types import Function, MeshAxes, PyTree
 from jmask._kernels import tuning
 from jmask._kernels.coalesce import coalesce_rows, unique_slots
 from jmask._kernels.rows import gather_rows, set_rows
@@ -112,7 +112,7 @@ def with_own_rows(
     rows: Sequence[jax.Array],
     size: int,
     count: int,
-    function: Callable[..., PyTree],
+    function: Function,
     *operands: PyTree,
 ) -> PyTree:
     """Call `function(ids, rows, *operands)` with what a device needs of the entries of all.

@@ -8,13 +8,14 @@ gradient is found to be rows. Each device keeps what is its own, and reads, comp
 where the row lives: parameters and state never move.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.interpreters import ad
+from jax.interpreters import ad, batching
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -30,6 +31,8 @@ from jmask._kernels.rows import add_rows, gather_rows
 # --- lookup -------------------------------------------------------------------------------
 
 
+# In one program, so that outside of jit ids of no mesh come to its devices.
+@functools.partial(jax.jit, inline=True)
 def looked_up(table: jax.Array, ids: jax.Array) -> jax.Array:
     """Return the rows (*ids.shape, *row) of canonical ids, zeros for padding.
 
@@ -62,7 +65,7 @@ def _lookup(table: jax.Array, ids: jax.Array, *, sharding: NamedSharding) -> lis
     shards, spec = _shards(table, ids), spec_of(ids)
     if not ids.size:
         zeros = jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
-        return [placed(zeros, sharding, sharding.spec)]
+        return [placed(zeros, sharding, tuple(sharding.spec))]
     batch, count = next(iter(spec), None), math.prod(ids.shape)
     capacity = None if any(spec[1:]) else capacity_of(shards, batch, count)
     shared = [tuple(axis for axis in names(axes) if axis in shards.rows) for axes in spec]
@@ -95,7 +98,7 @@ def _lookup(table: jax.Array, ids: jax.Array, *, sharding: NamedSharding) -> lis
     ]
 
 
-def _shapes_of_rows(table: Shaped, ids: Shaped, *, sharding: NamedSharding) -> list[Shaped]:
+def _shapes_of_rows(table: Value, ids: Value, *, sharding: NamedSharding) -> list[Shaped]:
     shape = (*ids.shape, *table.shape[1:])
     return [table.update(shape=shape, sharding=sharding, weak_type=False)]
 
@@ -109,14 +112,14 @@ def _shards(*arrays: Value) -> Shards:
 def _add(
     ids: jax.Array, rows: jax.Array, *, shape: Shape, sharding: NamedSharding
 ) -> list[jax.Array]:
-    zeros = placed(jnp.zeros(shape, rows.dtype), sharding, sharding.spec)
+    zeros = placed(jnp.zeros(shape, rows.dtype), sharding, tuple(sharding.spec))
     row = shape[1:]
     ids, rows = flat(ids, rows, len(row))
     return [add_rows(zeros, ids, rows)]
 
 
 def _shapes_of_table(
-    ids: Shaped, rows: Shaped, *, shape: Shape, sharding: NamedSharding
+    ids: Value, rows: Value, *, shape: Shape, sharding: NamedSharding
 ) -> list[Shaped]:
     return [rows.update(shape=shape, sharding=sharding, weak_type=False)]
 
@@ -138,6 +141,16 @@ def flat(ids: jax.Array, rows: jax.Array, row: int) -> tuple[jax.Array, jax.Arra
     ids = placed(ids, like, (*spec, *(None,) * (batch - 1)))
     rows = placed(rows, like, (*spec, *(None,) * (batch - 1), *columns))
     return ids.reshape(-1), rows.reshape(math.prod(ids.shape), *rows.shape[batch:])
+
+
+def _batched_lookup(
+    operands: Sequence[jax.Array], dims: Sequence[int | None], **how: Value
+) -> tuple[list[jax.Array], list[int]]:
+    (table, ids), (table_dim, ids_dim) = operands, dims
+    if table_dim is None and ids_dim is not None:  # it is one lookup still
+        return [looked_up(table, jnp.moveaxis(ids, ids_dim, 0))], [0]
+    rows = jax.vmap(lambda *x: _lookup(*x, **how), in_axes=tuple(dims))(table, ids)
+    return rows, [0]
 
 
 def _derivative_of_lookup(primals: JvpArgs, tangents: JvpArgs, **how: Value) -> JvpArgs:
@@ -172,6 +185,7 @@ def _transposed_add(
     return [None, _bound(_shards(table), table, ids)]
 
 
+batching.primitive_batchers[LOOKUP] = _batched_lookup
 ad.primitive_jvps[LOOKUP], ad.primitive_jvps[ADD] = _derivative_of_lookup, _derivative_of_add
 ad.primitive_transposes[LOOKUP] = _transposed_lookup
 ad.primitive_transposes[ADD] = _transposed_add

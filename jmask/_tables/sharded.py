@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jmask._base.array_types import automatically, by_rows, explicit_sharding
 from jmask._base.hashed import COLUMNS, id_of
 from jmask._base.row_ids import id_dtype
-from jmask._base.types import Numbers
+from jmask._base.types import Numbers, Table
 from jmask._base.validation import as_table, check_flag, shown
 from jmask._tables.packed import checked_floating
 
@@ -29,7 +29,7 @@ def sharded(
     *,
     axis: str | Sequence[str] | None = None,
     hashed: bool = False,
-) -> jax.Array:
+) -> Table:
     """Shard the rows of a table over the devices of a mesh.
 
     Args:
@@ -86,8 +86,11 @@ def sharded(
         shape = (table.shape[0] + missing, *table.shape[1:])
         return jax.ShapeDtypeStruct(shape, table.dtype, sharding=sharding)
     source = explicit_sharding(table)
-    if source is not None:
+    if source is not None and source.mesh == mesh.abstract_mesh:
         return automatically(padded, table, like=source, spec=sharding.spec)
+    if source is not None:  # of another mesh, where it comes together first
+        whole = automatically(padded, table, like=source, spec=(None,) * table.ndim)
+        return jax.device_put(whole, sharding)
     is_elsewhere = (
         not isinstance(table, jax.core.Tracer)
         and table.committed

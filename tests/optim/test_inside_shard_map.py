@@ -1,4 +1,4 @@
-"""Steps inside a `shard_map` on blocks of a table: what is said of all rows is of all devices."""
+"""Steps inside a `shard_map` on blocks of a table: devices agree on what all of them do."""
 
 import functools
 
