@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.array_types import is_known, varying_alike
+from jmask._base.array_types import is_known, spec_of, varying_alike
 from jmask._base.lowering import GroupedPrimitive, Results, in_one_device, switched_on
 from jmask._base.row_ids import Order
 from jmask._base.shards import Shards, entry
@@ -173,13 +173,15 @@ def _without_primitive(x: RowUpdate) -> list[jax.Array] | None:
     assert x.order != "any" or not any(map(jnp.ndim, x.scalars))
     if 0 in x.values.shape or x.tables[0].shape[0] == 0:
         return list(x.tables)
-    shards = Shards.of(x.tables[0], *x.tables[1:], x.ids, *jax.tree.leaves(x.values))
+    # A state that was made under jit may be on every device: it goes to where its table is.
+    main = max(x.tables, key=lambda table: any(spec_of(table)[:1]))
+    shards = Shards.of(main, *x.tables, x.ids, *jax.tree.leaves(x.values))
     if shards is not None:
-        return _on_shards(shards, x)
+        return _on_shards(shards, main, x)
     return _defined(_prepared(x)) if x.update.captures else None
 
 
-def _on_shards(shards: Shards, x: RowUpdate) -> list[jax.Array]:
+def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]:
     """Update tables that are sharded by their types: each device updates its own rows.
 
     What the gradient has of them crosses the network once, for all tables.
@@ -190,7 +192,7 @@ def _on_shards(shards: Shards, x: RowUpdate) -> list[jax.Array]:
     is_per_row = any(y.shape != x.tables[0].shape for y in x.tables)
     if x.update.captures or (any(shards.columns) and is_per_row):
         if shards.rows and not is_routed(shards, ids, x.order):
-            ids, values = routed(x.tables[0], ids, values)
+            ids, values = routed(main, ids, values)
             x = dataclasses.replace(x, ids=ids, order="routed")
         values = shards.put(shards.spec_of_rows(shards.batch(ids)))(values)
         return _defined(_prepared(dataclasses.replace(x, values=values)))
