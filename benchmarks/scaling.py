@@ -7,7 +7,7 @@ Each line compiles a full training step of `jmask.rowwise_adagrad` or `jmask.ada
 spread over all chips of a topology and reads from the program what a chip holds, what it
 allocates, and which collectives it runs on how many bytes. From these and the published
 bandwidths follows the least time a step can take. Rows of the batch go to all chips, or to
-those that own them (`capacity_factor`). Needs libtpu (`make scaling`); nothing runs.
+those that own them, as from 65,536 lookups on. Needs libtpu (`make scaling`); nothing runs.
 """
 
 import argparse
@@ -22,12 +22,13 @@ import numpy as np
 import optax
 from collectives import collectives
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
 import jmask
+from jmask._kernels import tuning
 
 # Memory of a chip (GB), its bandwidth and that of its links to other chips (GB/s), as the
 # Cloud TPU documentation gives them for each generation.
@@ -43,8 +44,7 @@ CASES = [
     ("v5p:8x8x8", "adam", 10_000_000),
     ("v6e:16x16", "adam", 10_000_000),
 ]
-# The capacity factors of a table: rows go to all chips, or to their owners.
-FACTORS = (None, 2.0)
+WAYS = ("all", "owners")  # where rows go
 WIDTH = 128
 LOOKUPS = 4096  # of a chip
 
@@ -67,13 +67,15 @@ class Report:
         return in_memory / memory / 1e9, moved / links / 1e9
 
 
-def compiled_step(topology: str, optimizer: str, rows: int, factor: float | None) -> Any:
+def compiled_step(topology: str, optimizer: str, rows: int, way: str) -> Any:
     """The step, for tables of `rows` rows on each chip and LOOKUPS lookups from each."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    mesh, chips = Mesh(np.array(devices), ("chips",)), len(devices)
+    types = (AxisType.Explicit,)
+    mesh, chips = Mesh(np.array(devices), ("chips",), axis_types=types), len(devices)
+    tuning.EXCHANGED_IDS = 2**10 if way == "owners" else 2**40
     tx, shape = OPTIMIZERS[optimizer], (rows * chips, WIDTH)
     shapes = jax.ShapeDtypeStruct(shape, jnp.float32)
-    table = jmask.sharded(shapes, mesh, placement="mod", capacity_factor=factor)
+    table = jmask.sharded(shapes, mesh)
     state = jax.tree.map(partial(_placed, mesh), jax.eval_shape(tx.init, table))
     dtype = jnp.int32 if rows * chips < 2**31 else jnp.int64
     ids = jax.ShapeDtypeStruct(
@@ -82,7 +84,8 @@ def compiled_step(topology: str, optimizer: str, rows: int, factor: float | None
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(table, state: optax.OptState, ids):
-        loss, grads = jmask.value_and_grad(lambda t: jnp.sum(t[ids] ** 2))(table)
+        squares = lambda t: jnp.sum(jmask.embedding_lookup(t, ids) ** 2)
+        loss, grads = jmask.value_and_grad(squares)(table)
         table, state = jmask.apply_gradients(tx, grads, state, table)
         return table, state, loss
 
@@ -94,12 +97,13 @@ def _placed(mesh: Mesh, x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
 
-def report(topology: str, optimizer: str, rows: int, factor: float | None) -> Report:
-    chips, compiled = compiled_step(topology, optimizer, rows, factor)
+def report(topology: str, optimizer: str, rows: int, way: str) -> Report:
+    chips, compiled = compiled_step(topology, optimizer, rows, way)
     memory = compiled.memory_analysis()
     moved: dict[str, int] = {}
     for kind, size in collectives(compiled):
-        moved[kind] = moved.get(kind, 0) + size
+        if way == "all" or kind == "all-to-all":  # not the way of a batch that overflows
+            moved[kind] = moved.get(kind, 0) + size
     return Report(
         chips,
         memory.argument_size_in_bytes,
@@ -121,8 +125,8 @@ def main() -> None:
         "temporaries, MB", "collectives, MB a chip", "least ms: memory", "least ms: links",
         title=f"rows of {WIDTH} float32, {LOOKUPS:,} lookups a chip",
     )  # fmt: skip
-    for (topology, optimizer, rows), factor in itertools.product(cases, FACTORS):
-        found = report(topology, optimizer, rows, factor)
+    for (topology, optimizer, rows), way in itertools.product(cases, WAYS):
+        found = report(topology, optimizer, rows, way)
         generation = topology.split(":")[0]
         slots = {"rowwise_adagrad": 1, "adam": 3}[optimizer]
         in_memory, on_links = found.seconds(generation, slots)
@@ -131,7 +135,7 @@ def main() -> None:
             str(found.chips),
             optimizer,
             f"{rows * found.chips:.1e}",
-            "all" if factor is None else "owners",
+            way,
             f"{found.arguments / 1e9:.1f} of {CHIPS[generation][0]}",
             f"{found.temporaries / 1e6:.0f}",
             ", ".join(
@@ -140,7 +144,7 @@ def main() -> None:
             f"{1e3 * in_memory:.2f}",
             f"{1e3 * on_links:.2f}",
         )
-        Console(width=160).print(f"{topology} {optimizer} {factor} done", style="dim")
+        Console(width=160).print(f"{topology} {optimizer} {way} done", style="dim")
     Console(width=160).print(table)
 
 

@@ -10,8 +10,8 @@ contexts are of the same group, and words are as frequent as Zipf says.
 Two tables (V, D) and Adam's moments of both have their rows sharded over all devices of all
 processes; see `jmask.sharded`. Every process has its part of each batch. A step sends ids and
 rows, and moves neither tables nor moments. Batches are drawn from the seed and the number of
-the step, and checkpoints have rows in the order of their ids (`jmask.to_arrays`): so a run can
-go on with more devices or fewer.
+the step, and tables are arrays of as many rows on any number of devices (`hashed=True`): so a
+run can go on with more devices or fewer.
 
 On several machines, start it on each with the address of process 0:
 
@@ -74,18 +74,26 @@ def create(args: argparse.Namespace, mesh: Mesh) -> State:
     def create() -> State:
         shape = (2, args.words, args.dim)
         rows = jax.random.normal(jax.random.key(args.seed), shape) * args.dim**-0.5
-        shard = partial(jmask.sharded, mesh=mesh, placement=args.placement)
+        shard = partial(jmask.sharded, mesh=mesh, hashed=True)
         params = {"words": shard(rows[0]), "contexts": shard(rows[1]), "bias": jnp.zeros(())}
-        return params, TX.init(params)
+        state = params, TX.init(params)
+        everywhere = lambda x: (
+            x if x.ndim else jax.sharding.reshard(x, NamedSharding(mesh, P()))
+        )
+        return jax.tree.map(everywhere, state)
 
     return create()
 
 
+# Frequent words come first: the permutation puts them on all devices.
+lookup = partial(jmask.embedding_lookup, hashed=True)
+
+
 def scores(params: dict[str, Any], batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Score contexts (B,) and others (B, NEGATIVES) of words."""
-    words = params["words"][batch["words"]]
-    right = jnp.einsum("bd,bd->b", words, params["contexts"][batch["contexts"]])
-    wrong = jnp.einsum("bd,bnd->bn", words, params["contexts"][batch["negatives"]])
+    words = lookup(params["words"], batch["words"])
+    right = jnp.einsum("bd,bd->b", words, lookup(params["contexts"], batch["contexts"]))
+    wrong = jnp.einsum("bd,bnd->bn", words, lookup(params["contexts"], batch["negatives"]))
     return right + params["bias"], wrong + params["bias"]
 
 
@@ -113,9 +121,9 @@ def train(args: argparse.Namespace, program: Program) -> None:
     devices = jax.device_count()
     if args.batch % devices:
         raise ExampleError(f"--batch {args.batch} is no multiple of {devices} devices")
-    mesh = jax.make_mesh((devices,), ("devices",), axis_types=(AxisType.Auto,))
-    state, to_arrays = create(args, mesh), jax.jit(jmask.to_arrays)
-    here = max(len(shard.data) for shard in state[0]["words"].blocks.addressable_shards)
+    mesh = jax.make_mesh((devices,), ("devices",), axis_types=(AxisType.Explicit,))
+    state = create(args, mesh)
+    here = max(len(shard.data) for shard in state[0]["words"].addressable_shards)
     count = jax.process_count()
     program.print(f"processes: {count}  devices: {devices}  rows on each: {here:,}")
     settings = {name: getattr(args, name) for name in ("words", "dim", "batch", "seed")}
@@ -127,8 +135,7 @@ def train(args: argparse.Namespace, program: Program) -> None:
     ):
         start, curve = 0, []
         if args.checkpoint:
-            start, arrays, curve = checkpoints.restore(to_arrays(state), curve)
-            state = jmask.from_arrays(arrays, state)
+            start, state, curve = checkpoints.restore(state, curve)
         for step in range(start + 1, args.steps + 1):
             batch = batch_of_step(step, args, mesh, program.stopped)
             state, loss, stop = train_step(state, batch)
@@ -141,7 +148,7 @@ def train(args: argparse.Namespace, program: Program) -> None:
                 curve.append((step, loss, float(accuracy(state[0], unseen))))
                 program.print(f"step {step:>6,}  loss {loss:.6f}  {rate:>9,.0f} pairs/s")
             if args.checkpoint and (step % args.keep_every == 0 or is_last):
-                checkpoints.save(step, to_arrays(state), curve)
+                checkpoints.save(step, state, curve)
             if stop:
                 program.stopped = True
                 break
@@ -183,7 +190,6 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     number("--dim", 32, "entries of a row")
     number("--batch", 4096, "pairs of words in a step")
     number("--steps", 500, "of training")
-    add("--placement", choices=("div", "mod"), default="mod", help="see jmask.sharded (mod)")
     number("--keep-every", 100, "steps from checkpoint to checkpoint")
     number("--print-every", 50, "steps from line to line")
     args = parser.parse_args(arguments)

@@ -17,6 +17,7 @@ from jmask._deferred.table import DeferredTable as DeferredTable
 from jmask._embedding.bag import embedding_bag as embedding_bag
 from jmask._embedding.lookup import embedding_lookup as embedding_lookup
 from jmask._embedding.lookup import renormalize as renormalize
+from jmask._embedding.overflow import exchange_overflow as exchange_overflow
 from jmask._embedding.pad_bags import PaddedBags as PaddedBags
 from jmask._embedding.pad_bags import pad_bags as pad_bags
 from jmask._gradcheck.check import gradcheck as gradcheck
@@ -50,7 +51,6 @@ from jmask._tables.packed import PackedTable as PackedTable
 from jmask._tables.packed import packed as packed
 from jmask._tables.plain_arrays import from_arrays as from_arrays
 from jmask._tables.plain_arrays import to_arrays as to_arrays
-from jmask._tables.sharded import ShardedTable as ShardedTable
 from jmask._tables.sharded import sharded as sharded
 from jmask._tensors.conversions import cast_storage as cast_storage
 from jmask._tensors.conversions import from_numpy_ma as from_numpy_ma

@@ -48,7 +48,7 @@ PAGES = {
     "embeddings": (
         "Embeddings and tables",
         """embedding_lookup embedding_bag pad_bags PaddedBags renormalize packed PackedTable
-        sharded ShardedTable deferred DeferredTable to_deferred
+        sharded exchange_overflow deferred DeferredTable to_deferred
         from_deferred""",
     ),
 }
@@ -59,7 +59,6 @@ MEMBERS = {
     "MaskedTensor": """data mask shape dtype nbytes stype get_data get_mask to_tensor
         filled to_dense to_sparse to_sparse_csr to_row_sparse astype""",
     "PackedTable": "pack dtype full todense",
-    "ShardedTable": "blocks dtype with_placement full todense",
     "DeferredTable": "dtype full todense up_to_date",
     "PaddedBags": "weights bag_of_entry",
 }

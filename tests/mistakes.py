@@ -13,7 +13,6 @@ PARAMS, GRADS = {"t": TABLE}, {"t": ROWS}
 LAZY = jmask.lazy(optax.adam(0.1))
 packed = lambda: jmask.packed(TABLE, platform="tpu")
 mesh = lambda: jax.make_mesh((1,), ("x",))
-sharded = lambda: jmask.sharded(TABLE, mesh())
 looked_up = lambda table: jnp.sum(table[IDS])
 
 

@@ -35,14 +35,8 @@ STEPS = {"apply_gradients": jmask.apply_gradients, "update": update_and_apply}
 
 
 def stored(form, x):
-    """A table as "array", "packed", or sharded: "div 2", "mod 4 packed", "mod 8 explicit"."""
-    if form == "array":
-        return x
-    if form == "packed":
-        return jmask.PackedTable.pack(x)
-    placement, shards, *more = form.split()
-    mesh = mesh_of(int(shards), axes="explicit" if "explicit" in more else "automatic")
-    return jmask.sharded(x, mesh, placement=placement, packed="packed" in more)
+    """A table as "array" or "packed"."""
+    return x if form == "array" else jmask.PackedTable.pack(x)
 
 
 def stepped(tx, params, gradients, step="apply_gradients", wrap=jax.jit):
@@ -77,7 +71,6 @@ def trained(table, tx, step, steps=3, ids=IDS):
     # Copied: the arguments of the first step are donated as well.
     params = jax.tree.map(jnp.copy, {"table": table, "dense": dense})
     params, state, losses = *replicated((params, tx.init(params)), table), []
-    ids = replicated(jnp.asarray(ids), table)
     with compilations() as compiled:
         for _ in range(steps):
             donated = jax.tree.leaves(params["table"])
@@ -110,35 +103,33 @@ def mesh_of(*sizes, axes="automatic"):
     return jax.make_mesh(sizes, names, axis_types=(AXIS_TYPES[axes],) * len(sizes))
 
 
-# The mesh, the axes of rows, the axes of the batch, and whether axes are explicit.
+# The mesh, the axes of rows, the axes of the batch, and the type of all axes.
 LAYOUTS = {
-    "1 device": ((1,), None, None, "automatic"),
-    "2 devices": ((2,), None, None, "automatic"),
-    "4 devices": ((4,), "x", "x", "automatic"),
-    "8 devices": ((8,), None, None, "automatic"),
-    "rows and batch over both axes": ((2, 4), None, None, "automatic"),
-    "rows over table, batch over data": ((2, 4), "table", "data", "automatic"),
-    "rows over table, batch over both": ((2, 4), "table", None, "automatic"),
-    "rows over both, batch over data": ((2, 4), None, "data", "automatic"),
-    "in the other order": ((2, 4), ("table", "data"), ("data", "table"), "automatic"),
-    "rows and batch over table": ((2, 4), "table", "table", "automatic"),
-    "explicit axis": ((8,), None, None, "explicit"),
-    "explicit axes, rows over table": ((2, 4), "table", "data", "explicit"),
-    "explicit axes, rows over both": ((2, 4), None, None, "explicit"),
-    "explicit axes, batch over both": ((2, 4), "table", None, "explicit"),
+    "1 device": ((1,), None, "x", "explicit"),
+    "8 devices": ((8,), None, "x", "explicit"),
+    "ids on every device": ((8,), None, None, "explicit"),
+    "rows and batch over both axes": ((2, 4), None, ("data", "table"), "explicit"),
+    "rows over table, batch over data": ((2, 4), "table", "data", "explicit"),
+    "rows over table, batch over both": ((2, 4), "table", ("data", "table"), "explicit"),
+    "rows over both, batch over data": ((2, 4), None, "data", "explicit"),
+    "in the other order": ((2, 4), ("table", "data"), ("data", "table"), "explicit"),
+    "rows and batch over table": ((2, 4), "table", "table", "explicit"),
+    "automatic axis": ((8,), None, "x", "automatic"),
+    "automatic, rows over table": ((2, 4), "table", "data", "automatic"),
 }
 
 
-# Three of them that differ in kind.
-SPREAD = ["8 devices", "rows over table, batch over data", "explicit axis"]
+def sharded(x, layout, **how):
+    sizes, rows, _, axes = LAYOUTS[layout]
+    return jmask.sharded(x, mesh_of(*sizes, axes=axes), axis=rows, **how)
 
 
-def sharded(x, layout, placement="div", packed=False, **how):
-    sizes, rows, batch, axes = LAYOUTS[layout]
-    mesh = mesh_of(*sizes, axes=axes)
-    return jmask.sharded(
-        x, mesh, rows=rows, batch=batch, placement=placement, packed=packed, **how
-    )
+def batch_of(ids, layout):
+    """Ids whose first dimension is sharded as a layout has it, with lines of padding, -1."""
+    sizes, _, batch, axes = LAYOUTS[layout]
+    missing = -ids.shape[0] % 8
+    ids = np.pad(ids, [(0, missing)] + [(0, 0)] * (ids.ndim - 1), constant_values=-1)
+    return jax.device_put(ids, NamedSharding(mesh_of(*sizes, axes=axes), PartitionSpec(batch)))
 
 
 def numbers(row=(12,)):
@@ -151,19 +142,19 @@ def replicated(tree, table):
 
     Otherwise the second step, given arrays that are placed otherwise, is compiled again.
     """
-    if not isinstance(table, jmask.ShardedTable):
+    sharding = getattr(table, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
         return tree
 
     def put(x):
-        if is_table(x):
+        if is_table(x) or isinstance(x.sharding, NamedSharding):
             return x
-        spec = PartitionSpec(*(None for _ in x.shape))
-        return jax.device_put(x, NamedSharding(table.layout.mesh, spec))
+        return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
     return jax.tree.map(put, tree, is_leaf=is_table)
 
 
-is_table = lambda x: isinstance(x, jmask.PackedTable | jmask.ShardedTable)
+is_table = lambda x: isinstance(x, jmask.PackedTable)
 # The tree with tables of all forms made arrays.
 as_arrays = lambda tree: jax.tree.map(np.asarray, tree, is_leaf=is_table)
 

@@ -48,6 +48,7 @@ from jmask._base.forms import (
 )
 from jmask._base.jaxprs import read, side_by_side
 from jmask._base.types import Atom, Shape, Value
+from jmask._kernels import sharded_rows
 from jmask._kernels.bag_sum import BAG_SUM
 
 # The user's line in a fallback warning must not be a line of this library.
@@ -66,7 +67,13 @@ _CALLS = (*CALLS, *REMATS)
 _LOOPS = ("scan", "cond")  # that are run equation by equation, with a rule
 # The equations that ask what is known of their operands, here or in what they run.
 _ASKING = FOLLOWED | {*SUMS, *_CALLS, *_LOOPS, "scatter-add"}
-_ROW_MAKERS = ("scatter-add", "dynamic_update_slice", "pad", "bcoo_dot_general")
+_ROW_MAKERS = (
+    "scatter-add",
+    "dynamic_update_slice",
+    "pad",
+    "bcoo_dot_general",
+    sharded_rows.ADD.name,
+)
 
 Flags = Sequence[bool]
 Values = Sequence[Value]

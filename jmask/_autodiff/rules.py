@@ -54,6 +54,7 @@ from jmask._base.array_types import adds_when_cast
 from jmask._base.forms import aval_of, name_of, parameter
 from jmask._base.jaxprs import bound
 from jmask._base.types import Atom, Value
+from jmask._kernels import sharded_rows
 from jmask._kernels.gathered_rows import GATHERED
 
 
@@ -174,6 +175,13 @@ def _scatter_add(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     if known is not None:
         GATHERED.note(rows.parts[0][1], known)
     return operand.plus(rows)
+
+
+def _add_on_shards(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
+    ids, rows = (made_dense(x, eqn) for x in inputs)
+    table = aval_of(eqn.outvars[0])
+    ids, rows = sharded_rows.flat(ids, rows, len(table.shape) - 1)
+    return RowSum(tuple(table.shape), table.dtype, ((ids, rows),), looked_up=True)
 
 
 def _dynamic_update_slice(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
@@ -382,6 +390,7 @@ EQUATION_RULES: dict[str, Rule] = (
     {
         "broadcast_in_dim": Rule(_first_wanted, _broadcast),
         "scatter-add": Rule(_first, _scatter_add),
+        sharded_rows.ADD.name: Rule(none_wanted, _add_on_shards),
         "dynamic_update_slice": Rule(_first_two, _dynamic_update_slice),
         "pad": Rule(_first, _pad),
         "bcoo_dot_general": Rule(none_wanted, _sparse_product),

@@ -23,9 +23,10 @@ from jmask._base.fallback import LARGE, Fallback, Place, in_bytes
 from jmask._base.forms import aval_of, bodies_of, name_of, parameter, shard_map_of
 from jmask._base.jaxprs import ARITHMETIC, interpret
 from jmask._base.types import Atom, Shaped
+from jmask._kernels.sharded_rows import LOOKUP
 
 # `get` reads from a reference, `jax.new_ref(table)[ids]`.
-_LOOKUPS = (*LOOKUPS, "dynamic_slice", "get")
+_LOOKUPS = (*LOOKUPS, LOOKUP.name, "dynamic_slice", "get")
 _ONE_HOT = "one-hot product"
 MULTIPLIED = "multiplied by a one-hot matrix, which reads all of it"
 _STILL_THE_SAME = (
@@ -139,8 +140,8 @@ def _report(
     elif any(use.is_local for use in uses):
         why = "sharded by the `shard_map` that looks it up"
         remedy = (
-            "Let `jmask.sharded(table, mesh)[ids]` take the place of the `shard_map`, or "
-            "take jmask.grad and the step inside it."
+            "Let `jmask.embedding_lookup(jmask.sharded(table, mesh), ids)` take the place of "
+            "the `shard_map`, or take jmask.grad and the step inside it."
         )
     else:
         why = "looked up in a way that does not read whole rows"

@@ -283,7 +283,7 @@ def _value_and_results(
     program, outputs = jax.make_jaxpr(trace, return_shape=True)(*given)
     if nested and drops_rules(program.jaxpr):
         raise NotImplementedError(
-            "`jmask.grad` of `jmask.grad` of a PackedTable or ShardedTable that is read inside "
+            "`jmask.grad` of `jmask.grad` of a PackedTable that is read inside "
             "a `scan` needs JAX 0.12: before, JAX loses the second derivative. Use an array, "
             "`table.todense()`, or unroll the scan."
         )

@@ -113,12 +113,12 @@ def with_rows_over(array: jax.Array, like: NamedSharding, axes: MeshAxes) -> jax
     return placed(array, like, (axes, *(None for _ in array.shape[1:])))
 
 
-def with_whole_rows(array: jax.Array) -> jax.Array:
-    """Return the array with dimension 0 on every device, if its type says that it is not."""
+def with_whole_rows(array: jax.Array, d: int = 0) -> jax.Array:
+    """Return the array with dimension d on every device, if its type says that it is not."""
     sharding, spec = explicit_sharding(array), spec_of(array)
-    if sharding is None or not any(spec[:1]):
+    if sharding is None or not any(spec[d : d + 1]):
         return array
-    return placed(array, sharding, (None, *spec[1:]))
+    return placed(array, sharding, (*spec[:d], None, *spec[d + 1 :]))
 
 
 def flat(ids: jax.Array) -> jax.Array:

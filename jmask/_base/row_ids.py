@@ -32,9 +32,9 @@ from jmask._base.types import DType
 
 INT32_MAX = np.iinfo(np.int32).max
 
-# What is known of ids: unique, in order and with padding last; unique apart from padding; or
-# nothing.
-Order = Literal["sorted", "unique", "any"]
+# What is known of ids: unique, in order and with padding last; unique apart from padding; the
+# same, and each on the shard of the table that has its row; or nothing.
+Order = Literal["sorted", "unique", "routed", "any"]
 
 
 def _refuse(*args: object, **kwargs: object) -> NoReturn:

@@ -34,7 +34,7 @@ def deferred(table: Table, tx: optax.GradientTransformation) -> DeferredTable:
     dense trajectory defer every table that is looked up: arrays stay lazy.
 
     Args:
-        table (V, *row): a floating array, or a `PackedTable` or `ShardedTable`.
+        table (V, *row): a floating array, or a `PackedTable`.
         tx: what will update it: a named optimizer, with `lazy_update` True or False, or
             `jmask.lazy` of one of optax; `multi_steps` and `skip_nonfinite` of these. All that
             depends on the parameter or the state of a row must be in one of them:

@@ -9,9 +9,9 @@ table holds the state of each row, which reads need, and the step at which each 
 caught up; `closed_form` takes the steps since then.
 
     main       (V, entries)  parameter and state interleaved, so that a row is one read;
-                             of a packed or sharded table its own storage, (V, *row)
+                             of a packed table its own storage, (V, *row)
     others     separate slots: state of another dtype, with one entry for each row, or of a
-               packed or sharded table
+               packed table
     last       (V,) int32
     lines      (W, numbers) the coefficients for each of the last W start steps
     carry      (W, sums) what rounding took from the sums

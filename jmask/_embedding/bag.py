@@ -56,6 +56,7 @@ from jmask._embedding.lookup import (
     looked_up_rows,
     missing,
     narrowed,
+    numbered_by,
     positions_of,
 )
 from jmask._embedding.pad_bags import PaddedBags, check_weights, checked_offsets
@@ -85,6 +86,7 @@ def embedding_bag(
     mode: str = "fill",
     max_norm: Scalar | None = None,
     norm_type: float = 2.0,
+    hashed: bool = False,
 ) -> jax.Array:
     """Return the rows of `table` with the given ids, combined bag by bag.
 
@@ -111,6 +113,7 @@ def embedding_bag(
             nan, "clip" the first or last row, "zero" zeros that count as a row, "raise" an
             error (after a failed check under jit, the id is left out).
         max_norm, norm_type: as in `embedding_lookup`, before the rows are weighted.
+        hashed: as in `embedding_lookup`.
 
     Returns:
         One row for each bag (..., *row) or (b, *row), in the dtype of the table; floating
@@ -167,7 +170,7 @@ def embedding_bag(
     absent, padding = bags.left_out, is_padding(ids, padding_id)
     if padding is not None:
         absent = padding if absent is None else padding | absent
-    entries = entries_of(ids, absent, mode, table.shape)
+    entries = numbered_by(hashed, entries_of(ids, absent, mode, table.shape), table.shape[0])
     positions, absent, outside = entries
     if absent is not None:
         weights = None if weights is None else jnp.where(absent, 0, weights)
@@ -296,8 +299,10 @@ def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
     It is read from the first entry that attains it, as a nan does: so goes its derivative.
     """
     if bags.ids is not None:  # a bag may have entries on every device
-        rows, present = with_whole_rows(rows), with_whole_rows(present)
-    line, exists = present.ndim - 1, trailing(present, rows.ndim)
+        bags = bags._replace(ids=with_whole_rows(bags.ids))
+    line = present.ndim - 1
+    rows, present = with_whole_rows(rows, line), with_whole_rows(present, line)
+    exists = trailing(present, rows.ndim)
     count = rows.shape[line]
     if count == 0:
         return bags.sum(rows)

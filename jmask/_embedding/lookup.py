@@ -29,15 +29,19 @@ from jmask._base.array_types import (
     wide,
     with_whole_rows,
 )
+from jmask._base.hashed import COLUMNS, position_of
 from jmask._base.row_ids import canonical, id_dtype, widen
+from jmask._base.shards import Shards
 from jmask._base.types import HostArray, Ids, Mask, Numbers, Scalar, Table, TensorLike
 from jmask._base.validation import (
     as_table,
+    check_flag,
     checked_choice,
     checked_integer,
     checked_scalar,
     naming_arguments,
 )
+from jmask._kernels import sharded_rows
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.gather import Gather
 from jmask._kernels.rows import gather_rows, set_rows
@@ -327,12 +331,14 @@ def embedding_lookup(
     mode: str = "fill",
     max_norm: Scalar | None = None,
     norm_type: float = 2.0,
+    hashed: bool = False,
 ) -> jax.Array:
     """Return the rows of `table` with the given ids.
 
     Args:
-        table (V, *row): an array of any dtype, a `PackedTable` or `ShardedTable`, or a
-            `RowSparse`, whose rows that are not stored are zeros.
+        table (V, *row): an array of any dtype, a `PackedTable`, or a `RowSparse`, whose rows
+            that are not stored are zeros. Where axes of its mesh are explicit, the rows of an
+            array may be sharded: they come to where their ids are.
         ids: integers of any shape and dtype, or a list. Ids below 0 and from V on are
             outside the table: they never wrap.
         padding_id: an id that gives zeros and no gradient, whether it is a row or not.
@@ -345,6 +351,8 @@ def embedding_lookup(
             differentiated so; those with nan or inf stay as they are. A number or a scalar
             array, for a floating or complex table.
         norm_type: p of the p-norm, > 0; may be `math.inf`.
+        hashed: whether the table numbers its rows by the permutation of `jmask.sharded(...,
+            hashed=True)`. Its gradient has the positions where the rows are.
 
     Returns:
         The rows (*ids.shape, *row), in the dtype of the table.
@@ -353,7 +361,8 @@ def embedding_lookup(
         IndexError: in mode "raise", for concrete ids outside the table.
         TypeError: if an argument is not of the type above.
         ValueError: if `table` is a scalar, `mode` is not one of the above, `max_norm` or
-            `norm_type` is not positive, or "clip" meets a table without rows.
+            `norm_type` is not positive, "clip" meets a table without rows, or `hashed` a table
+            whose rows are no multiple of 1024.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -368,7 +377,21 @@ def embedding_lookup(
     ids = checked_integers(ids, "ids", mode, "embedding_lookup(table, ids)")
     absent = is_padding(ids, padding_id)
     bound = checked_bound(table, max_norm, norm_type)
-    return looked_up_rows(table, entries_of(ids, absent, mode, table.shape), bound)
+    entries = entries_of(ids, absent, mode, table.shape)
+    return looked_up_rows(table, numbered_by(hashed, entries, table.shape[0]), bound)
+
+
+def numbered_by(hashed: bool, entries: Entries, rows: int) -> Entries:
+    """Return entries with the positions of their rows in a table with `hashed=True`, if so."""
+    check_flag("hashed", hashed)
+    if not hashed:
+        return entries
+    if rows % COLUMNS:
+        raise ValueError(
+            f"`hashed`=True, and `table` has {rows} rows, which is no multiple of {COLUMNS}: "
+            "make it by jmask.sharded(table, mesh, hashed=True)."
+        )
+    return entries._replace(positions=position_of(entries.positions, rows))
 
 
 def looked_up_rows(table: Table, entries: Entries, bound: Bound | None) -> jax.Array:
@@ -377,7 +400,13 @@ def looked_up_rows(table: Table, entries: Entries, bound: Bound | None) -> jax.A
     fill: int | None = 0
     if isinstance(table, RowSparse):
         table, positions = stored_at(table, positions)
-    elif isinstance(table, jax.Array) and table.shape[0] != 0 and absent is None:
+    is_sharded = isinstance(table, jax.Array) and Shards.of(table, positions) is not None
+    if (
+        isinstance(table, jax.Array)
+        and table.shape[0] != 0
+        and absent is None
+        and not is_sharded
+    ):
         # The gather itself fills in what is outside.
         fill, outside = None if outside is not None else 0, None
     shape = (*positions.shape, *table.shape[1:])
@@ -385,6 +414,8 @@ def looked_up_rows(table: Table, entries: Entries, bound: Bound | None) -> jax.A
         rows = jnp.zeros(shape, table.dtype)
     elif isinstance(table, StoredTable):
         rows = placed_like(looked_up(table, flat(positions)).reshape(shape), positions)
+    elif is_sharded:
+        rows = sharded_rows.looked_up(table, positions)
     else:
         # Not `table.at[positions].get(...)`: like `jnp.where`, it drops what has no entries,
         # and JAX then gives a table that is looked up for nothing a gradient of dense zeros.

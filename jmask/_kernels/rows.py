@@ -10,7 +10,6 @@ A padding id reads an existing row, not zeros: arithmetic on what it reads is th
 arithmetic of an ordinary row, so it cannot raise a division by zero that no row has.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -21,7 +20,6 @@ from jax import lax
 
 from jmask._base.array_types import (
     ArrayFacts,
-    automatically,
     explicit_sharding,
     is_ambiguous,
     is_complex,
@@ -33,6 +31,7 @@ from jmask._base.array_types import (
 )
 from jmask._base.lowering import in_one_device, lower, primitive
 from jmask._base.row_ids import Order, widen
+from jmask._base.shards import Shards, entry, gathered
 from jmask._base.types import Shaped
 from jmask._kernels import tpu_rows, tuning
 from jmask._kernels.gather import BITS, Gather, zero_of
@@ -151,15 +150,40 @@ class Write(NamedTuple):
 def _write(kind, table, ids, rows, order):
     if 0 in (*table.shape[:1], *ids.shape):  # there is no row, or every id is padding
         return table
-    sharding = explicit_sharding(table, ids, rows)
-    if sharding is not None and is_ambiguous(table, ids, rows):
-        write = functools.partial(_write, kind, order=order)
-        return automatically(write, table, ids, rows, like=sharding, spec=spec_of(table))
+    shards = Shards.of(table, ids, rows)
     rows = rows.astype(table.dtype)
-    if order == "any" or sharding is not None:
+    if shards is not None and is_ambiguous(table, ids, rows):
+        return _written_on_shards(shards, kind, table, ids, rows, order)
+    if order == "any" or shards is not None:
         return _scattered(table, ids, rows, kind, order)
     operands = varying_alike(table, ids, rows)
     return _write_rows_p.bind(*operands, how=Write(kind, order, in_one_device()))[0]
+
+
+def is_routed(shards: Shards, ids: jax.Array, order: Order) -> bool:
+    """Decide whether ids (n,) are on the shards that have their rows."""
+    return order == "routed" and spec_of(ids)[0] == entry(shards.rows)
+
+
+def _written_on_shards(
+    shards: Shards,
+    kind: Kind,
+    table: jax.Array,
+    ids: jax.Array,
+    rows: jax.Array,
+    order: Order,
+) -> jax.Array:
+    """Return the table with rows written by each shard where they live."""
+    is_there = is_routed(shards, ids, order)
+    batch = entry(shards.rows) if is_there else shards.batch(ids)
+
+    def written(block: jax.Array, ids: jax.Array, rows: jax.Array) -> jax.Array:
+        ids, rows = gathered(None if is_there else batch, ids, rows)
+        places = shards.local(ids, block.shape[0])
+        return _write(kind, block, places, rows, order if order == "any" else "unique")
+
+    specs = [shards.spec, (batch,), shards.spec_of_rows(batch)]
+    return shards.run(written, table, ids, rows, specs=specs, out=shards.spec)
 
 
 def _scattered(
@@ -375,8 +399,17 @@ def gather_unique_rows(table: jax.Array, ids: jax.Array, order: Order) -> jax.Ar
     if ids.shape[0] == 1:
         (ids,) = never_alone(table.shape[0], ids)
         return gather_unique_rows(table, ids, order)[:1]
+    shards = Shards.of(table, ids)
+    if shards is not None and is_routed(shards, ids, order):
+
+        def own(block: jax.Array, ids: jax.Array) -> jax.Array:
+            return gather_unique_rows(block, shards.local(ids, block.shape[0]), "unique")
+
+        here = entry(shards.rows)
+        specs = [shards.spec, (here,)]
+        return shards.run(own, table, ids, specs=specs, out=shards.spec_of_rows(here))
     has_lines = table.ndim > 1 and table.size == table.shape[0] > 0 and ids.shape[0]
-    if not has_lines or explicit_sharding(table, ids) is not None:
+    if not has_lines or shards is not None:
         return gather_rows(table, ids, coalesced=order == "sorted")
     table, ids = varying_alike(table, ids)
     return _read_rows_p.bind(table, ids, order=order, is_alone=in_one_device())[0]

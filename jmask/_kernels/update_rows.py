@@ -27,9 +27,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.array_types import explicit_sharding, is_known, varying_alike, with_whole_rows
+from jmask._base.array_types import is_known, spec_of, varying_alike
 from jmask._base.lowering import GroupedPrimitive, Results, in_one_device, switched_on
 from jmask._base.row_ids import Order
+from jmask._base.shards import Shards, entry
 from jmask._base.types import PyTreeDef, Table
 from jmask._kernels import tpu_rows
 from jmask._kernels.coalesce import (
@@ -39,6 +40,7 @@ from jmask._kernels.coalesce import (
     summed_by_hashing,
     summed_by_sorting,
 )
+from jmask._kernels.exchange import with_own_rows
 from jmask._kernels.gather import zero_of
 from jmask._kernels.gathered_rows import GatheredRows, Rows, as_array
 from jmask._kernels.row_blocks import (
@@ -49,7 +51,8 @@ from jmask._kernels.row_blocks import (
     sums_in_blocks,
     together,
 )
-from jmask._kernels.rows import add_rows
+from jmask._kernels.rows import add_rows, is_routed
+from jmask._kernels.sharded_rows import routed
 
 Tables = Sequence[jax.Array]
 
@@ -170,23 +173,64 @@ def _without_primitive(x: RowUpdate) -> list[jax.Array] | None:
     assert x.order != "any" or not any(map(jnp.ndim, x.scalars))
     if 0 in x.values.shape or x.tables[0].shape[0] == 0:
         return list(x.tables)
-    if x.update.captures or (_has_explicit_sharding(x) and x.update.additive):
-        return _defined(_prepared(x))
-    return None
+    # A state that was made under jit may be on every device: it goes to where its table is.
+    main = max(x.tables, key=lambda table: any(spec_of(table)[:1]))
+    shards = Shards.of(main, *x.tables, x.ids, *jax.tree.leaves(x.values))
+    if shards is not None:
+        return _on_shards(shards, main, x)
+    return _defined(_prepared(x)) if x.update.captures else None
 
 
-def _has_explicit_sharding(x: RowUpdate) -> bool:
-    return explicit_sharding(*x.tables, x.ids, *jax.tree.leaves(x.values)) is not None
+def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]:
+    """Update tables that are sharded by their types: each device updates its own rows.
+
+    What the gradient has of them crosses the network once, for all tables.
+    """
+    ids, values = x.ids, as_array(x.values)
+    # What is traced outside cannot be used on each device, and a sum along a row, one number of
+    # which is kept, needs all of its columns.
+    is_per_row = any(y.shape != x.tables[0].shape for y in x.tables)
+    if x.update.captures or (any(shards.columns) and is_per_row):
+        if shards.rows and not is_routed(shards, ids, x.order):
+            ids, values = routed(main, ids, values)
+            x = dataclasses.replace(x, ids=ids, order="routed")
+        values = shards.put(shards.spec_of_rows(shards.batch(ids)))(values)
+        return _defined(_prepared(dataclasses.replace(x, values=values)))
+    is_there, count = is_routed(shards, x.ids, x.order), x.ids.shape[0]
+    batch = entry(shards.rows) if is_there else shards.batch(x.ids)
+    of_entries = [jnp.ndim(y) > 0 for y in x.scalars]
+    like_rows = [
+        values,
+        *(y for y, is_one in zip(x.scalars, of_entries, strict=True) if is_one),
+    ]
+    numbers = [y for y, is_one in zip(x.scalars, of_entries, strict=True) if not is_one]
+
+    def updated_here(
+        tables: list[jax.Array], ids: jax.Array, rows: list[jax.Array], numbers: list[jax.Array]
+    ) -> list[jax.Array]:
+        axes, size = None if is_there else batch, tables[0].shape[0]
+
+        def with_all(
+            ids: jax.Array, rows: list[jax.Array], tables: list[jax.Array]
+        ) -> list[jax.Array]:
+            (values, *more), others = rows, iter(numbers)
+            arrays = iter(more)
+            scalars = [next(arrays if is_one else others) for is_one in of_entries]
+            places = shards.local(ids, size)
+            order: Order = "any" if x.order == "any" else "unique"
+            (new,) = updated([RowUpdate(x.update, tables, places, values, scalars, order)])
+            return new
+
+        return with_own_rows(shards, axes, ids, rows, size, count, with_all, tables)
+
+    specs = [shards.spec, (batch,), shards.spec_of_rows(batch), ()]
+    out = [shards.spec] * len(x.tables)
+    return shards.run(
+        updated_here, list(x.tables), x.ids, like_rows, numbers, specs=specs, out=out
+    )
 
 
 def _prepared(x: RowUpdate) -> RowUpdate:
-    if _has_explicit_sharding(x) and not x.update.additive:
-        # On explicit axes a scatter wants its indices on every device, so rows are summed while
-        # they are sharded and then sent.
-        x = dataclasses.replace(x, values=as_array(x.values)).summed()
-        arrays = x.ids, as_array(x.values), *x.scalars
-        ids, values, *scalars = map(with_whole_rows, arrays)
-        x = dataclasses.replace(x, ids=ids, values=values, scalars=scalars)
     x = dataclasses.replace(x, tables=list(x.tables), scalars=list(x.scalars))
     tree: PyTreeDef
     operands, tree = jax.tree.flatten(dataclasses.replace(x, is_alone=in_one_device()))

@@ -36,7 +36,7 @@ from jmask._base.types import (
 )
 from jmask._kernels.rows import ids_after_reading
 from jmask._lazy import row_local
-from jmask._lazy.over_shards import axes_of_rows
+from jmask._lazy.over_shards import is_block
 from jmask._lazy.row_local import RowLocal
 from jmask._tables.stored_table import RowsAt, StoredTable, fitted, is_stored_table, shape_of
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
@@ -108,6 +108,9 @@ class LazyCall:
                 uncoalesced[i] = fitted(param, uncoalesced[i])
         pairs = [gradient_and_valid(x) for x in uncoalesced]
         gradients, valid = [x for x, _ in pairs], [x for _, x in pairs]
+        for i, param in enumerate(param_leaves):
+            if is_row_sparse(uncoalesced[i]):
+                gradients[i] = fitted(param, uncoalesced[i])
         # Without parameters the gradient has their structure and shapes.
         like = gradients if params is None else param_leaves
         owners = tables_of_state(
@@ -119,7 +122,7 @@ class LazyCall:
             dtypes=params is not None,
         )
         for owner, x in zip(owners, states, strict=True):
-            if owner is not None and is_stored_table(x):
+            if owner is not None and is_row_sparse(uncoalesced[owner]):
                 gradients[owner] = fitted(x, uncoalesced[owner])
         tables = [i if is_row_sparse(g) else None for i, g in enumerate(gradients)]
         leaves = [
@@ -267,13 +270,6 @@ class ProvedUpdate:
 
     def _run(self, *inputs: jax.Array) -> Sequence[jax.Array]:
         gradients = self.call.gradients
-        if any(axes_of_rows(leaf.value) for leaf in gradients) and self.proof.sums_over_rows():
-            raise NotRowLocalError(
-                "it sums over rows, and in a shard_map every device has other rows of a "
-                "ShardedTable",
-                "Make the step outside of the shard_map, in the same jit: the table is sharded "
-                "there, too.",
-            )
         # A table without lookups has a row here: of no rows there is no maximum.
         sizes = {i: max(gradients[i].value.nse, 1) for i in self.proof.rows}
         program = self.proof.at(sizes)
@@ -316,6 +312,14 @@ def proved(call: LazyCall, *, same_dtypes: bool = False) -> ProvedUpdate:
         is_number = leaf.kind == "state" and leaf.table is None
         if same_dtypes and is_number and old.dtype != new.dtype:
             raise TypeError(f"update makes a state of {new.dtype} of one of {old.dtype}")
+    params = [leaf.value for leaf in call.leaves if leaf.kind == "param"]
+    tables = [params[i] for i in proof.rows] if params else []
+    if any(is_block(x, params) for x in tables) and proof.sums_over_rows():
+        raise NotRowLocalError(
+            "it sums over rows, and in this shard_map every device has other rows of a table",
+            "Make the step outside of the shard_map, in the same jit: the table is sharded "
+            "there, too.",
+        )
     return ProvedUpdate(call, proof, _unordered(call, proof.program))
 
 

@@ -126,7 +126,7 @@ def merge(stacked: PyTree) -> PyTree:
                 f"lax.scan or jax.vmap; got indices of shape {ids.shape}."
             )
         leaves = (ids.reshape(-1), values.reshape(-1, *values.shape[2:]))
-        return x.with_leaves(*leaves, coalesced=False)
+        return x.with_leaves(*leaves, order="any")
 
     check_leaves("stacked", stacked)
     return _map(merged, stacked)

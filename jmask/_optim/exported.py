@@ -15,8 +15,6 @@ from jmask._deferred.closed_form import Form
 from jmask._deferred.table import DeferredTable
 from jmask._optim import adagrad, adam, ema, ftrl, guards, microbatches, sgd
 from jmask._tables.packed import PackedTable
-from jmask._tables.shard_layout import Layout
-from jmask._tables.sharded import RoutedRows, ShardedTable
 from jmask._tables.stored_table import NewTable
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse
@@ -37,15 +35,11 @@ def _refuse(static: tuple[Any, ...]) -> Any:
 _NODES: dict[type, tuple[Convert, Convert]] = {
     MaskedTensor: (lambda x: x, lambda x: x),
     PackedTable: (lambda x: x, lambda x: x),
-    ShardedTable: (
-        lambda x: (x[0].described(), *x[1:]),
-        lambda x: (Layout.from_description(x[0]), *x[1:]),
-    ),
     DeferredTable: (
         lambda x: (*x[:2], x[2] and dataclasses.astuple(x[2]), x[3]),
         lambda x: (*x[:2], x[2] and Form(*x[2]), x[3]),
     ),
-    **dict.fromkeys((RowSparse, RoutedRows, NewTable), (_refuse, _refuse)),
+    **dict.fromkeys((RowSparse, NewTable), (_refuse, _refuse)),
 }
 
 for _kind, (_write, _read) in _NODES.items():

@@ -22,6 +22,7 @@ from jax.extend.core import Var
 
 from jmask._base.array_types import added, fewer, joint_dtype, trailing, wide
 from jmask._base.fallback import muted
+from jmask._base.row_ids import hide
 from jmask._base.types import (
     Function,
     Gradient,
@@ -40,7 +41,6 @@ from jmask._lazy.over_shards import agreed, counted
 from jmask._ops.norms import shortened
 from jmask._optim.hyperparameters import POSITIVE, check_number
 from jmask._tables.deferral import is_deferred
-from jmask._tables.sharded import RoutedRows
 from jmask._tables.stored_table import NewTable, fitted, is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
@@ -148,8 +148,6 @@ def _where_kept(keep: jax.Array, x: Gradient, zero: float = 0.0) -> Gradient:
     Args:
         keep: a scalar, or one for each row; of a masked gradient, for each entry.
     """
-    if isinstance(x, RoutedRows):
-        return x.without(jnp.broadcast_to(~keep, x.row_ids().shape))
     values = stored_values(x.storage if isinstance(x, MaskedTensor) else x)
     other = jnp.asarray(zero, jnp.result_type(values))
     values = jnp.where(trailing(keep, values.ndim) if keep.ndim else keep, values, other)
@@ -158,6 +156,8 @@ def _where_kept(keep: jax.Array, x: Gradient, zero: float = 0.0) -> Gradient:
     if not is_row_sparse(x):
         return values
     ids = jnp.where(keep, x.flat().row_ids(), x.row_count)
+    if x.order == "routed":
+        return x.with_leaves(hide(ids), values)
     return _rows_like(x, ids, values, x.coalesced and not keep.ndim)
 
 
@@ -253,8 +253,6 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
         for x in leaves:
             finite &= ~jnp.any(_not_finite(x))
         finite = agreed(finite, gradients, params)
-        if any(isinstance(x, RoutedRows) for x in leaves):
-            gradients = updates  # rows are routed to the shards once more
         skipped = state.skipped + (~finite).astype(state.skipped.dtype)
         return finite, gradients, SkipNonfiniteState(skipped, None)
 
@@ -330,7 +328,7 @@ def drop_nonfinite_rows() -> optax.GradientTransformation:
 
         def kept(x: Gradient) -> Gradient:
             rows, number = _dropped(x)
-            numbers.append(counted(number, x, gradients, params))
+            numbers.append(counted(number, gradients, params))
             return rows
 
         gradients = _mapped(kept, gradients)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 
 from jmask._optim.row_rule import RowRule, changing_scalars
-from jmask._tables.shard_layout import dealt, gathered
 
 # Rows on a core, and numbers in a row, come in multiples of this.
 _MULTIPLE = 8
@@ -121,7 +120,7 @@ def to_cores(table: jax.Array, cores: int) -> jax.Array:
         )
     rows, columns = -table.shape[0] % (_MULTIPLE * cores), -table.shape[1] % _MULTIPLE
     padded = jnp.pad(table.astype(jnp.float32), ((0, rows), (0, columns)))
-    return dealt(padded, cores)
+    return jnp.swapaxes(padded.reshape(-1, cores, padded.shape[1]), 0, 1)
 
 
 def from_cores(blocks: jax.Array, shape: tuple[int, int]) -> jax.Array:
@@ -134,4 +133,5 @@ def from_cores(blocks: jax.Array, shape: tuple[int, int]) -> jax.Array:
         >>> sparsecore.from_cores(blocks, (5, 1)).ravel()
         Array([0., 1., 2., 3., 4.], dtype=float32)
     """
-    return gathered(blocks)[: shape[0], : shape[1]]
+    table = jnp.swapaxes(blocks, 0, 1).reshape(-1, blocks.shape[2])
+    return table[: shape[0], : shape[1]]

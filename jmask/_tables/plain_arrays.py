@@ -1,30 +1,27 @@
 """Tensors and tables as plain arrays, for checkpoints, and back, in whatever layout.
 
     {"t": RowSparse}       ->   {"t": {"indices": (n,), "values": (n, *row)}}
-    {"t": ShardedTable}    ->   {"t": (V, *row)}, rows in the order of their ids
+    {"t": PackedTable}     ->   {"t": (V, *row)}
     {"t": DeferredTable}   ->   {"t": {"main": ..., "last": ..., "clock": ..., ...}}
 
 The ids of a `RowSparse` travel through pytrees in an opaque dtype, which libraries that store
-arrays do not know. The arrays of a table fit its own layout alone, and other meshes, placements
-and platforms have others.
+arrays do not know. The arrays of a packed table are for TPUs alone.
 """
 
+import math
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import automatic_mesh
 from jmask._base.row_ids import reveal, wrap
 from jmask._base.types import KeyPath, PyTree, PyTreeDef, Shaped, Table
 from jmask._base.validation import abstract_leaf, leaf_name, not_an_array
 from jmask._tables.deferral import Deferred, is_deferred, sealed
 from jmask._tables.packed import PackedTable
-from jmask._tables.shard_layout import gathered
-from jmask._tables.sharded import ShardedTable, placed_alike
 from jmask._tables.stored_table import StoredTable, is_stored_table
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 
@@ -36,11 +33,9 @@ _OF_ALL_ROWS = ("lines", "carry")
 def to_arrays(tree: PyTree) -> PyTree:
     """Return the tree in plain arrays alone, which do not depend on how its tables are kept.
 
-    A `RowSparse` becomes a dict of its `indices` and `values`. A `PackedTable` or
-    `ShardedTable` becomes the array (V, *row), with rows in the order of their ids, and a
-    `DeferredTable` a dict of its parts. The array of a sharded table is sharded too, over the
-    first dimension that the number of shards divides. If it divides none, every device has the
-    whole array: let V be a multiple of the number of shards if that is too large.
+    A `RowSparse` becomes a dict of its `indices` and `values`, a `PackedTable` the array
+    (V, *row), and a `DeferredTable` a dict of its parts. Arrays, sharded ones too, are returned
+    as they are.
 
     Args:
         tree: any; or of shapes, as `jax.eval_shape` makes them, for shapes in return.
@@ -50,9 +45,6 @@ def to_arrays(tree: PyTree) -> PyTree:
         >>> grads = {"t": jmask.RowSparse([1], jnp.ones((1, 2)), (3, 2))}
         >>> sorted(jmask.to_arrays(grads)["t"])
         ['indices', 'values']
-        >>> mesh = jax.make_mesh((1,), ("x",))
-        >>> jmask.to_arrays(jmask.sharded(jnp.ones((5, 2)), mesh, placement="mod")).shape
-        (5, 2)
     """
     return jax.tree.map(_arrays_of, tree, is_leaf=_is_node)
 
@@ -60,8 +52,7 @@ def to_arrays(tree: PyTree) -> PyTree:
 def from_arrays(arrays: PyTree, like: PyTree) -> PyTree:
     """Return tree of arrays that were stored and loaded, in the form and the layout of `like`.
 
-    This is the one way from a checkpoint to tables on another number of devices, in another
-    placement, or packed otherwise: rows are put where `like` has them.
+    This is the one way from a checkpoint to tables that are packed otherwise.
 
     Args:
         arrays: what `to_arrays` made, or the leaves of the tree itself under their names, as
@@ -71,7 +62,7 @@ def from_arrays(arrays: PyTree, like: PyTree) -> PyTree:
             count, so that it may come from `jax.eval_shape`, and of its tables the layout.
 
     Raises:
-        ValueError: if the structures or shapes differ, `arrays` holds a table that is placed
+        ValueError: if the structures or shapes differ, `arrays` holds a table that is kept
             otherwise, a row-sparse leaf is something else, or has an index beyond the rows of
             `like`, or is not in the order that it promises.
         TypeError: if dtypes differ in kind, as floating and integer ones do.
@@ -149,20 +140,13 @@ def _arrays_of(x: Table) -> PyTree:
         return {"clock": _clock_of(x), **{name: to_arrays(getattr(x, name)) for name in others}}
     if not is_stored_table(x):
         return x
-    sharding: Sharding | None = None
-    if isinstance(x, ShardedTable):
-        shards = x.layout.shards
-        first = next((i for i, n in enumerate(x.shape) if n % shards == 0), None)
-        spec = [x.layout.rows if i == first else None for i in range(x.ndim)]
-        sharding = NamedSharding(x.layout.mesh, PartitionSpec(*spec))
     leaf = jax.tree.leaves(x)[0]
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        if sharding is None and isinstance(leaf.sharding, SingleDeviceSharding):
-            # Without one orbax restores the array to the devices on which it was saved.
-            sharding = leaf.sharding
+        # Without one orbax restores the array to the devices on which it was saved.
+        is_alone = isinstance(leaf.sharding, SingleDeviceSharding)
+        sharding = leaf.sharding if is_alone else None
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    dense = jax.jit(type(x).todense, out_shardings=sharding)
-    return dense(x)
+    return jax.jit(type(x).todense)(x)
 
 
 def _clock_of(x: Table) -> Shaped:
@@ -230,16 +214,14 @@ def _as_deferred(name: str, given: PyTree, like: Deferred) -> Deferred:
     others = [key for key in _OF_DEFERRED if key != "clock"]
     parts = from_arrays({x: given[x] for x in others}, {x: getattr(like, x) for x in others})
     shared = {"clock": jnp.asarray(clock, jnp.int32)} | {x: parts[x] for x in _OF_ALL_ROWS}
-    parts |= {key: _on_devices_of(like.main, x) for key, x in shared.items()}
+    parts |= {key: _on_every_device(x) for key, x in shared.items()}
     return like._with(sealed_clock=sealed(parts.pop("clock")), **parts)
 
 
-def _on_devices_of(main: Table, shared: jax.Array) -> jax.Array:
-    """Replicate an array that all rows share where the rows are: it may be on another mesh."""
+def _on_every_device(shared: jax.Array) -> jax.Array:
+    """Return an array that all rows share bound to no device: rows may be on another mesh."""
     if isinstance(shared, jax.core.Tracer):
         return shared
-    if isinstance(main, ShardedTable):
-        return jax.device_put(shared, NamedSharding(main.layout.mesh, PartitionSpec()))
     # An array that is bound to no device goes with the others to theirs.
     is_bound = isinstance(shared, jax.Array) and len(shared.sharding.device_set) > 1
     return jnp.asarray(np.asarray(shared)) if is_bound else shared
@@ -250,13 +232,10 @@ def _as_table(name: str, given: PyTree, like: StoredTable) -> StoredTable:
         kinds: list[PyTreeDef] = [jax.tree.structure(x) for x in (given, like)]
         if kinds[0] != kinds[1]:
             raise ValueError(
-                f"{name} is a {given!r} that is placed otherwise than `like` has it: give "
+                f"{name} is a {given!r} that is kept otherwise than `like` has it: give "
                 "jmask.to_arrays of the tree, which does not depend on how tables are kept."
             )
-        if isinstance(given, ShardedTable):
-            given.check_layout()
         return given
-    given = jax.tree.map(_by_automatic_axes, given)
     if isinstance(given, Mapping):
         given = _in_order_of_ids(name, given, like)
     given = _checked_kind(name, given, jnp.zeros((), like.dtype))
@@ -264,47 +243,25 @@ def _as_table(name: str, given: PyTree, like: StoredTable) -> StoredTable:
         raise ValueError(
             f"{name} has shape {jnp.shape(given)}, and `like` has {like.shape} there."
         )
-    given = given.astype(like.dtype)
-    if isinstance(like, ShardedTable):
-        return placed_alike(given, like)
-    return PackedTable.from_array(given)
-
-
-def _by_automatic_axes(x: PyTree) -> PyTree:
-    """Return an array on the mesh that it is on, without explicit axes: rows move freely."""
-    is_concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-    if not is_concrete or not isinstance(x.sharding, NamedSharding):
-        return x
-    return jax.device_put(x, NamedSharding(automatic_mesh(x.sharding.mesh), x.sharding.spec))
+    return PackedTable.from_array(given.astype(like.dtype))
 
 
 def _in_order_of_ids(name: str, given: Mapping[str, PyTree], like: StoredTable) -> jax.Array:
-    """Return the array (V, *row) of the leaves of a packed or sharded table, by their names."""
-    rows, *row = like.shape
-    blocks: PyTree = given.get("blocks", given)
-    if isinstance(blocks, Mapping):
-        parts: PyTree = blocks.get("parts", ())
-        if isinstance(parts, Mapping):
-            parts = [parts[key] for key in sorted(parts, key=int)]
-        widths = PackedTable.widths(like.shape)
-        if len(parts) != len(widths):
-            raise ValueError(
-                f"{name} must hold the leaves of a {type(like).__name__} of shape "
-                f"{like.shape}, got {sorted(blocks)}."
-            )
-        columns = [
-            jnp.reshape(x, (*jnp.shape(x)[:-2], -1, width))
-            for x, width in zip(parts, widths, strict=True)
-        ]
-        columns = [x[..., : min(y.shape[-2] for y in columns), :] for x in columns]
-        blocks = jnp.concatenate(columns, axis=-1)
-        blocks = blocks.reshape(*blocks.shape[:-1], *row)
-    if jnp.ndim(blocks) == 2 + len(row):  # by "mod": see `Layout.stored`
-        blocks = gathered(jnp.asarray(blocks))
-    shape = jnp.shape(blocks)
-    if shape[1:] != tuple(row) or shape[0] < rows:
-        raise ValueError(f"{name} has blocks of shape {shape}, and `like` is {like!r}.")
-    return blocks[:rows]
+    """Return the array (V, *row) of the leaves of a packed table, by their names."""
+    parts: PyTree = given.get("parts", ())
+    if isinstance(parts, Mapping):
+        parts = [parts[key] for key in sorted(parts, key=int)]
+    widths = PackedTable.widths(like.shape)
+    if len(parts) != len(widths):
+        raise ValueError(
+            f"{name} must hold the leaves of a {type(like).__name__} of shape "
+            f"{like.shape}, got {sorted(given)}."
+        )
+    columns = [jnp.reshape(x, (-1, n)) for x, n in zip(parts, widths, strict=True)]
+    rows = jnp.concatenate([x[: min(map(len, columns))] for x in columns], axis=-1)
+    if rows.size < math.prod(like.shape):
+        raise ValueError(f"{name} has {len(rows)} rows, and `like` is {like!r}.")
+    return rows[: like.shape[0]].reshape(like.shape)
 
 
 def _as_like(name: str, given: PyTree, like: PyTree) -> PyTree:

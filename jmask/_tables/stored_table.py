@@ -32,6 +32,7 @@ from jmask._base.array_types import (
     wide,
 )
 from jmask._base.row_ids import Order, hide, id_dtype
+from jmask._base.shards import Shards
 from jmask._base.types import (
     DType,
     Gradient,
@@ -47,7 +48,8 @@ from jmask._base.types import (
     TensorLike,
 )
 from jmask._kernels.gather import Gather
-from jmask._kernels.rows import add_rows, gather_rows, gather_unique_rows, set_rows
+from jmask._kernels.rows import add_rows, gather_rows, gather_unique_rows, is_routed, set_rows
+from jmask._kernels.sharded_rows import routed
 from jmask._kernels.stochastic_rounding import stochastic_round
 from jmask._kernels.update_rows import add_to_rows
 from jmask._tensors.masked_tensor import is_tensor
@@ -247,8 +249,19 @@ def is_tensor_or_table(x: object) -> bool:
     return is_tensor(x) or is_stored_table(x)
 
 
-def fitted(table: StoredTable, gradient: Gradient) -> RowSparse:
-    """Return `table.fitted(gradient)` of a gradient or update, which must be a `RowSparse`."""
+def fitted(table: Table, gradient: Gradient) -> RowSparse:
+    """Return a `RowSparse` gradient as the table takes it, equal ids summed.
+
+    Where the rows of an array are sharded by its type, each shard has its own rows of it.
+    """
+    if isinstance(table, jax.Array) and is_row_sparse(gradient):
+        shards = Shards.of(table)
+        if shards is None or not shards.rows or gradient.leading > 1:
+            return gradient.coalesce() if gradient.order == "any" else gradient
+        if is_routed(shards, gradient.row_ids(), gradient.order):
+            return gradient
+        ids, values = routed(table, gradient.row_ids(), gradient.values)
+        return gradient.with_leaves(hide(ids), values, order="routed")
     if not is_row_sparse(gradient):
         raise TypeError(
             f"the gradient of a {type(table).__name__} must be a RowSparse, as jmask.grad "

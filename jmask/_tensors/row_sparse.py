@@ -66,13 +66,13 @@ class RowSparse(RowSparseMethods):
         (RowSparse(float32[4, 1], nse=3), [[5.0], [0.0], [4.0], [0.0]])
     """
 
-    __slots__ = ("coalesced", "index_leaf", "leading", "shape", "values")
+    __slots__ = ("index_leaf", "leading", "order", "shape", "values")
 
     stype = "row_sparse"
 
     values: jax.Array
     shape: Shape
-    coalesced: bool
+    order: Order
     leading: int
 
     def __init__(
@@ -94,7 +94,7 @@ class RowSparse(RowSparseMethods):
         self.index_leaf = hide(widen(indices, self.row_count))
         self.values = values
         check_flag("coalesced", coalesced)
-        self.coalesced = bool(coalesced)
+        self.order = _order(coalesced)
         if coalesced and not isinstance(indices, jax.core.Tracer):
             checks.check_coalesced(np.asarray(indices), self.row_count)
 
@@ -115,18 +115,18 @@ class RowSparse(RowSparseMethods):
         register_in_flax(cls)
         node = object.__new__(cls)
         node.index_leaf, node.values = leaf, values
-        node.shape, node.coalesced, node.leading = static
+        node.shape, node.order, node.leading = static
         return node
 
     @property
-    def _static(self) -> tuple[Shape, bool, int]:
-        return self.shape, self.coalesced, self.leading
+    def _static(self) -> tuple[Shape, Order, int]:
+        return self.shape, self.order, self.leading
 
     def with_leaves(
-        self, index_leaf: jax.Array, values: jax.Array, **changes: Shape | int
+        self, index_leaf: jax.Array, values: jax.Array, **changes: Shape | Order | int
     ) -> "RowSparse":
-        """Replace leaves, unchecked, and `shape`, `coalesced` or `leading` where given."""
-        names = ("shape", "coalesced", "leading")
+        """Replace leaves, unchecked, and `shape`, `order` or `leading` where given."""
+        names = ("shape", "order", "leading")
         static = tuple(changes.get(n, old) for n, old in zip(names, self._static, strict=True))
         return RowSparse.tree_unflatten(static, (index_leaf, values))
 
@@ -136,7 +136,7 @@ class RowSparse(RowSparseMethods):
     ) -> "RowSparse":
         """Make a tensor of ids (n,) and values (n, *row) that are known to fit, unchecked."""
         leaf = hide(widen(ids, math.prod(shape[:leading])))
-        return cls.tree_unflatten((shape, coalesced, leading), (leaf, values))
+        return cls.tree_unflatten((shape, _order(coalesced), leading), (leaf, values))
 
     # --- description --------------------------------------------------------------------
 
@@ -266,9 +266,9 @@ class RowSparse(RowSparseMethods):
         )
 
     @property
-    def order(self) -> Order:
-        """The order of the ids: "sorted" and unique, "unique", or "any"."""
-        return "sorted" if self.coalesced else "any"
+    def coalesced(self) -> bool:
+        """True if the indices are sorted and unique, with padding last."""
+        return self.order == "sorted"
 
     def coalesce(self, nse: int | None = None) -> "RowSparse":
         """Return the same tensor with sorted unique indices, duplicates summed, padding last.
@@ -297,7 +297,7 @@ class RowSparse(RowSparseMethods):
             ids = jnp.pad(ids, (0, extra), constant_values=rows)[:nse]
             values = jnp.pad(values, [(0, extra)] + [(0, 0)] * len(self.row))[:nse]
             values = checks.fit_or_poison(values, needed, nse, most)
-        return self.with_leaves(hide(ids), values, coalesced=True)
+        return self.with_leaves(hide(ids), values, order="sorted")
 
     def retain(self, rows: Numbers) -> "RowSparse":
         """Keep the stored rows whose index is among `rows` (m,); the others become zero.
@@ -390,8 +390,13 @@ def is_row_sparse(x: object) -> TypeGuard[RowSparse]:
     return isinstance(x, RowSparse)
 
 
+def _order(coalesced: bool) -> Order:
+    return "sorted" if coalesced else "any"
+
+
 def _unpickle(
-    indices: Ids, values: HostArray, shape: Shape, coalesced: bool, leading: int = 1
+    indices: Ids, values: HostArray, shape: Shape, order: Order, leading: int
 ) -> RowSparse:
+    coalesced = order == "sorted"
     rows = jnp.asarray(values)
     return RowSparse.from_rows(indices, rows, shape, coalesced=coalesced, leading=leading)

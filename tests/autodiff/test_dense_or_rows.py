@@ -42,7 +42,7 @@ REWRITES = {
         (t[IDS], 0.03 * t[1:]) -> (t[IDS], 0.03 * t[1:][IDS]);
         (t[IDS], t[1:] - t[:-1]) -> (t[IDS], t[IDS + 1] - t[IDS])
     """,
-    r"sharded by the `shard_map`.*`jmask\.sharded\(table, mesh\)\[ids\]`": (
+    r"sharded by the `shard_map`.*`jmask\.embedding_lookup\(jmask\.sharded\(table": (
         "in_parts(lambda t: t[IDS], t)"
     ),
     r"one-hot matrix.*`table\[ids\]`": """

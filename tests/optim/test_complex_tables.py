@@ -23,7 +23,7 @@ OF_PAIRS = {name: tx for name, tx in NAMED.items() if name != "adamw"} | {
 LIFTED = OPTAX | {"pairs": optax.contrib.split_real_and_imaginary(OPTAX["adam"])}
 # 9 rows are updated densely, 500 by their ids.
 SHAPES = [(9, 3), (500, 3), (500, 2, 2), (500,)]
-STORAGES = ("array", "packed", "div 2")
+STORAGES = ("array", "packed")
 IDS = [[1, 3, 3, 8, -1], [3, 0, 8, 8, 2]]
 # Of row 4, which no id names: also beside touched rows of its line it keeps these bits.
 SPECIAL = jax.lax.complex(jnp.float32(-0.0), jnp.float32(jnp.nan))

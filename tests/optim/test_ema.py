@@ -46,7 +46,7 @@ def gradients(shape, dtype, k):
 @pytest.mark.sampled
 @pytest.mark.parametrize(("step", "jit"), [("apply_gradients", True), ("update", False)])
 @pytest.mark.parametrize(("shape", "dtype"), TABLES, ids=str)
-@pytest.mark.parametrize("storage", ["array", "packed", "mod 2"])
+@pytest.mark.parametrize("storage", ["array", "packed"])
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.dtype_promotion
 def test_the_average_is_the_dense_one(chain, storage, shape, dtype, step, jit):

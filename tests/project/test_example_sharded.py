@@ -52,7 +52,7 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     code, printed = run(folder, "--checkpoint", "run")
     assert code == 0, printed
-    assert "processes: 1  devices: 8  rows on each: 26\n" in printed
+    assert "processes: 1  devices: 8  rows on each: 128\n" in printed
     assert (folder / "sharded_embedding.png").read_bytes().startswith(b"\x89PNG")
     found = losses(printed)
     assert sorted(found) == list(range(1, 31))
@@ -63,9 +63,9 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--devices 1 --placement div", "devices: 1  rows on each: 203\n"),
-        ("--devices 2", "devices: 2  rows on each: 102\n"),
-        ("--processes 2", "processes: 2  devices: 8  rows on each: 26\n"),
+        ("--devices 1", "devices: 1  rows on each: 1,024\n"),
+        ("--devices 2", "devices: 2  rows on each: 512\n"),
+        ("--processes 2", "processes: 2  devices: 8  rows on each: 128\n"),
     ],
 )
 def test_goes_on_with_other_devices(arguments, message, whole, tmp_path):
