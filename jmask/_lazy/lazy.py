@@ -37,7 +37,13 @@ from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass
 from jmask._lazy.proved_update import LazyCall, ProvedUpdate, proved
 from jmask._tables.stored_table import as_one_table, is_stored_table, shape_of
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-from jmask._updates.apply import Fit, apply_updates, dense_parameters, noticing_dense_tables
+from jmask._updates.apply import (
+    Fit,
+    apply_updates,
+    dense_parameters,
+    densify,
+    noticing_dense_tables,
+)
 from jmask._updates.checks import (
     NotRowLocalError,
     check_parameters,
@@ -48,7 +54,6 @@ from jmask._updates.checks import (
     naming_structures,
     with_wide_rows,
 )
-from jmask._updates.eager import compiled_outside_jit
 
 # What transformations hold back until a later step, by their states, and what to do instead. A
 # row held back need not be among the rows that the later step touches: it would be lost.
@@ -146,7 +151,7 @@ def lazy(
     ) -> tuple[optax.Updates, optax.OptState]:
         return prepared(updates, state, params, extra_args).update()
 
-    update_tables = compiled_outside_jit(on_every_table(init, update, update_rows_of))
+    update_tables = on_every_table(init, update, update_rows_of)
 
     def prepared(
         updates: optax.Updates,
@@ -187,8 +192,24 @@ def lazy(
 
     lifted = OnePassTransformation(init, noticing_dense_tables(update))
     apply_tables = on_every_table(init, update, apply_rows_of, applies=True)
-    lifted.apply_gradients = noticing_dense_tables(compiled_outside_jit(apply_tables))
+    lifted.apply_gradients = noticing_dense_tables(apply_tables)
     return lifted
+
+
+def densified(
+    tx: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Return `tx` for row-sparse gradients, which become dense: all rows are updated.
+
+    The state is that of `tx`, and not of a chain, so that a run can switch.
+    """
+    to_dense, init = densify(), lazy(tx).init
+
+    def update(updates, state, params=None, **extra_args):
+        updates, _ = to_dense.update(updates, to_dense.init(params), params)
+        return tx.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, on_every_table(init, update, update))
 
 
 def _check_not_deferring(state: optax.OptState) -> None:

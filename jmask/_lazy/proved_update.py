@@ -131,7 +131,8 @@ class LazyCall:
         for owner, x in zip(owners, states, strict=True):
             of = (None, None) if owner is None else (tables[owner], valid[owner])
             leaves.append(Leaf(x, "state", *of))
-        leaves += [Leaf(x, "param", i) for x, i in zip(param_leaves, tables, strict=False)]
+        params_of = zip(param_leaves, tables, valid, strict=False)
+        leaves += [Leaf(x, "param", i, mask) for x, i, mask in params_of]
         extra, extra_tree = jax.tree.flatten(extra_args)
         others = {i: x for i, x in enumerate(extra) if not hasattr(x, "__array__")}
         leaves += [Leaf(x, "extra") for i, x in enumerate(extra) if i not in others]
@@ -267,13 +268,6 @@ class ProvedUpdate:
 
     def _run(self, *inputs: jax.Array) -> Sequence[jax.Array]:
         gradients = self.call.gradients
-        if any(axes_of_rows(leaf.value) for leaf in gradients) and self.proof.sums_over_rows():
-            raise NotRowLocalError(
-                "it sums over rows, and in a shard_map every device has other rows of a "
-                "ShardedTable",
-                "Make the step outside of the shard_map, in the same jit: the table is sharded "
-                "there, too.",
-            )
         # A table without lookups has a row here: of no rows there is no maximum.
         sizes = {i: max(gradients[i].value.nse, 1) for i in self.proof.rows}
         program = self.proof.at(sizes)
@@ -311,6 +305,13 @@ def proved(call: LazyCall, *, same_dtypes: bool = False) -> ProvedUpdate:
         [leaf.table for leaf in call.leaves],
         [leaf.kind == "gradient" for leaf in call.leaves],
     )
+    if any(axes_of_rows(leaf.value) for leaf in call.gradients) and proof.sums_over_rows():
+        raise NotRowLocalError(
+            "it sums over rows, and in a shard_map every device has other rows of a "
+            "ShardedTable",
+            "Make the step outside of the shard_map, in the same jit: the table is sharded "
+            "there, too.",
+        )
     for leaf, new in zip(call.leaves, proof.program.out_avals, strict=False):
         old = shape_of_leaf(leaf.value)
         is_number = leaf.kind == "state" and leaf.table is None

@@ -105,6 +105,12 @@ class RowLocal:
         jaxpr = with_sizes(self.traced.jaxpr, numbers)
         return ClosedJaxpr(jaxpr, self.traced.consts)
 
+    def sized(self, eqn: JaxprEqn, sizes: Mapping[int, int]) -> JaxprEqn:
+        """Return an equation of `program` for tables of these numbers of rows."""
+        numbers = {self.rows[i]: size for i, size in sizes.items()}
+        alone = self.program.jaxpr.replace(constvars=[], invars=[], eqns=[eqn], outvars=[])
+        return with_sizes(alone, numbers).eqns[0]
+
     def sums_over_rows(self) -> bool:
         """Decide whether a number of the update is a sum over rows."""
         return any(

@@ -1,0 +1,673 @@
+r"""The named optimizers: row rules with the numerics of MXNet, torch, FBGEMM and optax.
+
+Each rule stands below its formula, in which g is the gradient after `rescale_grad`, clipping
+and "l2" decay, w the parameter, and t the number of the step, from 1. With
+`decay_mode="decoupled"` w <- w - lr * weight_decay * w besides.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+
+from jmask._base.array_types import as_float
+from jmask._base.types import Params, PyTree, Scalar
+from jmask._base.validation import check_flag, checked_choice, shown
+from jmask._lazy.lazy import densified, lazy
+from jmask._optim import hyperparameters as hyper
+from jmask._optim.row_rule import RowRule, Slot, optimizer
+
+# --- stochastic gradient descent ----------------------------------------------------------
+#
+#     m <- mu * m - lr * g,    w <- w + m                    momentum: m contains the rate
+#     m as above,              w <- w + mu * m - lr * g      Nesterov
+#
+# With lr = 1, mu = 0.5 and g = 1 in two steps, w moves by -1 and then by -1.5.
+
+
+class SgdState(NamedTuple):
+    """State of `sgd` without momentum: the number of steps done."""
+
+    count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
+
+
+class MomentumState(NamedTuple):
+    """State of `sgd` with momentum; the buffer contains the learning rate."""
+
+    count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
+    momentum: PyTree
+
+
+def sgd(
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: Scalar = 0.0,
+    nesterov: bool = False,
+    weight_decay: Scalar = 0.0,
+    clip_gradient: Scalar | None = None,
+    rescale_grad: Scalar = 1.0,
+    lazy_update: bool = True,
+    decay_mode: str = "l2",
+    state_dtype: DTypeLike | None = None,
+    maximize: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Stochastic gradient descent for dense and row-sparse gradients.
+
+    Args:
+        learning_rate: a positive number, an array, or an optax schedule.
+        momentum: decay of the momentum buffer, in [0, 1).
+        nesterov: look ahead by one momentum step; needs momentum.
+        weight_decay: L2 penalty, added to the gradient after clipping.
+        clip_gradient: clip each entry of the rescaled gradient to [-c, c].
+        rescale_grad: factor on the gradient, before clipping.
+        lazy_update: only rows in a row-sparse gradient decay and move; otherwise all rows
+            do, as with a dense gradient.
+        decay_mode: what the decay is added to, "l2" or "decoupled": with momentum, whether
+            it passes through the buffer.
+        state_dtype: dtype of the state arrays; the parameter's by default. The
+            arithmetic is in float32 at least.
+        maximize: move along the gradient instead of against it.
+
+    Returns:
+        An optax transformation.
+
+    Raises:
+        ValueError: for a hyperparameter out of range, naming it and its value.
+        TypeError: for one that is no number, or a flag that is neither True nor False.
+
+    References:
+        Polyak, "Some methods of speeding up the convergence of iteration methods", 1964;
+        MXNet 1.9, `mx.optimizer.SGD`. The momentum buffer contains the learning rate,
+        which differs from torch and optax when the rate changes during the run.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> tx, table = jmask.sgd(0.5), jnp.ones((3, 1))
+        >>> grads = jmask.RowSparse([2], jnp.ones((1, 1)), (3, 1))
+        >>> updates, state = tx.update(grads, tx.init(table), table)
+        >>> jmask.apply_updates(table, updates).ravel()
+        Array([1. , 1. , 0.5], dtype=float32)
+    """
+    common = hyper.Common(
+        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, decay_mode
+    )
+    check_flag("nesterov", nesterov)
+    hyper.check_numbers(momentum=momentum)
+    has_momentum = not hyper.is_zero(momentum)
+    if nesterov and not has_momentum:
+        raise ValueError(f"`nesterov` needs a positive `momentum`, got {momentum}.")
+
+    def rule(grad, param, *slots_and_rate):
+        *slots, lr = slots_and_rate
+        step = lr * common.decayed(common.clipped(common.rescaled(grad)), param)
+        if not has_momentum:
+            return (common.with_decoupled_decay(-step, param, lr),)
+        buffer = momentum * slots[0] - step
+        step = momentum * buffer - step if nesterov else buffer
+        return common.with_decoupled_decay(step, param, lr), buffer
+
+    return optimizer(
+        RowRule(
+            MomentumState if has_momentum else SgdState,
+            {"momentum": Slot(0.0)} if has_momentum else {},
+            rule,
+            lambda count: (common.rate(count),),
+            common.decays,
+            state_dtype,
+        ),
+        lazy_update,
+    )
+
+
+# --- Adam ---------------------------------------------------------------------------------
+#
+#     m <- m + (1 - b1) * (g - m)                   clipped after the decay is added
+#     v <- v + (1 - b2) * (g**2 - v)                row-wise: the mean of g**2 over the row
+#     w <- w - lr * sqrt(1 - b2**t) / (1 - b1**t) * m / (sqrt(v + eps_root) + eps)
+#
+# t advances for an empty gradient too. With `count="per_row"` it is a row's own, and counts the
+# steps in which the row had a gradient. `eps` is added to sqrt(v) before the bias of v is
+# corrected, which is where SparseAdam and MXNet differ from Adam in optax and torch. In the
+# first step m / sqrt(v) is sign(g) * (1 - b1) / sqrt(1 - b2) and w moves by lr * sign(g) (for
+# eps = 0).
+
+
+class AdamState(NamedTuple):
+    """State of `adam` and `rowwise_adam`: steps done, averages of gradient and square."""
+
+    count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
+    mu: PyTree
+    nu: PyTree
+
+
+class RowCountAdamState(NamedTuple):
+    """State with `count="per_row"`: also the steps of each row, int32, (V, 1) of (V, D)."""
+
+    count: jax.Array  # type: ignore[assignment]
+    mu: PyTree
+    nu: PyTree
+    row_count: PyTree
+
+
+def adam(
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    eps_root: Scalar = 0.0,
+    weight_decay: Scalar = 0.0,
+    clip_gradient: Scalar | None = None,
+    rescale_grad: Scalar = 1.0,
+    maximize: bool = False,
+    lazy_update: bool = True,
+    decay_mode: str = "l2",
+    state_dtype: DTypeLike | None = None,
+    count: str = "steps",
+    mu_dtype: DTypeLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Adam for dense and row-sparse gradients, with the numerics of torch's SparseAdam.
+
+    Args:
+        learning_rate: a positive number, an array, or an optax schedule.
+        b1, b2: decay of the averages of the gradient and of its square, in [0, 1).
+        eps: added to the root of the average square.
+        eps_root: added under the root.
+        weight_decay: L2 penalty, added to the gradient before clipping (as in MXNet).
+        clip_gradient: clip each entry of the gradient to [-c, c].
+        rescale_grad: factor on the gradient, before clipping.
+        maximize: move along the gradient instead of against it.
+        lazy_update: only rows in a row-sparse gradient decay and move; otherwise all rows
+            do, as with a dense gradient.
+        decay_mode: what the decay is added to, "l2" or "decoupled": the gradient, or
+            the step (AdamW).
+        state_dtype: dtype of the state arrays; the parameter's by default. The
+            arithmetic is in float32 at least.
+        count: what the bias is corrected by: "steps" of the optimizer, or "per_row", for each
+            row the steps in which it had a gradient. Then the first step of a row moves it by
+            lr * sign(g) whenever it comes, and not by up to 3.2 times that. Schedules follow
+            the steps of the optimizer all the same.
+        mu_dtype: dtype of the average of the gradient, as in optax; `state_dtype` by default.
+
+    Returns:
+        An optax transformation. Its state has `row_count` for `count="per_row"`, int32, of
+        the shape that `nu` of `rowwise_adam` has.
+
+    Raises:
+        ValueError: for a hyperparameter out of range, naming it and its value; for
+            `count="per_row"` where all rows are updated in each step.
+        TypeError: for one that is no number, or a flag that is neither True nor False.
+
+    References:
+        Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015;
+        `torch.optim.SparseAdam`; MXNet 1.9, `mx.optimizer.Adam`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> tx, table = jmask.adam(0.1), jnp.ones((3, 1))
+        >>> grads = jmask.RowSparse([2], jnp.ones((1, 1)), (3, 1))
+        >>> updates, state = tx.update(grads, tx.init(table), table)
+        >>> jmask.apply_updates(table, updates).ravel().round(4)
+        Array([1. , 1. , 0.9], dtype=float32)
+    """
+    common = hyper.Common(
+        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, decay_mode
+    )
+    make = functools.partial(_adam, common, b1, b2, eps, eps_root, count, per_row=False)
+    return make(lazy_update, state_dtype, mu_dtype)
+
+
+def rowwise_adam(
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    eps_root: Scalar = 0.0,
+    weight_decay: Scalar = 0.0,
+    clip_gradient: Scalar | None = None,
+    rescale_grad: Scalar = 1.0,
+    maximize: bool = False,
+    lazy_update: bool = True,
+    decay_mode: str = "l2",
+    state_dtype: DTypeLike | None = None,
+    count: str = "steps",
+    mu_dtype: DTypeLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Adam with one second moment for each row: D + 1 numbers of state per row, not 2 D.
+
+    Args:
+        learning_rate, b1, b2, eps, eps_root, weight_decay, clip_gradient, rescale_grad,
+            maximize, lazy_update, decay_mode, state_dtype, count, mu_dtype: as of `adam`.
+
+    Returns:
+        An optax transformation; its state `nu` is (V, 1) for a table (V, D), and (M, V, 1)
+        for stacked tables (M, V, D). It is (V, F, 1) for a table of rows (F, D) too, the
+        moment of a row F times. For parameters of one dimension it is `adam`.
+
+    Raises:
+        ValueError: for a hyperparameter out of range, naming it and its value; for
+            `count="per_row"` where all rows are updated in each step.
+        TypeError: for one that is no number, or a flag that is neither True nor False.
+
+    References:
+        FBGEMM, `PARTIAL_ROWWISE_ADAM`, which corrects the bias of `nu` before it adds eps.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> tx = jmask.rowwise_adam(0.1)
+        >>> tx.init(jnp.ones((3, 8))).nu.shape
+        (3, 1)
+    """
+    common = hyper.Common(
+        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, decay_mode
+    )
+    make = functools.partial(_adam, common, b1, b2, eps, eps_root, count, per_row=True)
+    return make(lazy_update, state_dtype, mu_dtype)
+
+
+def _adam(
+    common: hyper.Common,
+    b1: Scalar,
+    b2: Scalar,
+    eps: Scalar,
+    eps_root: Scalar,
+    count: str,
+    lazy_update: bool,
+    state_dtype: DTypeLike | None,
+    mu_dtype: DTypeLike | None,
+    *,
+    per_row: bool,
+) -> optax.GradientTransformationExtraArgs:
+    _check(b1, b2, eps, eps_root, mu_dtype)
+    per_row_count = checked_choice(count, "count", ("steps", "per_row")) == "per_row"
+    if per_row_count and not lazy_update:
+        raise ValueError(
+            '`count` must be "steps" where `lazy_update` is False: then each row is updated in '
+            "each step, and the counts are the same."
+        )
+
+    def correction(steps):
+        return jnp.sqrt(hyper.bias_correction(b2, steps)) / hyper.bias_correction(b1, steps)
+
+    def scalars(count):
+        # All that changes with the step is one scalar, if it can be: a scatter of three arrays
+        # has room for two.
+        lr = common.rate(count)
+        if per_row_count:
+            return (lr,)
+        corrected = lr * correction(optax.safe_increment(count))
+        return (corrected, lr) if common.is_decoupled else (corrected,)
+
+    def rule(grad, param, mu, nu, corrected, lr=None):
+        grad = common.clipped(common.decayed(common.rescaled(grad), param))
+        square = grad * grad
+        mu = mu + (1 - b1) * (grad - mu)
+        nu = nu + (1 - b2) * ((hyper.row_mean(square) if per_row else square) - nu)
+        step = -corrected * mu / (jnp.sqrt(nu + eps_root) + eps)
+        return common.with_decoupled_decay(step, param, lr), mu, nu
+
+    def rule_of_rows(grad, param, mu, nu, row_count, lr):
+        # The correction is the row's own, so there is one quotient for each row.
+        row_count = optax.safe_increment(row_count)
+        corrected = jnp.asarray(lr * correction(row_count), grad.dtype)
+        return *rule(grad, param, mu, nu, corrected, lr), row_count
+
+    moments = {"mu": Slot(0.0, dtype=mu_dtype), "nu": Slot(0.0, per_row)}
+    counts = {"row_count": Slot(0, per_row=True, dtype=jnp.int32)}
+    return optimizer(
+        RowRule(
+            RowCountAdamState if per_row_count else AdamState,
+            moments | counts if per_row_count else moments,
+            rule_of_rows if per_row_count else rule,
+            scalars,
+            common.decays,
+            state_dtype,
+        ),
+        lazy_update,
+    )
+
+
+def adamw(
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    eps_root: Scalar = 0.0,
+    mu_dtype: DTypeLike | None = None,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
+    mask: PyTree | Callable[[Params], PyTree] | None = None,
+    *,
+    nesterov: bool = False,
+    lazy_update: bool = True,
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW for dense and row-sparse gradients, with the numerics and the state of optax's.
+
+    It is `jmask.lazy(optax.adamw(...))`, its hyperparameters checked. `jmask.adam` with
+    `decay_mode="decoupled"` is AdamW on SparseAdam's step, which adds `eps` earlier.
+
+    Args:
+        learning_rate: a positive number, an array, or an optax schedule.
+        b1, b2: decay of the averages of the gradient and of its square, in [0, 1).
+        eps: added to the root of the average square, whose bias has been corrected.
+        eps_root: added under the root.
+        mu_dtype: dtype of the average of the gradient; the parameter's by default.
+        weight_decay: a parameter shrinks by learning_rate * weight_decay of it in each step
+            that moves it.
+        mask: a tree of booleans, like the parameters or a prefix of them, or a function of
+            the parameters that returns one: which of them decay. All by default.
+        nesterov: take Nesterov momentum (NAdamW).
+        lazy_update: only rows in a row-sparse gradient decay and move; otherwise all rows
+            do, as with a dense gradient.
+
+    Returns:
+        An optax transformation. A run can switch between it and `optax.adamw` at any step.
+
+    Raises:
+        ValueError: for a hyperparameter out of range, naming it and its value.
+        TypeError: for one that is no number, a flag that is neither True nor False, or a mask
+            with other leaves than booleans.
+
+    References:
+        Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019; `optax.adamw`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> tx = jmask.adamw(0.5, weight_decay=1.0, mask={"table": True, "bias": False})
+        >>> params = {"table": jnp.ones((3, 1)), "bias": jnp.ones(1)}
+        >>> rows = jmask.RowSparse([2], jnp.ones((1, 1)), (3, 1))
+        >>> grads, state = {"table": rows, "bias": jnp.ones(1)}, tx.init(params)
+        >>> params, state = jmask.apply_gradients(tx, grads, state, params)
+        >>> print(params["table"].ravel().round(3), params["bias"].round(3))
+        [1. 1. 0.] [0.5]
+    """
+    hyper.check_learning_rate(learning_rate)
+    _check(b1, b2, eps, eps_root, mu_dtype)
+    if not callable(weight_decay):  # newer versions of optax take a schedule
+        hyper.check_numbers(weight_decay=weight_decay)
+    flags = () if callable(mask) else jax.tree.leaves(mask)
+    if not all(isinstance(x, bool | np.bool_) for x in flags):
+        raise TypeError(
+            "`mask` must be a tree of booleans or a function that returns one, got "
+            f"{shown(mask)}."
+        )
+    check_flag("nesterov", nesterov)
+    check_flag("lazy_update", lazy_update)
+    stock = optax.adamw(
+        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov
+    )
+
+    def update(updates, state, params=None, **extra_args):
+        # optax raises `b1`, a Python number, to an int32 count.
+        with jax.numpy_dtype_promotion("standard"):
+            return stock.update(updates, state, params, **extra_args)
+
+    tx = optax.GradientTransformationExtraArgs(stock.init, update)
+    return lazy(tx) if lazy_update else densified(tx)
+
+
+def _check(
+    b1: Scalar, b2: Scalar, eps: Scalar, eps_root: Scalar, mu_dtype: DTypeLike | None
+) -> None:
+    hyper.check_numbers(b1=b1, b2=b2)
+    hyper.check_denominator(eps=eps, eps_root=eps_root)
+    hyper.check_state_dtype(mu_dtype, "mu_dtype")
+
+
+# --- Adagrad ------------------------------------------------------------------------------
+#
+#     s <- s + g**2                       row-wise: the mean of g**2 over the row
+#     w <- w - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s + eps_root) + eps)
+#
+# s = initial_accumulator_value at first. In the first step from s = 0, w moves by lr * sign(g).
+
+
+class AdagradState(NamedTuple):
+    """State of `adagrad` and `rowwise_adagrad`: steps done, and the sum of squares."""
+
+    count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
+    sum_of_squares: PyTree
+
+
+def adagrad(
+    learning_rate: optax.ScalarOrSchedule = 1e-2,
+    lr_decay: Scalar = 0.0,
+    weight_decay: Scalar = 0.0,
+    initial_accumulator_value: Scalar = 0.0,
+    eps: Scalar = 1e-10,
+    eps_root: Scalar = 0.0,
+    clip_gradient: Scalar | None = None,
+    rescale_grad: Scalar = 1.0,
+    maximize: bool = False,
+    lazy_update: bool = True,
+    decay_mode: str = "l2",
+    state_dtype: DTypeLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Adagrad for dense and row-sparse gradients, with the numerics of torch's Adagrad.
+
+    Args:
+        learning_rate: a positive number, an array, or an optax schedule.
+        lr_decay: the rate is divided by 1 + (t - 1) * lr_decay in step t.
+        weight_decay: L2 penalty, added to the gradient after clipping.
+        initial_accumulator_value: the sum of squares before the first step.
+        eps: added to the root of the sum. It may be 0 where the sum starts above 0 (GloVe:
+            `eps=0, initial_accumulator_value=1`), or `eps_root` is positive.
+        eps_root: added under the root: `eps=0, eps_root=1e-7` is the form of MXNet, and
+            with `initial_accumulator_value=0.1` it is optax's.
+        clip_gradient: clip each entry of the rescaled gradient to [-c, c].
+        rescale_grad: factor on the gradient, before clipping.
+        maximize: move along the gradient instead of against it.
+        lazy_update: only rows in a row-sparse gradient decay and move; otherwise all rows
+            do, as with a dense gradient.
+        decay_mode: what the decay is added to, "l2" or "decoupled": the gradient,
+            or the step.
+        state_dtype: dtype of the state arrays; the parameter's by default. The
+            arithmetic is in float32 at least.
+
+    Returns:
+        An optax transformation.
+
+    Raises:
+        ValueError: for a hyperparameter out of range, naming it and its value.
+        TypeError: for one that is no number, or a flag that is neither True nor False.
+
+    References:
+        Duchi, Hazan and Singer, "Adaptive Subgradient Methods", 2011;
+        `torch.optim.Adagrad`; MXNet 1.9, `mx.optimizer.AdaGrad`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> tx, table = jmask.adagrad(0.1), jnp.ones((3, 1))
+        >>> grads = jmask.RowSparse([2], jnp.ones((1, 1)), (3, 1))
+        >>> updates, state = tx.update(grads, tx.init(table), table)
+        >>> jmask.apply_updates(table, updates).ravel().round(4)
+        Array([1. , 1. , 0.9], dtype=float32)
+    """
+    common = hyper.Common(
+        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, decay_mode
+    )
+    make = functools.partial(_adagrad, common, lr_decay, eps, eps_root, per_row=False)
+    return make(initial_accumulator_value, lazy_update, state_dtype)
+
+
+def rowwise_adagrad(
+    learning_rate: optax.ScalarOrSchedule = 1e-2,
+    lr_decay: Scalar = 0.0,
+    weight_decay: Scalar = 0.0,
+    initial_accumulator_value: Scalar = 0.0,
+    eps: Scalar = 1e-10,
+    eps_root: Scalar = 0.0,
+    clip_gradient: Scalar | None = None,
+    rescale_grad: Scalar = 1.0,
+    maximize: bool = False,
+    lazy_update: bool = True,
+    decay_mode: str = "l2",
+    state_dtype: DTypeLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Adagrad with one accumulator for each row: a single number of state per row.
+
+    Args:
+        learning_rate, lr_decay, weight_decay, initial_accumulator_value, eps, eps_root,
+            clip_gradient, rescale_grad, maximize, lazy_update, decay_mode, state_dtype: as
+            of `adagrad`. `eps=1e-8` is FBGEMM's default, `eps=0, eps_root=1e-5` MXNet's.
+
+    Returns:
+        An optax transformation; its state is (V, 1) for a table (V, D), and (M, V, 1) for
+        stacked tables (M, V, D). It is (V, F, 1) for a table of rows (F, D) too, the
+        accumulator of a row F times. For parameters of one dimension it is `adagrad`.
+
+    Raises:
+        ValueError: for a hyperparameter out of range, naming it and its value.
+        TypeError: for one that is no number, or a flag that is neither True nor False.
+
+    References:
+        Mudigere et al., "Software-Hardware Co-design for Fast and Scalable Training of Deep
+        Learning Recommendation Models", 2022; FBGEMM, `EXACT_ROWWISE_ADAGRAD`; MXNet 1.9,
+        `GroupAdaGrad`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> tx, table = jmask.rowwise_adagrad(0.1), jnp.ones((3, 2))
+        >>> grads = jmask.RowSparse([2], jnp.array([[1., 7.]]), (3, 2))
+        >>> _, state = jmask.apply_gradients(tx, grads, tx.init(table), table)
+        >>> state.sum_of_squares.ravel()
+        Array([ 0.,  0., 25.], dtype=float32)
+    """
+    common = hyper.Common(
+        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, decay_mode
+    )
+    make = functools.partial(_adagrad, common, lr_decay, eps, eps_root, per_row=True)
+    return make(initial_accumulator_value, lazy_update, state_dtype)
+
+
+def _adagrad(
+    common: hyper.Common,
+    lr_decay: Scalar,
+    eps: Scalar,
+    eps_root: Scalar,
+    initial_accumulator_value: Scalar,
+    lazy_update: bool,
+    state_dtype: DTypeLike | None,
+    *,
+    per_row: bool,
+) -> optax.GradientTransformationExtraArgs:
+    hyper.check_numbers(lr_decay=lr_decay)
+    hyper.check_denominator(
+        eps=eps, eps_root=eps_root, initial_accumulator_value=initial_accumulator_value
+    )
+
+    def scalars(count):
+        lr = common.rate(count)
+        return (lr if hyper.is_zero(lr_decay) else lr / (1 + as_float(count) * lr_decay),)
+
+    def rule(grad, param, total, lr):
+        grad = common.decayed(common.clipped(common.rescaled(grad)), param)
+        square = grad * grad
+        total = total + (hyper.row_mean(square) if per_row else square)
+        step = -lr * grad / (jnp.sqrt(total + eps_root) + eps)
+        return common.with_decoupled_decay(step, param, lr), total
+
+    return optimizer(
+        RowRule(
+            AdagradState,
+            {"sum_of_squares": Slot(initial_accumulator_value, per_row)},
+            rule,
+            scalars,
+            common.decays,
+            state_dtype,
+        ),
+        lazy_update,
+    )
+
+
+# --- FTRL-proximal ------------------------------------------------------------------------
+#
+#     n' = n + g**2
+#     z  <- z + g - (sqrt(n') - sqrt(n)) / lr * w
+#     w  <- (sign(z) * l1 - z) / ((beta + sqrt(n')) / lr + weight_decay)   where |z| > l1
+#           0                                                              elsewhere
+#
+# With l1 = 1, a coordinate whose gradients sum to 0.9 has w = 0.
+
+
+class FtrlState(NamedTuple):
+    """State of `ftrl`: steps done, the shifted sum of gradients, the sum of squares."""
+
+    count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
+    z: PyTree
+    n: PyTree
+
+
+def ftrl(
+    learning_rate: optax.ScalarOrSchedule = 0.1,
+    l1: Scalar = 0.01,
+    beta: Scalar = 1.0,
+    weight_decay: Scalar = 0.0,
+    clip_gradient: Scalar | None = None,
+    rescale_grad: Scalar = 1.0,
+    maximize: bool = False,
+    lazy_update: bool = True,
+    state_dtype: DTypeLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """FTRL-proximal for dense and row-sparse gradients, with the numerics of MXNet's Ftrl.
+
+    The usual choice for linear models on billions of features: most weights are exactly 0.
+
+    Args:
+        learning_rate: a positive number, an array, or an optax schedule.
+        l1: the threshold; larger gives more zeros.
+        beta: smooths the rate of a coordinate's first steps.
+        weight_decay: strength of the L2 term.
+        clip_gradient: clip each entry of the rescaled gradient to [-c, c].
+        rescale_grad: factor on the gradient, before clipping.
+        maximize: move along the gradient instead of against it.
+        lazy_update: only rows in a row-sparse gradient move; otherwise all rows do.
+        state_dtype: dtype of the state arrays; the parameter's by default. The
+            arithmetic is in float32 at least.
+
+    Returns:
+        An optax transformation.
+
+    Raises:
+        ValueError: for a hyperparameter out of range, naming it and its value.
+        TypeError: for one that is no number, or a flag that is neither True nor False.
+
+    References:
+        McMahan et al., "Ad Click Prediction: a View from the Trenches", 2013; MXNet 1.9,
+        `mx.optimizer.Ftrl`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> tx, table = jmask.ftrl(0.1, l1=1.0), jnp.zeros((3, 1))
+        >>> grads = jmask.RowSparse([1, 2], jnp.array([[0.9], [3.0]]), (3, 1))
+        >>> jmask.apply_gradients(tx, grads, tx.init(table), table)[0].ravel()
+        Array([ 0.  ,  0.  , -0.05], dtype=float32)
+    """
+    hyper.check_numbers(l1=l1, beta=beta)
+    common = hyper.Common(learning_rate, weight_decay, clip_gradient, rescale_grad, maximize)
+
+    def rule(grad, param, z, n, lr):
+        grad = common.clipped(common.rescaled(grad))
+        total = n + grad * grad
+        root = jnp.sqrt(total)
+        z = z + grad - (root - jnp.sqrt(n)) * param / lr
+        # Where nothing has come yet the denominator may be zero, and so is z. Conditions are
+        # such that nan, of a gradient or a rate, stays nan: |nan| > l1 would be a zero row.
+        scale = (beta + root) / lr + weight_decay
+        scale = jnp.where(scale == 0, 1, scale)
+        new = jnp.where(jnp.abs(z) <= l1, 0, (jnp.sign(z) * l1 - z) / scale)
+        return new - param, z, total
+
+    return optimizer(
+        RowRule(
+            FtrlState,
+            {"z": Slot(0.0), "n": Slot(0.0)},
+            rule,
+            lambda count: (common.rate(count),),
+            needs_param=True,
+            state_dtype=state_dtype,
+        ),
+        lazy_update,
+    )
