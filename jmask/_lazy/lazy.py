@@ -16,32 +16,26 @@ Which state arrays hold rows is found from the shapes that `inner.init` gives th
 """
 
 import functools
-import math
-from typing import TypeGuard
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from jmask._base.types import (
-    Function,
-    Gradients,
-    OptState,
-    Params,
-    PyTree,
-    PyTreeDef,
-    Table,
-)
+from jmask._base.types import PyTree
 from jmask._deferred.step import deferred_step, has_deferred, without_rows
-from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass
-from jmask._lazy.proved_update import LazyCall, ProvedUpdate, proved
-from jmask._tables.stored_table import as_one_table, is_stored_table, shape_of
-from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass, tables_by_rows
+from jmask._lazy.proved_update import (
+    LazyCall,
+    ProvedUpdate,
+    has_entries,
+    proved,
+    with_whole_rows,
+)
+from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.apply import (
     Fit,
     apply_updates,
+    check_no_tables,
     dense_parameters,
-    densify,
     noticing_dense_tables,
 )
 from jmask._updates.checks import (
@@ -141,17 +135,10 @@ def lazy(
                     f"the extra argument `{name}` holds a row-sparse gradient, and what takes "
                     "whole gradients (a line search) is not row-local"
                 )
-        return update_tables(updates, state, params, **extra_args)
-
-    def update_rows_of(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None,
-        **extra_args: PyTree,
-    ) -> tuple[optax.Updates, optax.OptState]:
+        if has_deferred(params):
+            run = functools.partial(update, **extra_args)
+            return deferred_step(init, run, run, updates, state, params, False)
         return prepared(updates, state, params, extra_args).update()
-
-    update_tables = on_every_table(init, update, update_rows_of)
 
     def prepared(
         updates: optax.Updates,
@@ -166,17 +153,41 @@ def lazy(
         `optax.novograd` has the dtype of the state, the other has the gradient's.
         """
         if has_16_bit_sums(updates):
-            call = LazyCall.of(inner, with_wide_rows(updates), state, params, extra_args)
             try:
-                return proved(call, same_dtypes=True)
+                return on_rows(with_wide_rows(updates), state, params, extra_args, True)
             except TypeError:
                 pass
-        call = LazyCall.of(inner, updates, state, params, extra_args)
-        return proved(call) if call.has_rows() else call
+        return on_rows(updates, state, params, extra_args, False)
 
-    def apply_rows_of(
+    def on_rows(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None,
+        extra_args: dict[str, PyTree],
+        same_dtypes: bool,
+    ) -> LazyCall | ProvedUpdate:
+        """Return the proved call; where entries were looked up it is of these, or their rows."""
+        entries = has_entries(updates)
+        for is_last in (False, True) if entries else (True,):
+            try:
+                call = LazyCall.of(inner, updates, state, params, extra_args)
+                if not call.has_rows():
+                    return call
+                step = proved(call, same_dtypes=same_dtypes)
+                if is_last or not tables_by_rows(step):
+                    return step
+            except NotRowLocalError:  # as of a state with one number for each row
+                if is_last:
+                    raise
+            updates = with_whole_rows(updates)
+        raise AssertionError
+
+    def apply(
         grads: optax.Updates, state: optax.OptState, params: optax.Params
     ) -> tuple[optax.Params, optax.OptState]:
+        check_parameters(params)
+        if has_deferred(params):
+            return deferred_step(init, update, apply, grads, state, params, True)
         # Without rows there is nothing to gain from one pass, and nothing to prove.
         if not any(map(is_row_sparse, jax.tree.leaves(grads, is_leaf=is_gradient_leaf))):
             updates, state = update(grads, state, params)
@@ -191,8 +202,7 @@ def lazy(
         return result
 
     lifted = OnePassTransformation(init, noticing_dense_tables(update))
-    apply_tables = on_every_table(init, update, apply_rows_of, applies=True)
-    lifted.apply_gradients = noticing_dense_tables(apply_tables)
+    lifted.apply_gradients = noticing_dense_tables(apply)
     return lifted
 
 
@@ -203,13 +213,16 @@ def densified(
 
     The state is that of `tx`, and not of a chain, so that a run can switch.
     """
-    to_dense, init = densify(), lazy(tx).init
+    init = lazy(tx).init
 
     def update(updates, state, params=None, **extra_args):
-        updates, _ = to_dense.update(updates, to_dense.init(params), params)
-        return tx.update(updates, state, params, **extra_args)
+        check_parameters(params)
+        check_no_tables(params)
+        fit = Fit.of(updates, params)
+        call = LazyCall.of(tx, fit.gradients, state, fit.params, extra_args, on_rows=False)
+        return call.update()
 
-    return optax.GradientTransformationExtraArgs(init, on_every_table(init, update, update))
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _check_not_deferring(state: optax.OptState) -> None:
@@ -221,138 +234,3 @@ def _check_not_deferring(state: optax.OptState) -> None:
                     "not among those touched then would lose them",
                     remedy,
                 )
-
-
-# --- every kind of table -----------------------------------------------------------------
-#
-# Run a step of plain tables on stacked and deferred ones; stacked tables are one table.
-#
-#     gradient   RowSparse (M, V, D), leading=2        x.flat(), of shape (M * V, D)
-#     parameter  (M, V, D)                             reshaped to (M * V, D)
-#     state      of `init` for (M, V, D)               reshaped to `init` for (M * V, D)
-#
-# A reshape moves nothing. The results of the step get the old shapes again. What deferred
-# tables are for a step is in `_deferred.step`.
-
-
-def on_every_table(
-    init: optax.TransformInitFn, update: Function, step: Function, *, applies: bool = False
-) -> Function:
-    """Return `step`, which takes plain tables, for stacked and deferred ones too.
-
-    Args:
-        step: (gradients, state, params, **extra_args) -> (updates or new parameters, state).
-        applies: whether it returns new parameters.
-    """
-
-    def run(
-        updates: Gradients,
-        state: OptState,
-        params: Params | None = None,
-        **extra_args: PyTree,
-    ) -> tuple[PyTree, OptState]:
-        check_parameters(params)
-        again = functools.partial(run, **extra_args)
-        if any(map(_is_stacked, jax.tree.leaves(updates, is_leaf=is_gradient_leaf))):
-            return _stacked_step(init, again, updates, state, params)
-        if has_deferred(params):
-            update_of = functools.partial(update, **extra_args)
-            return deferred_step(init, update_of, again, updates, state, params, applies)
-        return step(updates, state, params, **extra_args)
-
-    return run
-
-
-def _is_stacked(x: object) -> TypeGuard[RowSparse]:
-    """Decide whether `x` is the row-sparse gradient of stacked tables."""
-    return is_row_sparse(x) and x.leading > 1
-
-
-def _stacked_step(
-    init: optax.TransformInitFn,
-    run: Function,
-    updates: Gradients,
-    state: OptState,
-    params: Params | None,
-) -> tuple[PyTree, OptState]:
-    """Run a step on the tables (M * V, *row) that stacked tables are.
-
-    Raises:
-        ValueError: if the state has one entry for each of the M tables: what is computed for
-            a row has none of its own then.
-    """
-    tree: PyTreeDef = jax.tree.structure(updates, is_leaf=is_gradient_leaf)
-    gradients = jax.tree.leaves(updates, is_leaf=is_gradient_leaf)
-    leaves = gradients if params is None else tree.flatten_up_to(params)
-    shapes = list(map(shape_of, leaves))
-
-    def state_for(shapes: list[jax.ShapeDtypeStruct]) -> PyTree:
-        return jax.eval_shape(init, tree.unflatten(shapes))
-
-    usual, flat = state_for(shapes), list(shapes)
-    for i, (x, g) in enumerate(zip(shapes, gradients, strict=True)):
-        if not _is_stacked(g):
-            continue
-        flat[i] = x.update(shape=g.flat().shape)
-        # The rows of a gradient of entries are finer than those that have a number each.
-        if g.leading == g.ndim and _sizes(state_for(flat)) != _sizes(usual):
-            gradients[i] = _whole_rows(g)
-            flat[i] = x.update(shape=gradients[i].flat().shape)
-    wanted = state_for(flat)
-    if params is not None:
-        params = tree.unflatten(
-            as_one_table(x, g) if _is_stacked(g) else x
-            for x, g in zip(leaves, gradients, strict=True)
-        )
-    results, new_state = run(
-        tree.unflatten([g.flat() if _is_stacked(g) else g for g in gradients]),
-        _state_as(state, usual, wanted),
-        params,
-    )
-    restored = tree.flatten_up_to(results)
-    for i, (x, g) in enumerate(zip(restored, gradients, strict=True)):
-        if _is_stacked(g):
-            restored[i] = x.stacked_as(g) if is_row_sparse(x) else jnp.reshape(x, g.shape)
-    return tree.unflatten(restored), _state_as(new_state, wanted, usual)
-
-
-def _sizes(shapes: PyTree) -> list[int]:
-    return [x.size for x in jax.tree.leaves(shapes)]
-
-
-def _whole_rows(gradient: RowSparse) -> RowSparse:
-    """Return a gradient of entries (V, D) as rows, of zeros but for an entry each."""
-    size = gradient.shape[-1]
-    ids = gradient.flat().row_ids()
-    place = jax.lax.broadcasted_iota(ids.dtype, (gradient.nse, size), 1)
-    values = jnp.where(place == (ids % size)[:, None], gradient.values[:, None], 0)
-    return RowSparse.from_rows(
-        ids // size, values, gradient.shape, coalesced=False, leading=gradient.leading - 1
-    )
-
-
-def _state_as(state: OptState, old: PyTree, new: PyTree) -> OptState:
-    """Return the state with each array that has a shape of `old` in the shape of `new`."""
-    old, new = ([x.shape for x in jax.tree.leaves(shapes)] for shapes in (old, new))
-    leaves: list[Table] = jax.tree.leaves(state, is_leaf=is_stored_table)
-    tree: PyTreeDef = jax.tree.structure(state, is_leaf=is_stored_table)
-    if len(leaves) != len(old):  # not the state of `init`, as `run` will say
-        return state
-    moved = []
-    for x, before, after in zip(leaves, old, new, strict=True):
-        if before == after:
-            moved.append(x)
-            continue
-        if jnp.shape(x) != before:
-            raise ValueError(
-                f"`state` holds an array of shape {jnp.shape(x)}, expected {before} for these "
-                "stacked tables."
-            )
-        if math.prod(before) != math.prod(after):
-            raise ValueError(
-                f"`state` holds an array of shape {before} for stacked tables, one entry for "
-                "each table and none for each of its rows: make one table of them, "
-                "`table.reshape(-1, table.shape[-1])`, and number its rows."
-            )
-        moved.append(jnp.reshape(x, after))
-    return tree.unflatten(moved)

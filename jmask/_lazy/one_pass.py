@@ -44,8 +44,8 @@ from jmask._base.types import (
     Value,
 )
 from jmask._kernels.update_rows import updated
-from jmask._lazy.proved_update import Leaf, ProvedUpdate
-from jmask._lazy.row_local import axes_of_rows
+from jmask._lazy.proved_update import Leaf, ProvedUpdate, with_row
+from jmask._lazy.row_local import axes_of_rows, sized
 from jmask._tensors.storage import stored_values
 from jmask._updates.checks import keep_valid, unchanged_where_masked
 from jmask._updates.row_update import update_rows
@@ -118,24 +118,10 @@ class Parts(NamedTuple):
 
 def _taken_apart(update: ProvedUpdate) -> Parts | None:
     """Return the parts of an update, or None if it computes something shared of old rows."""
-    jaxpr, leaves, rows = update.proof.program.jaxpr, update.call.leaves, update.proof.rows
-    shapes = {i: aval_of(jaxpr.invars[i]).shape for i in rows}
-    parts = Parts({i for i in rows if 0 in shapes[i]}, {}, set(), set(), set())
+    jaxpr, leaves = update.proof.program.jaxpr, update.call.leaves
     inputs = list(zip(jaxpr.invars, leaves, strict=True))
-    outputs = [v for eqn in jaxpr.eqns for v in eqn.outvars if axes_of_rows(v)]
-    owners = {v: leaf.table for v, leaf in inputs if leaf.table is not None}
-    owners |= {v: next(i for i in rows if _has_rows(v, rows[i])) for v in outputs}
-    for v, owner in owners.items():
-        if aval_of(v).shape != shapes[owner]:
-            # A number for each row, say; or all rows ravelled, of which a sum is taken.
-            parts.by_rows.add(owner)
-    for eqn in jaxpr.eqns:
-        shared = [v for v in eqn.invars if isinstance(v, Var) and v not in owners]
-        is_simple = eqn.primitive.name in (*ARITHMETIC, _FILL) and len(eqn.outvars) == 1
-        is_simple &= not any(aval_of(v).ndim for v in shared)
-        is_simple &= eqn.primitive.name != _FILL or not owners.keys() & {*eqn.invars}
-        if not is_simple:
-            parts.by_rows.update(owners[v] for v in eqn.outvars if v in owners)
+    owners = _owners(update)
+    parts = Parts(tables_by_rows(update), {}, set(), set(), set())
     for v, leaf in inputs:
         if leaf.table is not None:
             parts.table_of[v] = leaf.table
@@ -154,11 +140,44 @@ def _taken_apart(update: ProvedUpdate) -> Parts | None:
                 return None
             parts.reduced.update(owners[v] for v in of_rows)
         elif of_rows <= parts.filled and owners[eqn.outvars[0]] not in parts.by_rows:
+            if eqn.primitive.name not in (*ARITHMETIC, _FILL):
+                return None
             parts.filled.update(eqn.outvars)
         else:
             parts.table_of.update((v, owners[v]) for v in eqn.outvars)
             parts.from_gradient.update(eqn.outvars if from_gradient else ())
     return parts
+
+
+def tables_by_rows(update: ProvedUpdate) -> set[int]:
+    """Return tables that are not updated entry by entry."""
+    jaxpr, owners = update.proof.program.jaxpr, _owners(update)
+    shapes = {i: aval_of(jaxpr.invars[i]).shape for i in update.proof.rows}
+    # What shared numbers are made of is computed before the pass.
+    of_rows = {v for v in (*jaxpr.invars, *jaxpr.outvars) if isinstance(v, Var) and v in owners}
+    by_rows = set()
+    for eqn in reversed(jaxpr.eqns):
+        if of_rows.isdisjoint(eqn.outvars):
+            continue
+        rows = [v for v in eqn.invars if isinstance(v, Var) and v in owners]
+        others = [v for v in eqn.invars if isinstance(v, Var) and v not in owners]
+        of_rows.update(rows)
+        is_simple = len(eqn.outvars) == 1 and not any(aval_of(v).ndim for v in others)
+        fills = eqn.primitive.name == _FILL and not rows
+        if not is_simple or not (fills or eqn.primitive.name in ARITHMETIC):
+            by_rows.update(owners[v] for v in eqn.outvars if v in owners)
+    sizes = {(owners[v], aval_of(v).shape) for v in of_rows}
+    return by_rows | {i for i, shape in sizes if shape != shapes[i] or 0 in shape}
+
+
+def _owners(update: ProvedUpdate) -> dict[Var, int]:
+    """Return the table whose rows a variable has: their open number is in its shape."""
+    jaxpr, rows = update.proof.program.jaxpr, update.proof.rows
+    inputs = zip(jaxpr.invars, update.call.leaves, strict=True)
+    owners = {v: leaf.table for v, leaf in inputs if leaf.table is not None}
+    for v in (v for eqn in jaxpr.eqns for v in eqn.outvars if axes_of_rows(v)):
+        owners[v] = next(i for i in rows if _has_rows(v, rows[i]))
+    return owners
 
 
 def _has_rows(v: Var, rows: Dimension) -> bool:
@@ -207,7 +226,7 @@ def _combiners(
 ) -> Iterator[Combiner]:
     """Yield ways to compute rows of a table, from its gradient or a value of that."""
     jaxpr, table_of, proof = update.proof.program.jaxpr, parts.table_of, update.proof
-    leaves, by_rows = update.call.leaves, table in parts.by_rows
+    leaves, by_rows, rows = update.call.leaves, table in parts.by_rows, proof.rows
     places = [i for i, x in enumerate(leaves) if x.table == table and x.kind != "gradient"]
     are_steps = [leaves[i].kind == "param" for i in places]
     inputs, new = [jaxpr.invars[i] for i in places], [outputs[i] for i in places]
@@ -226,10 +245,12 @@ def _combiners(
             values = dict(constants)
             values.update(zip((*inputs, source, *scalars), arrays, strict=True))
             if by_rows:
-                sized = lambda eqn: proof.sized(eqn, {table: arrays[0].shape[0]})
-                run(chosen, values, _rule(parts, sized))
-            else:
-                run(chosen, values)
+                for v in (*inputs, source):
+                    values[v] = with_row(values[v], aval_of(v).shape[1:])
+                run(chosen, values, _rule(parts, sized(jaxpr, rows, {table: len(arrays[0])})))
+                old = zip(arrays, wanted, strict=False)
+                return [with_row(values[v], x.shape[1:]) for x, v in old]
+            run(chosen, values)
             return [values[v] for v in wanted]
 
         def step(numbers: Sequence[jax.Array], rows: jax.Array) -> jax.Array:
@@ -287,7 +308,7 @@ def _run(
     leaves, proof = update.call.leaves, update.proof
     jaxpr = proof.program.jaxpr
     known = {
-        v: stored_values(leaf.value) if leaf.kind == "gradient" else leaf.value
+        v: leaf.shown(stored_values(leaf.value)) if leaf.kind == "gradient" else leaf.value
         for v, leaf in zip(jaxpr.invars, leaves, strict=True)
         if v not in parts.table_of or v in parts.from_gradient
     }
@@ -296,7 +317,7 @@ def _run(
     known.update(zip(jaxpr.constvars, proof.program.consts, strict=True))
     shared = [v for eqn in jaxpr.eqns for v in eqn.outvars if v not in parts.table_of]
     sizes = {table: leaves[table].value.nse for table in combiners}
-    rule = _rule(parts, lambda eqn: proof.sized(eqn, sizes))
+    rule = _rule(parts, sized(jaxpr, proof.rows, sizes))
     run(needed_for([*shared, *computed], jaxpr.eqns)[0], known, rule)
     started = []
     for table, combiner in combiners.items():
@@ -305,7 +326,8 @@ def _run(
         # Rows of equal ids are summed here only if something is computed of the sums. Then
         # nothing is gained by adding them one at a time.
         if combiner.source in computed or table in parts.reduced:
-            gradient, step = leaf.value.with_values(known[combiner.source]), None
+            gradient = leaf.value.with_values(leaf.stored(known[combiner.source]))
+            step = None
         scalars = [known[v] for v in combiner.scalars]
         replaced = [leaves[i] for i in combiner.places]
         started.append(
@@ -322,7 +344,8 @@ def _run(
         )
     results: dict[int, Table] = {}
     for combiner, new in zip(combiners.values(), updated(started), strict=True):
-        results.update(zip(combiner.places, new, strict=True))
+        stacked = [leaves[i].stacked(x) for i, x in zip(combiner.places, new, strict=True)]
+        results.update(zip(combiner.places, stacked, strict=True))
     for i, (leaf, v) in enumerate(zip(leaves, outputs, strict=False)):
         if leaf.table is None and leaf.kind != "gradient":
             results[i] = _replaced(leaf, read(known, v))

@@ -105,12 +105,6 @@ class RowLocal:
         jaxpr = with_sizes(self.traced.jaxpr, numbers)
         return ClosedJaxpr(jaxpr, self.traced.consts)
 
-    def sized(self, eqn: JaxprEqn, sizes: Mapping[int, int]) -> JaxprEqn:
-        """Return an equation of `program` for tables of these numbers of rows."""
-        numbers = {self.rows[i]: size for i, size in sizes.items()}
-        alone = self.program.jaxpr.replace(constvars=[], invars=[], eqns=[eqn], outvars=[])
-        return with_sizes(alone, numbers).eqns[0]
-
     def sums_over_rows(self) -> bool:
         """Decide whether a number of the update is a sum over rows."""
         return any(
@@ -237,6 +231,15 @@ def with_sizes(jaxpr: Jaxpr, numbers: Mapping[Dimension, int]) -> Jaxpr:
         eqns=list(map(at_sizes, jaxpr.eqns)),
         outvars=list(map(atom, jaxpr.outvars)),
     )
+
+
+def sized(
+    jaxpr: Jaxpr, rows: Mapping[int, Dimension], sizes: Mapping[int, int]
+) -> Callable[[JaxprEqn], JaxprEqn]:
+    """Return a function of an equation of `jaxpr`: the same for these numbers of rows."""
+    numbers = {rows[i]: size for i, size in sizes.items()}
+    nothing = jaxpr.replace(constvars=[], invars=[], eqns=[], outvars=[])
+    return lambda eqn: with_sizes(nothing.replace(eqns=[eqn]), numbers).eqns[0]
 
 
 # JAX compiles a called jaxpr once, by its identity: outside jit in each update otherwise.

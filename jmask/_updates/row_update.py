@@ -38,6 +38,7 @@ from jmask._tables.stored_table import RowsAt, fitted, is_stored_table
 from jmask._tensors.row_sparse import RowSparse
 from jmask._updates.checks import keep_valid, unchanged_where_masked
 
+
 def update_rows(
     combiner: Combiner,
     tables: Sequence[Table],
