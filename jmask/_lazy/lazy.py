@@ -166,7 +166,7 @@ def lazy(
         extra_args: dict[str, PyTree],
         same_dtypes: bool,
     ) -> LazyCall | ProvedUpdate:
-        """Return the proved call; where entries were looked up it is of these, or their rows."""
+        """Return the proved call; of entries that were looked up, or of their rows."""
         entries = has_entries(updates)
         for is_last in (False, True) if entries else (True,):
             try:

@@ -228,6 +228,7 @@ def _combiners(
     jaxpr, table_of, proof = update.proof.program.jaxpr, parts.table_of, update.proof
     leaves, by_rows, rows = update.call.leaves, table in parts.by_rows, proof.rows
     places = [i for i, x in enumerate(leaves) if x.table == table and x.kind != "gradient"]
+    places.sort(key=lambda i: leaves[i].kind != "param")
     are_steps = [leaves[i].kind == "param" for i in places]
     inputs, new = [jaxpr.invars[i] for i in places], [outputs[i] for i in places]
     wanted = [v for v in new if isinstance(v, Var)]
@@ -250,7 +251,7 @@ def _combiners(
                 run(chosen, values, _rule(parts, sized(jaxpr, rows, {table: len(arrays[0])})))
                 old = zip(arrays, wanted, strict=False)
                 return [with_row(values[v], x.shape[1:]) for x, v in old]
-            run(chosen, values)
+            run(chosen, values, _rule(parts, lambda eqn: eqn))
             return [values[v] for v in wanted]
 
         def step(numbers: Sequence[jax.Array], rows: jax.Array) -> jax.Array:
