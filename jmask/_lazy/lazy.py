@@ -68,7 +68,7 @@ _HELD_BACK: dict[type, tuple[str, str]] = {
 
 def lazy(
     inner: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
+) -> OnePassTransformation:
     """Lift an optax transformation to row-sparse gradients, touching only their rows.
 
     `init` is `inner.init`, so the optimizer state has optax's standard layout: a run can

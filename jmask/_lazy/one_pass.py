@@ -155,7 +155,7 @@ def tables_by_rows(update: ProvedUpdate) -> set[int]:
     shapes = {i: aval_of(jaxpr.invars[i]).shape for i in update.proof.rows}
     # What shared numbers are made of is computed before the pass.
     of_rows = {v for v in (*jaxpr.invars, *jaxpr.outvars) if isinstance(v, Var) and v in owners}
-    by_rows = set()
+    by_rows: set[int] = set()
     for eqn in reversed(jaxpr.eqns):
         if of_rows.isdisjoint(eqn.outvars):
             continue
@@ -237,7 +237,7 @@ def _combiners(
     constants: dict[Var, Value] = {
         v: np.asarray(x, aval_of(v).dtype)
         for v, x in proof.known.items()
-        if x is not None and v not in table_of and not aval_of(v).ndim
+        if x is not None and (v in parts.filled or not aval_of(v).ndim)
     }
 
     def combiner(source: Var, chosen: Sequence[JaxprEqn], scalars: list[Var]) -> Combiner:
@@ -275,14 +275,12 @@ def _combiners(
 
 
 def _scales(eqn: JaxprEqn, table_of: Mapping[Var, int]) -> bool:
-    """Decide whether an equation multiplies entries by a number."""
+    """Decide whether an equation multiplies entries by a number, or parts complex ones."""
     are_entries = [isinstance(v, Var) and v in table_of for v in eqn.invars]
     name = eqn.primitive.name
-    return (
-        name in ("mul", "div", "neg")
-        and sum(are_entries) == 1
-        and (name == "mul" or are_entries[0])
-    )
+    if name in ("mul", "div"):
+        return sum(are_entries) == 1 and (name == "mul" or are_entries[0])
+    return name in ("neg", "real", "imag", "complex") and all(are_entries)
 
 
 def _fits(update: ProvedUpdate, parts: Parts, combiner: Combiner) -> bool:

@@ -13,6 +13,7 @@ equations that compute rows.
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -61,6 +62,9 @@ from jmask._updates.state_rows import rows_of_state
 # --- a call of `update`, and its leaves ---------------------------------------------------
 
 
+Kind = Literal["gradient", "state", "param", "extra"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """A leaf of the gradient, the state, the parameters or the extra arguments.
@@ -79,7 +83,7 @@ class Leaf:
     """
 
     value: Table
-    kind: Literal["gradient", "state", "param", "extra"]
+    kind: Kind
     table: int | None = None
     valid: jax.Array | None = None
     uncoalesced: Gradient = None
@@ -163,7 +167,7 @@ class LazyCall:
                 gradients[owner] = fitted(x, uncoalesced[owner])
         tables = [i if is_row_sparse(g) else None for i, g in enumerate(gradients)]
 
-        def leaf(x: Table, kind: str, i: int | None, row: Shape = ()) -> Leaf:
+        def leaf(x: Table, kind: Kind, i: int | None, row: Shape = ()) -> Leaf:
             if i is None:
                 return Leaf(x, kind)
             uncoalesced_x = uncoalesced[i] if kind == "gradient" else None
@@ -173,7 +177,10 @@ class LazyCall:
             if kind == "param":
                 x = as_one_table(x, stacks[i])
             elif kind == "state":
-                x = jnp.reshape(x, (stacks[i].row_count, *row[stacks[i].leading - 1 :]))
+                # Numbers of rows have one dimension: XLA copies them in two (jaxlib 0.12).
+                is_number = math.prod(row) == 1 and row != seen[i].shape[1:]
+                kept = () if is_number else row[stacks[i].leading - 1 :]
+                x = jnp.reshape(x, (stacks[i].row_count, *kept))
             row = seen[i].shape[1:] if kind != "state" else row
             return Leaf(x, kind, tables[i], None, uncoalesced_x, row, stack)
 

@@ -17,17 +17,11 @@ from jax import export
 
 from jmask._deferred.closed_form import Form
 from jmask._deferred.table import DeferredTable
+from jmask._optim.adam import AdamState, RowCountAdamState
 from jmask._optim.ema import EmaState
 from jmask._optim.guards import DropNonfiniteState, SkipNonfiniteState
 from jmask._optim.microbatches import MultiStepsState, StoredEntries, StoredRows
-from jmask._optim.named import (
-    AdagradState,
-    AdamState,
-    FtrlState,
-    MomentumState,
-    RowCountAdamState,
-    SgdState,
-)
+from jmask._optim.named import AdagradState, FtrlState, MomentumState, SgdState
 from jmask._tables.packed import PackedTable
 from jmask._tables.shard_layout import Layout
 from jmask._tables.sharded import RoutedRows, ShardedTable

@@ -7,7 +7,7 @@ of JAX, possibly traced (`optax.inject_hyperparams`), whose value is not looked 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -166,7 +166,7 @@ class Common:
         return step - lr * self.weight_decay * param if self.is_decoupled else step
 
 
-def _is_number(value: object) -> TypeGuard[float]:
+def _is_number(value: object) -> bool:
     if not isinstance(value, jax.Array | np.ndarray | np.number):
         return isinstance(value, int | float) and not isinstance(value, bool)
     is_real = not jnp.issubdtype(value.dtype, jnp.complexfloating)

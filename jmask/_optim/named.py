@@ -6,19 +6,16 @@ and "l2" decay, w the parameter, and t the number of the step, from 1. With
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import as_float
-from jmask._base.types import Params, PyTree, Scalar
-from jmask._base.validation import check_flag, checked_choice, shown
-from jmask._lazy.lazy import densified, lazy
+from jmask._base.types import PyTree, Scalar
+from jmask._base.validation import check_flag
 from jmask._optim import hyperparameters as hyper
 from jmask._optim.row_rule import RowRule, Slot, optimizer
 
@@ -66,8 +63,8 @@ def sgd(
         rescale_grad: factor on the gradient, before clipping.
         lazy_update: only rows in a row-sparse gradient decay and move; otherwise all rows
             do, as with a dense gradient.
-        decay_mode: what the decay is added to, "l2" or "decoupled": with momentum, whether
-            it passes through the buffer.
+        decay_mode: what the decay is added to, "l2" or "decoupled": the gradient, which is
+            averaged or rescaled then, or the step (AdamW).
         state_dtype: dtype of the state arrays; the parameter's by default. The
             arithmetic is in float32 at least.
         maximize: move along the gradient instead of against it.
@@ -123,299 +120,6 @@ def sgd(
     )
 
 
-# --- Adam ---------------------------------------------------------------------------------
-#
-#     m <- m + (1 - b1) * (g - m)                   clipped after the decay is added
-#     v <- v + (1 - b2) * (g**2 - v)                row-wise: the mean of g**2 over the row
-#     w <- w - lr * sqrt(1 - b2**t) / (1 - b1**t) * m / (sqrt(v + eps_root) + eps)
-#
-# t advances for an empty gradient too. With `count="per_row"` it is a row's own, and counts the
-# steps in which the row had a gradient. `eps` is added to sqrt(v) before the bias of v is
-# corrected, which is where SparseAdam and MXNet differ from Adam in optax and torch. In the
-# first step m / sqrt(v) is sign(g) * (1 - b1) / sqrt(1 - b2) and w moves by lr * sign(g) (for
-# eps = 0).
-
-
-class AdamState(NamedTuple):
-    """State of `adam` and `rowwise_adam`: steps done, averages of gradient and square."""
-
-    count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
-    mu: PyTree
-    nu: PyTree
-
-
-class RowCountAdamState(NamedTuple):
-    """State with `count="per_row"`: also the steps of each row, int32, (V, 1) of (V, D)."""
-
-    count: jax.Array  # type: ignore[assignment]
-    mu: PyTree
-    nu: PyTree
-    row_count: PyTree
-
-
-def adam(
-    learning_rate: optax.ScalarOrSchedule = 1e-3,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-8,
-    eps_root: Scalar = 0.0,
-    weight_decay: Scalar = 0.0,
-    clip_gradient: Scalar | None = None,
-    rescale_grad: Scalar = 1.0,
-    maximize: bool = False,
-    lazy_update: bool = True,
-    decay_mode: str = "l2",
-    state_dtype: DTypeLike | None = None,
-    count: str = "steps",
-    mu_dtype: DTypeLike | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """Adam for dense and row-sparse gradients, with the numerics of torch's SparseAdam.
-
-    Args:
-        learning_rate: a positive number, an array, or an optax schedule.
-        b1, b2: decay of the averages of the gradient and of its square, in [0, 1).
-        eps: added to the root of the average square.
-        eps_root: added under the root.
-        weight_decay: L2 penalty, added to the gradient before clipping (as in MXNet).
-        clip_gradient: clip each entry of the gradient to [-c, c].
-        rescale_grad: factor on the gradient, before clipping.
-        maximize: move along the gradient instead of against it.
-        lazy_update: only rows in a row-sparse gradient decay and move; otherwise all rows
-            do, as with a dense gradient.
-        decay_mode: what the decay is added to, "l2" or "decoupled": the gradient, or
-            the step (AdamW).
-        state_dtype: dtype of the state arrays; the parameter's by default. The
-            arithmetic is in float32 at least.
-        count: what the bias is corrected by: "steps" of the optimizer, or "per_row", for each
-            row the steps in which it had a gradient. Then the first step of a row moves it by
-            lr * sign(g) whenever it comes, and not by up to 3.2 times that. Schedules follow
-            the steps of the optimizer all the same.
-        mu_dtype: dtype of the average of the gradient, as in optax; `state_dtype` by default.
-
-    Returns:
-        An optax transformation. Its state has `row_count` for `count="per_row"`, int32, of
-        the shape that `nu` of `rowwise_adam` has.
-
-    Raises:
-        ValueError: for a hyperparameter out of range, naming it and its value; for
-            `count="per_row"` where all rows are updated in each step.
-        TypeError: for one that is no number, or a flag that is neither True nor False.
-
-    References:
-        Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015;
-        `torch.optim.SparseAdam`; MXNet 1.9, `mx.optimizer.Adam`.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> tx, table = jmask.adam(0.1), jnp.ones((3, 1))
-        >>> grads = jmask.RowSparse([2], jnp.ones((1, 1)), (3, 1))
-        >>> updates, state = tx.update(grads, tx.init(table), table)
-        >>> jmask.apply_updates(table, updates).ravel().round(4)
-        Array([1. , 1. , 0.9], dtype=float32)
-    """
-    common = hyper.Common(
-        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, decay_mode
-    )
-    make = functools.partial(_adam, common, b1, b2, eps, eps_root, count, per_row=False)
-    return make(lazy_update, state_dtype, mu_dtype)
-
-
-def rowwise_adam(
-    learning_rate: optax.ScalarOrSchedule = 1e-3,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-8,
-    eps_root: Scalar = 0.0,
-    weight_decay: Scalar = 0.0,
-    clip_gradient: Scalar | None = None,
-    rescale_grad: Scalar = 1.0,
-    maximize: bool = False,
-    lazy_update: bool = True,
-    decay_mode: str = "l2",
-    state_dtype: DTypeLike | None = None,
-    count: str = "steps",
-    mu_dtype: DTypeLike | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """Adam with one second moment for each row: D + 1 numbers of state per row, not 2 D.
-
-    Args:
-        learning_rate, b1, b2, eps, eps_root, weight_decay, clip_gradient, rescale_grad,
-            maximize, lazy_update, decay_mode, state_dtype, count, mu_dtype: as of `adam`.
-
-    Returns:
-        An optax transformation; its state `nu` is (V, 1) for a table (V, D), and (M, V, 1)
-        for stacked tables (M, V, D). It is (V, F, 1) for a table of rows (F, D) too, the
-        moment of a row F times. For parameters of one dimension it is `adam`.
-
-    Raises:
-        ValueError: for a hyperparameter out of range, naming it and its value; for
-            `count="per_row"` where all rows are updated in each step.
-        TypeError: for one that is no number, or a flag that is neither True nor False.
-
-    References:
-        FBGEMM, `PARTIAL_ROWWISE_ADAM`, which corrects the bias of `nu` before it adds eps.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> tx = jmask.rowwise_adam(0.1)
-        >>> tx.init(jnp.ones((3, 8))).nu.shape
-        (3, 1)
-    """
-    common = hyper.Common(
-        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, decay_mode
-    )
-    make = functools.partial(_adam, common, b1, b2, eps, eps_root, count, per_row=True)
-    return make(lazy_update, state_dtype, mu_dtype)
-
-
-def _adam(
-    common: hyper.Common,
-    b1: Scalar,
-    b2: Scalar,
-    eps: Scalar,
-    eps_root: Scalar,
-    count: str,
-    lazy_update: bool,
-    state_dtype: DTypeLike | None,
-    mu_dtype: DTypeLike | None,
-    *,
-    per_row: bool,
-) -> optax.GradientTransformationExtraArgs:
-    _check(b1, b2, eps, eps_root, mu_dtype)
-    per_row_count = checked_choice(count, "count", ("steps", "per_row")) == "per_row"
-    if per_row_count and not lazy_update:
-        raise ValueError(
-            '`count` must be "steps" where `lazy_update` is False: then each row is updated in '
-            "each step, and the counts are the same."
-        )
-
-    def correction(steps):
-        return jnp.sqrt(hyper.bias_correction(b2, steps)) / hyper.bias_correction(b1, steps)
-
-    def scalars(count):
-        # All that changes with the step is one scalar, if it can be: a scatter of three arrays
-        # has room for two.
-        lr = common.rate(count)
-        if per_row_count:
-            return (lr,)
-        corrected = lr * correction(optax.safe_increment(count))
-        return (corrected, lr) if common.is_decoupled else (corrected,)
-
-    def rule(grad, param, mu, nu, corrected, lr=None):
-        grad = common.clipped(common.decayed(common.rescaled(grad), param))
-        square = grad * grad
-        mu = mu + (1 - b1) * (grad - mu)
-        nu = nu + (1 - b2) * ((hyper.row_mean(square) if per_row else square) - nu)
-        step = -corrected * mu / (jnp.sqrt(nu + eps_root) + eps)
-        return common.with_decoupled_decay(step, param, lr), mu, nu
-
-    def rule_of_rows(grad, param, mu, nu, row_count, lr):
-        # The correction is the row's own, so there is one quotient for each row.
-        row_count = optax.safe_increment(row_count)
-        corrected = jnp.asarray(lr * correction(row_count), grad.dtype)
-        return *rule(grad, param, mu, nu, corrected, lr), row_count
-
-    moments = {"mu": Slot(0.0, dtype=mu_dtype), "nu": Slot(0.0, per_row)}
-    counts = {"row_count": Slot(0, per_row=True, dtype=jnp.int32)}
-    return optimizer(
-        RowRule(
-            RowCountAdamState if per_row_count else AdamState,
-            moments | counts if per_row_count else moments,
-            rule_of_rows if per_row_count else rule,
-            scalars,
-            common.decays,
-            state_dtype,
-        ),
-        lazy_update,
-    )
-
-
-def adamw(
-    learning_rate: optax.ScalarOrSchedule = 1e-3,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-8,
-    eps_root: Scalar = 0.0,
-    mu_dtype: DTypeLike | None = None,
-    weight_decay: optax.ScalarOrSchedule = 1e-4,
-    mask: PyTree | Callable[[Params], PyTree] | None = None,
-    *,
-    nesterov: bool = False,
-    lazy_update: bool = True,
-) -> optax.GradientTransformationExtraArgs:
-    """AdamW for dense and row-sparse gradients, with the numerics and the state of optax's.
-
-    It is `jmask.lazy(optax.adamw(...))`, its hyperparameters checked. `jmask.adam` with
-    `decay_mode="decoupled"` is AdamW on SparseAdam's step, which adds `eps` earlier.
-
-    Args:
-        learning_rate: a positive number, an array, or an optax schedule.
-        b1, b2: decay of the averages of the gradient and of its square, in [0, 1).
-        eps: added to the root of the average square, whose bias has been corrected.
-        eps_root: added under the root.
-        mu_dtype: dtype of the average of the gradient; the parameter's by default.
-        weight_decay: a parameter shrinks by learning_rate * weight_decay of it in each step
-            that moves it.
-        mask: a tree of booleans, like the parameters or a prefix of them, or a function of
-            the parameters that returns one: which of them decay. All by default.
-        nesterov: take Nesterov momentum (NAdamW).
-        lazy_update: only rows in a row-sparse gradient decay and move; otherwise all rows
-            do, as with a dense gradient.
-
-    Returns:
-        An optax transformation. A run can switch between it and `optax.adamw` at any step.
-
-    Raises:
-        ValueError: for a hyperparameter out of range, naming it and its value.
-        TypeError: for one that is no number, a flag that is neither True nor False, or a mask
-            with other leaves than booleans.
-
-    References:
-        Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019; `optax.adamw`.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> tx = jmask.adamw(0.5, weight_decay=1.0, mask={"table": True, "bias": False})
-        >>> params = {"table": jnp.ones((3, 1)), "bias": jnp.ones(1)}
-        >>> rows = jmask.RowSparse([2], jnp.ones((1, 1)), (3, 1))
-        >>> grads, state = {"table": rows, "bias": jnp.ones(1)}, tx.init(params)
-        >>> params, state = jmask.apply_gradients(tx, grads, state, params)
-        >>> print(params["table"].ravel().round(3), params["bias"].round(3))
-        [1. 1. 0.] [0.5]
-    """
-    hyper.check_learning_rate(learning_rate)
-    _check(b1, b2, eps, eps_root, mu_dtype)
-    if not callable(weight_decay):  # newer versions of optax take a schedule
-        hyper.check_numbers(weight_decay=weight_decay)
-    flags = () if callable(mask) else jax.tree.leaves(mask)
-    if not all(isinstance(x, bool | np.bool_) for x in flags):
-        raise TypeError(
-            "`mask` must be a tree of booleans or a function that returns one, got "
-            f"{shown(mask)}."
-        )
-    check_flag("nesterov", nesterov)
-    check_flag("lazy_update", lazy_update)
-    stock = optax.adamw(
-        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov
-    )
-
-    def update(updates, state, params=None, **extra_args):
-        # optax raises `b1`, a Python number, to an int32 count.
-        with jax.numpy_dtype_promotion("standard"):
-            return stock.update(updates, state, params, **extra_args)
-
-    tx = optax.GradientTransformationExtraArgs(stock.init, update)
-    return lazy(tx) if lazy_update else densified(tx)
-
-
-def _check(
-    b1: Scalar, b2: Scalar, eps: Scalar, eps_root: Scalar, mu_dtype: DTypeLike | None
-) -> None:
-    hyper.check_numbers(b1=b1, b2=b2)
-    hyper.check_denominator(eps=eps, eps_root=eps_root)
-    hyper.check_state_dtype(mu_dtype, "mu_dtype")
-
-
 # --- Adagrad ------------------------------------------------------------------------------
 #
 #     s <- s + g**2                       row-wise: the mean of g**2 over the row
@@ -456,22 +160,14 @@ def adagrad(
             `eps=0, initial_accumulator_value=1`), or `eps_root` is positive.
         eps_root: added under the root: `eps=0, eps_root=1e-7` is the form of MXNet, and
             with `initial_accumulator_value=0.1` it is optax's.
-        clip_gradient: clip each entry of the rescaled gradient to [-c, c].
-        rescale_grad: factor on the gradient, before clipping.
-        maximize: move along the gradient instead of against it.
-        lazy_update: only rows in a row-sparse gradient decay and move; otherwise all rows
-            do, as with a dense gradient.
-        decay_mode: what the decay is added to, "l2" or "decoupled": the gradient,
-            or the step.
-        state_dtype: dtype of the state arrays; the parameter's by default. The
-            arithmetic is in float32 at least.
+        clip_gradient, rescale_grad, maximize, lazy_update, decay_mode, state_dtype: as of
+            `sgd`.
 
     Returns:
         An optax transformation.
 
     Raises:
-        ValueError: for a hyperparameter out of range, naming it and its value.
-        TypeError: for one that is no number, or a flag that is neither True nor False.
+        ValueError, TypeError: as `sgd`.
 
     References:
         Duchi, Hazan and Singer, "Adaptive Subgradient Methods", 2011;
@@ -519,8 +215,7 @@ def rowwise_adagrad(
         accumulator of a row F times. For parameters of one dimension it is `adagrad`.
 
     Raises:
-        ValueError: for a hyperparameter out of range, naming it and its value.
-        TypeError: for one that is no number, or a flag that is neither True nor False.
+        ValueError, TypeError: as `sgd`.
 
     References:
         Mudigere et al., "Software-Hardware Co-design for Fast and Scalable Training of Deep
@@ -620,19 +315,13 @@ def ftrl(
         l1: the threshold; larger gives more zeros.
         beta: smooths the rate of a coordinate's first steps.
         weight_decay: strength of the L2 term.
-        clip_gradient: clip each entry of the rescaled gradient to [-c, c].
-        rescale_grad: factor on the gradient, before clipping.
-        maximize: move along the gradient instead of against it.
-        lazy_update: only rows in a row-sparse gradient move; otherwise all rows do.
-        state_dtype: dtype of the state arrays; the parameter's by default. The
-            arithmetic is in float32 at least.
+        clip_gradient, rescale_grad, maximize, lazy_update, state_dtype: as of `sgd`.
 
     Returns:
         An optax transformation.
 
     Raises:
-        ValueError: for a hyperparameter out of range, naming it and its value.
-        TypeError: for one that is no number, or a flag that is neither True nor False.
+        ValueError, TypeError: as `sgd`.
 
     References:
         McMahan et al., "Ad Click Prediction: a View from the Trenches", 2013; MXNet 1.9,

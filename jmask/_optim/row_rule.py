@@ -33,7 +33,7 @@ from jmask._base.array_types import (
     sharding_of_rows,
     wide,
 )
-from jmask._base.types import Gradient, Table
+from jmask._base.types import Table
 from jmask._base.validation import check_flag
 from jmask._deferred.step import without_rows
 from jmask._lazy.lazy import densified, lazy
@@ -170,12 +170,21 @@ def _step(rule: RowRule, entries: Sequence[Any], scalars: Sequence[Any]) -> list
 
     The step is rounded where it is added. With 64-bit numbers enabled scalars may be wider.
     """
+    grad: Any
+    param: Any
     grad, param, *slots = (x if x is None else jnp.asarray(x, wide(x.dtype)) for x in entries)
     are_pairs = any(map(is_complex, (grad, param, *slots)))
+    if are_pairs and param is not None:
+        grad = grad.astype(joint_dtype(grad, param))
     old = [grad, *slots]
+    if are_pairs and not any(slot.per_row for slot in rule.slots.values()):
+        whole = grad, param, *slots
+        parts = (
+            _step(rule, [x if x is None else part(x) for x in whole], scalars)
+            for part in (jnp.real, jnp.imag)
+        )
+        return list(map(lax.complex, *parts))
     if are_pairs:
-        grad = grad if param is None else grad.astype(joint_dtype(grad, param))
-        old = [grad, *slots]
         grad, param, *slots = map(_pairs, (grad, param, *slots))
     floats = [x for x in (grad, param, *slots) if x is not None and _is_float(x)]
     dtype = joint_dtype(*floats) if floats else None
@@ -196,7 +205,7 @@ def _is_float(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _pairs(x: Gradient) -> Gradient:
+def _pairs(x: Any) -> Any:
     """Return complex numbers (n, *row) as (n, *row, 2), and numbers of rows as (n, ..., 1)."""
     if x is None:
         return None

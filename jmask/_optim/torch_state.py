@@ -15,7 +15,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jmask._base.types import HostArray, Key, KeyPath, OptState, PyTree, Shape
-from jmask._optim.named import AdagradState, AdamState
+from jmask._optim.adam import AdamState
+from jmask._optim.named import AdagradState
 from jmask._updates.state_rows import states_of
 
 # For each field of a state the key that torch gives it.

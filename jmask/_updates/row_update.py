@@ -76,9 +76,8 @@ def update_rows(
     # The gradient is opened once: what follows takes canonical ids, rows, and their order.
     ids, rows, order = gradient.row_ids(), gradient.rows(), gradient.order
     if linear is not None and table.dtype == gradient.dtype and not is_narrow(table.dtype):
-        steps = scaled(gradient.values, linear)
-        steps = gathered(steps) if valid is None else unchanged_where_masked(steps, valid)
-        return RowUpdate(ADDITION, tables, ids, steps, [], order)
+        steps = unchanged_where_masked(scaled(gradient.values, linear), valid)
+        return RowUpdate(ADDITION, tables, ids, gathered(steps), [], order)
     if valid is None and is_saturated(gradient, tables):
         new_entries = _new_entries(combiner, are_steps)
         new_entries = entry_by_entry(new_entries) if is_elementwise else new_entries

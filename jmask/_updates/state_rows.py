@@ -103,8 +103,9 @@ def rows_of_state(
     owners: list[tuple[int | None, Shape]] = []
     for x, y in zip(jax.tree.leaves(usual), jax.tree.leaves(made), strict=True):
         owner = table_of.get(y.shape[0]) if y.ndim else None
+        rows_seen = x.shape[:1] if owner is None else seen[owner].shape[:1]
         is_stack = owner is not None and params[owner].shape != seen[owner].shape
-        if is_stack and x.size != math.prod((seen[owner].shape[0], *y.shape[1:])):
+        if is_stack and x.size != math.prod(rows_seen + y.shape[1:]):
             raise NotRowLocalError(
                 f"its state holds an array of shape {x.shape} for stacked tables, which has "
                 "not one entry for each of their rows",
