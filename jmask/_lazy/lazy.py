@@ -19,6 +19,7 @@ import functools
 
 import jax
 import optax
+from jax.core import Tracer
 
 from jmask._base.types import PyTree
 from jmask._deferred.step import deferred_step, has_deferred, without_rows
@@ -30,7 +31,6 @@ from jmask._lazy.proved_update import (
     proved,
     with_whole_rows,
 )
-from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.apply import (
     Fit,
     apply_updates,
@@ -44,7 +44,6 @@ from jmask._updates.checks import (
     check_transformation,
     has_16_bit_sums,
     has_gradients,
-    is_gradient_leaf,
     naming_structures,
     with_wide_rows,
 )
@@ -167,20 +166,19 @@ def lazy(
         same_dtypes: bool,
     ) -> LazyCall | ProvedUpdate:
         """Return the proved call; of entries that were looked up, or of their rows."""
-        entries = has_entries(updates)
-        for is_last in (False, True) if entries else (True,):
+        if has_entries(updates):
             try:
-                call = LazyCall.of(inner, updates, state, params, extra_args)
-                if not call.has_rows():
-                    return call
-                step = proved(call, same_dtypes=same_dtypes)
-                if is_last or not tables_by_rows(step):
+                step = proved(
+                    LazyCall.of(inner, updates, state, params, extra_args),
+                    same_dtypes=same_dtypes,
+                )
+                if not tables_by_rows(step):
                     return step
             except NotRowLocalError:  # as of a state with one number for each row
-                if is_last:
-                    raise
-            updates = with_whole_rows(updates)
-        raise AssertionError
+                pass
+        updates = with_whole_rows(updates)
+        call = LazyCall.of(inner, updates, state, params, extra_args)
+        return proved(call, same_dtypes=same_dtypes) if call.has_rows() else call
 
     def apply(
         grads: optax.Updates, state: optax.OptState, params: optax.Params
@@ -188,18 +186,19 @@ def lazy(
         check_parameters(params)
         if has_deferred(params):
             return deferred_step(init, update, apply, grads, state, params, True)
-        # Without rows there is nothing to gain from one pass, and nothing to prove.
-        if not any(map(is_row_sparse, jax.tree.leaves(grads, is_leaf=is_gradient_leaf))):
+        # Without rows there is nothing to gain from one pass, and nothing to prove. Outside jit
+        # a scatter with the optimizer inside would be compiled anew in each step.
+        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((grads, state, params)))
+        if not is_traced or not has_gradients(grads):
             updates, state = update(grads, state, params)
             return apply_updates(params, updates), state
         _check_not_deferring(state)
         step = prepared(grads, state, params, {})
-        assert isinstance(step, ProvedUpdate), "a RowSparse is among the gradients"
-        result = applied_in_one_pass(step)
-        if result is None:
-            updates, state = step.update()
-            return apply_updates(params, updates), state
-        return result
+        result = applied_in_one_pass(step) if isinstance(step, ProvedUpdate) else None
+        if result is not None:
+            return result
+        updates, state = step.update()
+        return apply_updates(params, updates), state
 
     lifted = OnePassTransformation(init, noticing_dense_tables(update))
     lifted.apply_gradients = noticing_dense_tables(apply)

@@ -50,7 +50,6 @@ from jmask._updates.checks import (
     summed,
     with_wide_rows,
 )
-from jmask._updates.eager import compiled_outside_jit
 from jmask._updates.state_rows import check_state_type
 
 # --- an inner update under a predicate ---------------------------------------------------
@@ -100,8 +99,8 @@ def guarded(
         params, inner_state = _step_if(take, run, carried, lambda _: params)
         return params, finish(state, inner_state, take, extra)
 
-    transformation = OnePassTransformation(init, compiled_outside_jit(update))
-    transformation.apply_gradients = compiled_outside_jit(apply)
+    transformation = OnePassTransformation(init, update)
+    transformation.apply_gradients = apply
     transformation.inner = inner
     return transformation
 
