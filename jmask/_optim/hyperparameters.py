@@ -7,7 +7,7 @@ of JAX, possibly traced (`optax.inject_hyperparams`), whose value is not looked 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -59,8 +59,7 @@ def check_number(name: str, value: Scalar, within: Range | None = None) -> None:
     """Refuse what is neither a number in a range nor a scalar array, which may be traced."""
     if not _is_number(value):
         raise TypeError(f"`{name}` must be a number, got {shown(value)}.")
-    is_known = isinstance(value, int | float | np.number | np.ndarray)
-    if within is not None and is_known and not within.holds(value):
+    if within is not None and _is_known(value) and not within.holds(value):
         raise ValueError(f"`{name}` must be {within.words}, got {value}.")
 
 
@@ -164,6 +163,11 @@ class Common:
     def with_decoupled_decay(self, step: jax.Array, param: jax.Array, lr: Scalar) -> jax.Array:
         """Return, with "decoupled", the step minus lr * weight_decay * param."""
         return step - lr * self.weight_decay * param if self.is_decoupled else step
+
+
+def _is_known(value: object) -> TypeGuard[float]:
+    """Decide whether a number can be read without waiting for a device: Python's or NumPy's."""
+    return isinstance(value, int | float | np.number | np.ndarray)
 
 
 def _is_number(value: object) -> bool:
