@@ -306,26 +306,27 @@ def _run(
     """Return the new state and parameters, by the positions of the leaves they replace."""
     leaves, proof = update.call.leaves, update.proof
     jaxpr = proof.program.jaxpr
-    known = {
-        v: leaf.shown(stored_values(leaf.value)) if leaf.kind == "gradient" else leaf.value
-        for v, leaf in zip(jaxpr.invars, leaves, strict=True)
-        if v not in parts.table_of or v in parts.from_gradient
-    }
     computed = [c.source for t, c in combiners.items() if c.source is not jaxpr.invars[t]]
     # Beside these, all that does not depend on rows is computed before the pass.
-    known.update(zip(jaxpr.constvars, proof.program.consts, strict=True))
     shared = [v for eqn in jaxpr.eqns for v in eqn.outvars if v not in parts.table_of]
-    sizes = {table: leaves[table].value.nse for table in combiners}
-    rule = _rule(parts, sized(jaxpr, proof.rows, sizes))
-    run(needed_for([*shared, *computed], jaxpr.eqns)[0], known, rule)
+    before, needed = needed_for([*shared, *computed], jaxpr.eqns)
+    known = dict(zip(jaxpr.constvars, proof.program.consts, strict=True))
+    sizes: dict[int, int] = {}
+    for v, leaf in zip(jaxpr.invars, leaves, strict=True):
+        if leaf.table is None:
+            known[v] = leaf.value
+        elif v in needed:
+            known[v] = leaf.shown(stored_values(leaf.summed))
+            sizes[leaf.table] = leaf.summed.nse
+    run(before, known, _rule(parts, sized(jaxpr, proof.rows, sizes)))
     started = []
     for table, combiner in combiners.items():
         leaf, step = leaves[table], combiner.step
-        gradient = leaf.uncoalesced if leaf.valid is None else leaf.value
+        gradient = leaf.value
         # Rows of equal ids are summed here only if something is computed of the sums. Then
         # nothing is gained by adding them one at a time.
         if combiner.source in computed or table in parts.reduced:
-            gradient = leaf.value.with_values(leaf.stored(known[combiner.source]))
+            gradient = leaf.summed.with_values(leaf.stored(known[combiner.source]))
             step = None
         scalars = [known[v] for v in combiner.scalars]
         replaced = [leaves[i] for i in combiner.places]

@@ -55,6 +55,7 @@ from jmask._updates.checks import (
     gradient_and_valid,
     is_gradient_leaf,
     keep_valid,
+    summed,
     unchanged_where_masked,
 )
 from jmask._updates.state_rows import rows_of_state
@@ -70,13 +71,12 @@ class Leaf:
     """A leaf of the gradient, the state, the parameters or the extra arguments.
 
     Attributes:
-        value: an array or a table; of a gradient, an array or a coalesced `RowSparse`. Stacked
+        value: an array or a table; of a gradient, an array or a `RowSparse` as it came. Stacked
             tables (M, V, D) are the one table (M * V, D) here.
         kind: which of these trees it is of.
         table: the position of the `RowSparse` gradient of its table, or None: no rows of it
             are gathered.
         valid: the valid entries of the gradient that it belongs to, if that is masked.
-        uncoalesced: a gradient as it came, before equal ids were summed.
         row: of stacked tables, the shape of a row as `inner` sees it: (1, D), which has as many
             dimensions as a table of the stack. None where it is that of `value`.
         stack: what it was before it became one table: an array, or the gradient.
@@ -86,9 +86,13 @@ class Leaf:
     kind: Kind
     table: int | None = None
     valid: jax.Array | None = None
-    uncoalesced: Gradient = None
     row: Shape | None = None
     stack: Table = None
+
+    @functools.cached_property
+    def summed(self) -> Gradient:
+        """The gradient, its rows of equal ids summed. One pass needs it at times."""
+        return summed(self.value) if is_row_sparse(self.value) else self.value
 
     def shown(self, rows: jax.Array) -> jax.Array:
         """Return rows of `value` as `inner` sees them."""
@@ -142,19 +146,19 @@ class LazyCall:
         param_leaves, param_tree = jax.tree.flatten(params, is_leaf=is_stored_table)
         # Without parameters the gradient has their structure and shapes.
         shapes = list(map(shape_of, given if params is None else param_leaves))
-        uncoalesced, seen = list(given), list(shapes)
+        flat, seen = list(given), list(shapes)
         stacks = {i: x for i, x in enumerate(given) if is_row_sparse(x) and x.leading > 1}
         for i, x in stacks.items():
-            uncoalesced[i] = x.flat()
+            flat[i] = x.flat()
             row = (1,) * (x.leading - 1) + x.row
             seen[i] = shapes[i].update(shape=(x.row_count, *row))
         for i, param in enumerate(param_leaves):
             if is_stored_table(param):
-                uncoalesced[i] = fitted(param, uncoalesced[i])
+                flat[i] = fitted(param, flat[i])
         if on_rows:
-            pairs = [gradient_and_valid(x) for x in uncoalesced]
+            pairs = [(x, None) if is_row_sparse(x) else gradient_and_valid(x) for x in flat]
         else:
-            pairs = [(dense_gradient(x), None) for x in uncoalesced]
+            pairs = [(dense_gradient(x), None) for x in flat]
         gradients, valid = [x for x, _ in pairs], [x for _, x in pairs]
         is_table = [
             i in stacks or (on_rows and is_gradient_leaf(x)) for i, x in enumerate(given)
@@ -164,15 +168,14 @@ class LazyCall:
         )
         for (owner, _), x in zip(owners, states, strict=True):
             if owner is not None and is_stored_table(x):
-                gradients[owner] = fitted(x, uncoalesced[owner])
+                gradients[owner] = fitted(x, flat[owner])
         tables = [i if is_row_sparse(g) else None for i, g in enumerate(gradients)]
 
         def leaf(x: Table, kind: Kind, i: int | None, row: Shape = ()) -> Leaf:
             if i is None:
                 return Leaf(x, kind)
-            uncoalesced_x = uncoalesced[i] if kind == "gradient" else None
             if i not in stacks:
-                return Leaf(x, kind, tables[i], valid[i], uncoalesced_x)
+                return Leaf(x, kind, tables[i], valid[i])
             stack = stacks[i] if kind == "gradient" else x
             if kind == "param":
                 x = as_one_table(x, stacks[i])
@@ -182,7 +185,7 @@ class LazyCall:
                 kept = () if is_number else row[stacks[i].leading - 1 :]
                 x = jnp.reshape(x, (stacks[i].row_count, *kept))
             row = seen[i].shape[1:] if kind != "state" else row
-            return Leaf(x, kind, tables[i], None, uncoalesced_x, row, stack)
+            return Leaf(x, kind, tables[i], None, row, stack)
 
         leaves = [leaf(x, "gradient", i) for i, x in enumerate(gradients)]
         leaves += [leaf(x, "state", i, row) for (i, row), x in zip(owners, states, strict=True)]
@@ -254,11 +257,11 @@ class LazyCall:
         rows = []
         for leaf in self.leaves:
             if leaf.kind == "gradient":
-                rows.append(stored_values(leaf.value))
+                rows.append(stored_values(leaf.summed))
             elif leaf.table is None:
                 rows.append(leaf.value)
             else:
-                at = RowsAt.of(leaf.value, self.leaves[leaf.table].value)
+                at = RowsAt.of(leaf.value, self.leaves[leaf.table].summed)
                 rows.append(at.read(leaf.value))
         for i in set(unordered.values()):
             # GPUs would read them once more, for another result and after the write: from a
@@ -268,7 +271,7 @@ class LazyCall:
         outputs = (on_rows or self.run_flat())(*seen)
         results: list[Gradient] = []
         for i, (leaf, old, new) in enumerate(zip(self.leaves, rows, outputs, strict=False)):
-            gradient = None if leaf.table is None else self.leaves[leaf.table].value
+            gradient = None if leaf.table is None else self.leaves[leaf.table].summed
             if gradient is not None and not gradient.nse:
                 new = new[:0]  # the program had a row in the place of none
             new = leaf.stored(new)
@@ -357,7 +360,7 @@ class ProvedUpdate:
     def _run(self, *inputs: jax.Array) -> Sequence[jax.Array]:
         gradients = self.call.gradients
         # A table without lookups has a row here: of no rows there is no maximum.
-        sizes = {i: max(gradients[i].value.nse, 1) for i in self.proof.rows}
+        sizes = {i: max(gradients[i].summed.nse, 1) for i in self.proof.rows}
         program = self.proof.at(sizes)
         avals = program.in_avals
         arrays = [

@@ -121,8 +121,7 @@ def dense_optimizer(rule: RowRule) -> optax.GradientTransformationExtraArgs:
             raise ValueError("`params` must be given to update(): the step depends on them.")
         check_state_type(state, rule.state_type)
         if params is not None:
-            check_parameters(params)
-            params = Fit.of(updates, params).params
+            params = Fit.unchecked(updates, params).params
             check_structure(updates, params)
             check_made_by(init, state, params)
         gradients, tree = jax.tree.flatten(updates)
