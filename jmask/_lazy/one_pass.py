@@ -268,10 +268,31 @@ def _combiners(
     for source in (gradient, *(made if not by_rows else ())):
         chosen, needed = needed_for(wanted, equations, source)
         scalars = [v for v in needed if v not in table_of and v not in constants]
+        more, scalars = _of_fewer(scalars, jaxpr.eqns, constants)
+        chosen = [*more, *chosen]
         if any(aval_of(v).ndim for v in scalars if v not in parts.filled):
             return
         if source is gradient or gradient not in needed:
             yield combiner(source, chosen, scalars)
+
+
+def _of_fewer(
+    scalars: list[Var], eqns: Sequence[JaxprEqn], constants: Mapping[Var, Value]
+) -> tuple[list[JaxprEqn], list[Var]]:
+    """Return equations, and fewer scalars that they compute the given ones of.
+
+    -rate and rate * decay are two scalars, and the rate is one.
+    """
+    chosen: list[JaxprEqn] = []
+    arithmetic = [e for e in eqns if e.primitive.name in ARITHMETIC]
+    while True:
+        made = [e for e in arithmetic if {*e.outvars} <= {*scalars}]
+        others = [v for v in scalars if v not in {e.outvars[0] for e in made}]
+        operands = [v for e in made for v in e.invars if isinstance(v, Var)]
+        fewer = list(dict.fromkeys([*others, *(v for v in operands if v not in constants)]))
+        if len(fewer) >= len(scalars):
+            return chosen, scalars
+        chosen, scalars = made + chosen, fewer
 
 
 def _scales(eqn: JaxprEqn, table_of: Mapping[Var, int]) -> bool:
