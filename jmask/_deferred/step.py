@@ -48,7 +48,7 @@ from jmask._tables.deferral import is_deferred
 from jmask._tables.stored_table import NewTable, RowsAt, fitted, is_stored_table, shape_of
 from jmask._tensors.row_sparse import RowSparse
 from jmask._updates.checks import with_wide_rows
-from jmask._updates.state_rows import tables_of_state
+from jmask._updates.state_rows import rows_of_state
 
 Run = Callable[[Gradients, OptState, Params], tuple[PyTree, OptState]]
 
@@ -97,7 +97,7 @@ def rows_in_state(
         jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) if is_deferred(x) else shape_of(x)
         for x in params
     ]
-    owners = tables_of_state(init, shapes, list(which), tree, state)
+    owners = [i for i, _ in rows_of_state(init, shapes, shapes, list(which), tree, state)]
     leaves, structure = jax.tree.flatten(state, is_leaf=is_stored_table)
     places = {
         i: [k for k, owner in enumerate(owners) if owner == i]

@@ -16,39 +16,37 @@ Which state arrays hold rows is found from the shapes that `inner.init` gives th
 """
 
 import functools
-import math
-from typing import TypeGuard
 
 import jax
-import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
-from jmask._base.types import (
-    Function,
-    Gradients,
-    OptState,
-    Params,
-    PyTree,
-    PyTreeDef,
-    Table,
-)
+from jmask._base.types import PyTree
 from jmask._deferred.step import deferred_step, has_deferred, without_rows
-from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass
-from jmask._lazy.proved_update import LazyCall, ProvedUpdate, proved
-from jmask._tables.stored_table import as_one_table, is_stored_table, shape_of
-from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-from jmask._updates.apply import Fit, apply_updates, dense_parameters, noticing_dense_tables
+from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass, tables_by_rows
+from jmask._lazy.proved_update import (
+    LazyCall,
+    ProvedUpdate,
+    has_entries,
+    proved,
+    with_whole_rows,
+)
+from jmask._updates.apply import (
+    Fit,
+    apply_updates,
+    check_no_tables,
+    dense_parameters,
+    noticing_dense_tables,
+)
 from jmask._updates.checks import (
     NotRowLocalError,
     check_parameters,
     check_transformation,
     has_16_bit_sums,
     has_gradients,
-    is_gradient_leaf,
     naming_structures,
     with_wide_rows,
 )
-from jmask._updates.eager import compiled_outside_jit
 
 # What transformations hold back until a later step, by their states, and what to do instead. A
 # row held back need not be among the rows that the later step touches: it would be lost.
@@ -69,7 +67,7 @@ _HELD_BACK: dict[type, tuple[str, str]] = {
 
 def lazy(
     inner: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
+) -> OnePassTransformation:
     """Lift an optax transformation to row-sparse gradients, touching only their rows.
 
     `init` is `inner.init`, so the optimizer state has optax's standard layout: a run can
@@ -136,17 +134,10 @@ def lazy(
                     f"the extra argument `{name}` holds a row-sparse gradient, and what takes "
                     "whole gradients (a line search) is not row-local"
                 )
-        return update_tables(updates, state, params, **extra_args)
-
-    def update_rows_of(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None,
-        **extra_args: PyTree,
-    ) -> tuple[optax.Updates, optax.OptState]:
+        if has_deferred(params):
+            run = functools.partial(update, **extra_args)
+            return deferred_step(init, run, run, updates, state, params, False)
         return prepared(updates, state, params, extra_args).update()
-
-    update_tables = compiled_outside_jit(on_every_table(init, update, update_rows_of))
 
     def prepared(
         updates: optax.Updates,
@@ -161,34 +152,76 @@ def lazy(
         `optax.novograd` has the dtype of the state, the other has the gradient's.
         """
         if has_16_bit_sums(updates):
-            call = LazyCall.of(inner, with_wide_rows(updates), state, params, extra_args)
             try:
-                return proved(call, same_dtypes=True)
+                return on_rows(with_wide_rows(updates), state, params, extra_args, True)
             except TypeError:
                 pass
-        call = LazyCall.of(inner, updates, state, params, extra_args)
-        return proved(call) if call.has_rows() else call
+        return on_rows(updates, state, params, extra_args, False)
 
-    def apply_rows_of(
+    def on_rows(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None,
+        extra_args: dict[str, PyTree],
+        same_dtypes: bool,
+    ) -> LazyCall | ProvedUpdate:
+        """Return the proved call; of entries that were looked up, or of their rows."""
+        if has_entries(updates):
+            try:
+                step = proved(
+                    LazyCall.of(inner, updates, state, params, extra_args),
+                    same_dtypes=same_dtypes,
+                )
+                if not tables_by_rows(step):
+                    return step
+            except NotRowLocalError:  # as of a state with one number for each row
+                pass
+        updates = with_whole_rows(updates)
+        call = LazyCall.of(inner, updates, state, params, extra_args)
+        return proved(call, same_dtypes=same_dtypes) if call.has_rows() else call
+
+    def apply(
         grads: optax.Updates, state: optax.OptState, params: optax.Params
     ) -> tuple[optax.Params, optax.OptState]:
-        # Without rows there is nothing to gain from one pass, and nothing to prove.
-        if not any(map(is_row_sparse, jax.tree.leaves(grads, is_leaf=is_gradient_leaf))):
+        check_parameters(params)
+        if has_deferred(params):
+            return deferred_step(init, update, apply, grads, state, params, True)
+        # Without rows there is nothing to gain from one pass, and nothing to prove. Outside jit
+        # a scatter with the optimizer inside would be compiled anew in each step.
+        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((grads, state, params)))
+        if not is_traced or not has_gradients(grads):
             updates, state = update(grads, state, params)
             return apply_updates(params, updates), state
         _check_not_deferring(state)
         step = prepared(grads, state, params, {})
-        assert isinstance(step, ProvedUpdate), "a RowSparse is among the gradients"
-        result = applied_in_one_pass(step)
-        if result is None:
-            updates, state = step.update()
-            return apply_updates(params, updates), state
-        return result
+        result = applied_in_one_pass(step) if isinstance(step, ProvedUpdate) else None
+        if result is not None:
+            return result
+        updates, state = step.update()
+        return apply_updates(params, updates), state
 
     lifted = OnePassTransformation(init, noticing_dense_tables(update))
-    apply_tables = on_every_table(init, update, apply_rows_of, applies=True)
-    lifted.apply_gradients = noticing_dense_tables(compiled_outside_jit(apply_tables))
+    lifted.apply_gradients = noticing_dense_tables(apply)
     return lifted
+
+
+def densified(
+    tx: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Return `tx` for row-sparse gradients, which become dense: all rows are updated.
+
+    The state is that of `tx`, and not of a chain, so that a run can switch.
+    """
+    init = lazy(tx).init
+
+    def update(updates, state, params=None, **extra_args):
+        check_parameters(params)
+        check_no_tables(params)
+        fit = Fit.of(updates, params)
+        call = LazyCall.of(tx, fit.gradients, state, fit.params, extra_args, on_rows=False)
+        return call.update()
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _check_not_deferring(state: optax.OptState) -> None:
@@ -200,138 +233,3 @@ def _check_not_deferring(state: optax.OptState) -> None:
                     "not among those touched then would lose them",
                     remedy,
                 )
-
-
-# --- every kind of table -----------------------------------------------------------------
-#
-# Run a step of plain tables on stacked and deferred ones; stacked tables are one table.
-#
-#     gradient   RowSparse (M, V, D), leading=2        x.flat(), of shape (M * V, D)
-#     parameter  (M, V, D)                             reshaped to (M * V, D)
-#     state      of `init` for (M, V, D)               reshaped to `init` for (M * V, D)
-#
-# A reshape moves nothing. The results of the step get the old shapes again. What deferred
-# tables are for a step is in `_deferred.step`.
-
-
-def on_every_table(
-    init: optax.TransformInitFn, update: Function, step: Function, *, applies: bool = False
-) -> Function:
-    """Return `step`, which takes plain tables, for stacked and deferred ones too.
-
-    Args:
-        step: (gradients, state, params, **extra_args) -> (updates or new parameters, state).
-        applies: whether it returns new parameters.
-    """
-
-    def run(
-        updates: Gradients,
-        state: OptState,
-        params: Params | None = None,
-        **extra_args: PyTree,
-    ) -> tuple[PyTree, OptState]:
-        check_parameters(params)
-        again = functools.partial(run, **extra_args)
-        if any(map(_is_stacked, jax.tree.leaves(updates, is_leaf=is_gradient_leaf))):
-            return _stacked_step(init, again, updates, state, params)
-        if has_deferred(params):
-            update_of = functools.partial(update, **extra_args)
-            return deferred_step(init, update_of, again, updates, state, params, applies)
-        return step(updates, state, params, **extra_args)
-
-    return run
-
-
-def _is_stacked(x: object) -> TypeGuard[RowSparse]:
-    """Decide whether `x` is the row-sparse gradient of stacked tables."""
-    return is_row_sparse(x) and x.leading > 1
-
-
-def _stacked_step(
-    init: optax.TransformInitFn,
-    run: Function,
-    updates: Gradients,
-    state: OptState,
-    params: Params | None,
-) -> tuple[PyTree, OptState]:
-    """Run a step on the tables (M * V, *row) that stacked tables are.
-
-    Raises:
-        ValueError: if the state has one entry for each of the M tables: what is computed for
-            a row has none of its own then.
-    """
-    tree: PyTreeDef = jax.tree.structure(updates, is_leaf=is_gradient_leaf)
-    gradients = jax.tree.leaves(updates, is_leaf=is_gradient_leaf)
-    leaves = gradients if params is None else tree.flatten_up_to(params)
-    shapes = list(map(shape_of, leaves))
-
-    def state_for(shapes: list[jax.ShapeDtypeStruct]) -> PyTree:
-        return jax.eval_shape(init, tree.unflatten(shapes))
-
-    usual, flat = state_for(shapes), list(shapes)
-    for i, (x, g) in enumerate(zip(shapes, gradients, strict=True)):
-        if not _is_stacked(g):
-            continue
-        flat[i] = x.update(shape=g.flat().shape)
-        # The rows of a gradient of entries are finer than those that have a number each.
-        if g.leading == g.ndim and _sizes(state_for(flat)) != _sizes(usual):
-            gradients[i] = _whole_rows(g)
-            flat[i] = x.update(shape=gradients[i].flat().shape)
-    wanted = state_for(flat)
-    if params is not None:
-        params = tree.unflatten(
-            as_one_table(x, g) if _is_stacked(g) else x
-            for x, g in zip(leaves, gradients, strict=True)
-        )
-    results, new_state = run(
-        tree.unflatten([g.flat() if _is_stacked(g) else g for g in gradients]),
-        _state_as(state, usual, wanted),
-        params,
-    )
-    restored = tree.flatten_up_to(results)
-    for i, (x, g) in enumerate(zip(restored, gradients, strict=True)):
-        if _is_stacked(g):
-            restored[i] = x.stacked_as(g) if is_row_sparse(x) else jnp.reshape(x, g.shape)
-    return tree.unflatten(restored), _state_as(new_state, wanted, usual)
-
-
-def _sizes(shapes: PyTree) -> list[int]:
-    return [x.size for x in jax.tree.leaves(shapes)]
-
-
-def _whole_rows(gradient: RowSparse) -> RowSparse:
-    """Return a gradient of entries (V, D) as rows, of zeros but for an entry each."""
-    size = gradient.shape[-1]
-    ids = gradient.flat().row_ids()
-    place = jax.lax.broadcasted_iota(ids.dtype, (gradient.nse, size), 1)
-    values = jnp.where(place == (ids % size)[:, None], gradient.values[:, None], 0)
-    return RowSparse.from_rows(
-        ids // size, values, gradient.shape, coalesced=False, leading=gradient.leading - 1
-    )
-
-
-def _state_as(state: OptState, old: PyTree, new: PyTree) -> OptState:
-    """Return the state with each array that has a shape of `old` in the shape of `new`."""
-    old, new = ([x.shape for x in jax.tree.leaves(shapes)] for shapes in (old, new))
-    leaves: list[Table] = jax.tree.leaves(state, is_leaf=is_stored_table)
-    tree: PyTreeDef = jax.tree.structure(state, is_leaf=is_stored_table)
-    if len(leaves) != len(old):  # not the state of `init`, as `run` will say
-        return state
-    moved = []
-    for x, before, after in zip(leaves, old, new, strict=True):
-        if before == after:
-            moved.append(x)
-            continue
-        if jnp.shape(x) != before:
-            raise ValueError(
-                f"`state` holds an array of shape {jnp.shape(x)}, expected {before} for these "
-                "stacked tables."
-            )
-        if math.prod(before) != math.prod(after):
-            raise ValueError(
-                f"`state` holds an array of shape {before} for stacked tables, one entry for "
-                "each table and none for each of its rows: make one table of them, "
-                "`table.reshape(-1, table.shape[-1])`, and number its rows."
-            )
-        moved.append(jnp.reshape(x, after))
-    return tree.unflatten(moved)

@@ -3,20 +3,21 @@
     update, then add        gather rows; compute; scatter state; scatter-add updates
     in one pass             one scatter with the optimizer as its combiner, for each table
 
-The update must be elementwise in the gradient, the parameter and the state of a table. The
-shapes of the program that was proved, whose number of rows is open, decide that:
+The shapes of the program that was proved, whose number of rows is open, take it apart:
 
     count -> count + 1 -> 1 - 0.9 ** count        ()          computed before the pass
     g -> g * g -> sum                             ()          of the gradient alone: so is this
     full_like(g, 0.1)                             (rows, D)   one number, which fills it: so too
-    m, g  -> 0.9 m + 0.1 g -> / (1 - 0.9 ** c)    (rows, D)   entry by entry: the combiner
-    mean(g * g, 1)                                (rows,)     neither: it takes more passes
+    m, g  -> 0.9 m + 0.1 g -> / (1 - 0.9 ** c)    (rows, D)   entry by entry
+    mean(g * g, 1)                                (rows,)     row by row
 
-All arrays must have one dtype, and the scatter must have room for the scalars that change from
-step to step: it takes one operand fewer than there are tables. Adam with a fixed rate needs two
-scalars, and a scatter of parameter and both moments takes two; constants are compiled in and
-need none. A value made of the gradient alone (clipped by the norm of all gradients) can
-replace the gradient, which saves its scalars.
+Where all is entry by entry it is the combiner of a scatter, if that has room for the scalars
+that change from step to step: it takes one operand fewer than there are tables. Adam with a
+fixed rate needs two scalars, and a scatter of parameter and both moments takes two; constants
+are compiled in and need none. A value made of the gradient alone (clipped by the norm of all
+gradients) can replace the gradient, which saves its scalars. A mask is one operand more.
+
+Everything else is computed on gathered rows; see `row_update`.
 """
 
 import functools
@@ -30,7 +31,7 @@ import optax
 from jax.extend.core import JaxprEqn, Var
 
 from jmask._base.array_types import added
-from jmask._base.forms import aval_of
+from jmask._base.forms import aval_of, holds_jaxprs
 from jmask._base.jaxprs import ARITHMETIC, bound, needed_for, read, run
 from jmask._base.types import (
     ArraysFunction,
@@ -43,12 +44,12 @@ from jmask._base.types import (
     Value,
 )
 from jmask._kernels.update_rows import updated
-from jmask._lazy.proved_update import ProvedUpdate
-from jmask._lazy.row_local import NEUTRAL, axes_of_rows
-from jmask._tables.packed import PackedTable
-from jmask._tables.stored_table import is_stored_table
+from jmask._lazy.proved_update import Leaf, ProvedUpdate, with_row
+from jmask._lazy.row_local import axes_of_rows, sized
 from jmask._tensors.storage import stored_values
+from jmask._updates.checks import keep_valid, unchanged_where_masked
 from jmask._updates.row_update import update_rows
+from jmask._updates.state_rows import Dimension
 
 _FILL = "broadcast_in_dim"
 
@@ -72,26 +73,22 @@ def applied_in_one_pass(update: ProvedUpdate) -> tuple[Params, OptState] | None:
     """Return new parameters and state, or None if it takes more than one pass."""
     leaves, gradients = update.call.leaves, update.call.gradients
     tables = [i for i, leaf in enumerate(gradients) if leaf.table is not None]
-    is_empty = not tables or any(gradients[i].value.nse == 0 for i in tables)
-    if is_empty or any(leaf.valid is not None for leaf in gradients):
-        return None
-    params = [leaf.value for leaf in leaves if leaf.kind == "param"]
-    if any(is_stored_table(x) and not isinstance(x, PackedTable) for x in params):
-        return None
-    entries = _entries(update)
-    if entries is None:
+    parts = _taken_apart(update)
+    if parts is None or any(gradients[i].value.nse == 0 for i in tables):
         return None
     outputs = update.proof.program.jaxpr.outvars
     # What each leaf becomes; a parameter takes the output of its gradient.
     outputs = [*outputs, *outputs[: len(gradients)]]
     combiners: dict[int, Combiner] = {}
     for table in tables:
-        ways = _combiners(update, entries, table, outputs)
-        combiner = next((c for c in ways if c.step is not None or _fits(update, c)), None)
-        if combiner is None:
+        ways = list(_combiners(update, parts, table, outputs))
+        best = [c for c in ways if c.step is not None or _fits(update, parts, c)]
+        # What is written to rows that it does not depend on has to come after reads.
+        chosen = best or ([] if update.unordered else ways)
+        if not chosen:
             return None
-        combiners[table] = combiner
-    results = _run(update, entries, combiners, outputs)
+        combiners[table] = chosen[0]
+    results = _run(update, parts, combiners, outputs)
     _, state_tree, param_tree, _ = update.call.trees
     new_params = [results[i] for i, leaf in enumerate(leaves) if leaf.kind == "param"]
     new_state = [results[i] for i, leaf in enumerate(leaves) if leaf.kind == "state"]
@@ -101,91 +98,118 @@ def applied_in_one_pass(update: ProvedUpdate) -> tuple[Params, OptState] | None:
 # --- the update, taken apart -------------------------------------------------------------
 
 
-class Entries(NamedTuple):
-    """The variables of an elementwise update that hold entries of tables.
+class Parts(NamedTuple):
+    """The variables of an update that hold rows or entries of tables.
 
     Attributes:
-        table_of: the table a variable has an entry of for each of the table's; no others depend
-            on rows.
+        by_rows: tables that are not updated entry by entry.
+        table_of: whose rows or entries a variable has; no others depend on rows.
         from_gradient: those that are made of the gradient alone.
-        filled: those that have the shape of a table and one number in it.
-        reduced: tables over whose gradient something shared is summed.
+        filled: those that have the shape of a table and one number in it, but of `by_rows`.
+        reduced: tables over whose gradient something shared is computed.
     """
 
+    by_rows: set[int]
     table_of: dict[Var, int]
     from_gradient: set[Var]
     filled: set[Var]
     reduced: set[int]
 
 
-def _entries(update: ProvedUpdate) -> Entries | None:
-    """Return the entries of tables in an update, or None if it is not elementwise."""
+def _taken_apart(update: ProvedUpdate) -> Parts | None:
+    """Return the parts of an update, or None if it computes something shared of old rows."""
     jaxpr, leaves = update.proof.program.jaxpr, update.call.leaves
-    # The open number of rows in its shape tells to which table an array belongs.
-    tables = {
-        aval_of(v).shape: leaf.table
-        for v, leaf in zip(jaxpr.invars, leaves, strict=True)
-        if leaf.table is not None and leaf.kind == "gradient"
-    }
-    table_of: dict[Var, int] = {}
-    from_gradient: set[Var] = set()
-    filled: set[Var] = set()
-    reduced: set[int] = set()
-    for v, leaf in zip(jaxpr.invars, leaves, strict=True):
+    inputs = list(zip(jaxpr.invars, leaves, strict=True))
+    owners = _owners(update)
+    parts = Parts(tables_by_rows(update), {}, set(), set(), set())
+    for v, leaf in inputs:
         if leaf.table is not None:
-            if aval_of(v).shape not in tables or 0 in aval_of(v).shape:
-                return None  # one number for each row, say
-            table_of[v] = leaf.table
+            parts.table_of[v] = leaf.table
             if leaf.kind == "gradient":
-                from_gradient.add(v)
+                parts.from_gradient.add(v)
     for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
         operands = {v for v in eqn.invars if isinstance(v, Var)}
-        entries = operands & table_of.keys()
-        if not any(map(axes_of_rows, eqn.outvars)):
-            if entries or operands & filled:
-                if name not in NEUTRAL or not operands <= from_gradient:
-                    return None
-                reduced.update(table_of[v] for v in entries)
-            continue
-        out, *more = eqn.outvars
-        if more or aval_of(out).shape not in tables or eqn.effects:
+        of_rows = operands & owners.keys()
+        is_shared = not owners.keys() & {*eqn.outvars}
+        is_mixed = len({owners.get(v) for v in (*of_rows, *eqn.outvars)}) > 1
+        if not is_shared and (is_mixed or eqn.effects or holds_jaxprs(eqn)):
             return None
-        others = operands - entries - filled
-        if any(aval_of(v).ndim for v in others) or name not in (*ARITHMETIC, _FILL):
-            return None
-        if not entries:
-            filled.add(out)
-        elif name == _FILL:
-            return None
+        from_gradient = of_rows <= parts.from_gradient | parts.filled
+        if is_shared:
+            if not from_gradient:
+                return None
+            parts.reduced.update(owners[v] for v in of_rows)
+        elif of_rows <= parts.filled and owners[eqn.outvars[0]] not in parts.by_rows:
+            if eqn.primitive.name not in (*ARITHMETIC, _FILL):
+                return None
+            parts.filled.update(eqn.outvars)
         else:
-            table_of[out] = tables[aval_of(out).shape]
-            if entries <= from_gradient:
-                from_gradient.add(out)
-    return Entries(table_of, from_gradient, filled, reduced)
+            parts.table_of.update((v, owners[v]) for v in eqn.outvars)
+            parts.from_gradient.update(eqn.outvars if from_gradient else ())
+    return parts
 
 
-def _on_entries(entries: Entries) -> Callable[[JaxprEqn, list[Value]], Sequence[Value]]:
+def tables_by_rows(update: ProvedUpdate) -> set[int]:
+    """Return tables that are not updated entry by entry."""
+    jaxpr, owners = update.proof.program.jaxpr, _owners(update)
+    shapes = {i: aval_of(jaxpr.invars[i]).shape for i in update.proof.rows}
+    # What shared numbers are made of is computed before the pass.
+    of_rows = {v for v in (*jaxpr.invars, *jaxpr.outvars) if isinstance(v, Var) and v in owners}
+    by_rows: set[int] = set()
+    for eqn in reversed(jaxpr.eqns):
+        if of_rows.isdisjoint(eqn.outvars):
+            continue
+        rows = [v for v in eqn.invars if isinstance(v, Var) and v in owners]
+        others = [v for v in eqn.invars if isinstance(v, Var) and v not in owners]
+        of_rows.update(rows)
+        is_simple = len(eqn.outvars) == 1 and not any(aval_of(v).ndim for v in others)
+        fills = eqn.primitive.name == _FILL and not rows
+        if not is_simple or not (fills or eqn.primitive.name in ARITHMETIC):
+            by_rows.update(owners[v] for v in eqn.outvars if v in owners)
+    sizes = {(owners[v], aval_of(v).shape) for v in of_rows}
+    return by_rows | {i for i, shape in sizes if shape != shapes[i] or 0 in shape}
+
+
+def _owners(update: ProvedUpdate) -> dict[Var, int]:
+    """Return the table whose rows a variable has: their open number is in its shape."""
+    jaxpr, rows = update.proof.program.jaxpr, update.proof.rows
+    inputs = zip(jaxpr.invars, update.call.leaves, strict=True)
+    owners = {v: leaf.table for v, leaf in inputs if leaf.table is not None}
+    for v in (v for eqn in jaxpr.eqns for v in eqn.outvars if axes_of_rows(v)):
+        owners[v] = next(i for i in rows if _has_rows(v, rows[i]))
+    return owners
+
+
+def _has_rows(v: Var, rows: Dimension) -> bool:
+    sizes = [aval_of(v).shape[axis] for axis in axes_of_rows(v)]
+    return any(x == rows or isinstance(x // rows, int) for x in sizes)
+
+
+def _rule(
+    parts: Parts, sized: Callable[[JaxprEqn], JaxprEqn]
+) -> Callable[[JaxprEqn, list[Value]], Sequence[Value]]:
     """Return the rule that runs equations with a number in the place of what it fills."""
 
     def rule(eqn: JaxprEqn, values: list[Value]) -> Sequence[Value]:
-        if entries.filled.issuperset(eqn.outvars) and eqn.primitive.name == _FILL:
+        is_filled = parts.filled.issuperset(eqn.outvars)
+        if is_filled and eqn.primitive.name == _FILL:
             return values[:1]
-        if entries.table_of.keys() >= {*eqn.outvars}:
+        if eqn.primitive.name in ARITHMETIC and not is_filled:
             values = list(jnp.broadcast_arrays(*values))
-        return bound(eqn, values)
+        return bound(sized(eqn), values)
 
     return rule
 
 
 class Combiner(NamedTuple):
-    """A way to compute new entries of a table.
+    """A way to compute new rows of a table.
 
     Attributes:
         places: of the leaves that are replaced: state and parameters of one table.
         source: the gradient, or what is made of it.
         scalars: shared numbers.
-        function: entries of the leaves, of `source` and of `scalars` -> new entries.
+        function: rows of the leaves, of `source`, and `scalars` -> new rows, of a parameter
+            what is added; or entries, if the table is updated entry by entry.
         step: `scalars`, rows of `source` -> what is added to the parameter, if that is all and
             is linear in the gradient: rows of equal ids may be added one at a time.
     """
@@ -198,21 +222,22 @@ class Combiner(NamedTuple):
 
 
 def _combiners(
-    update: ProvedUpdate, entries: Entries, table: int, outputs: Sequence[Atom]
+    update: ProvedUpdate, parts: Parts, table: int, outputs: Sequence[Atom]
 ) -> Iterator[Combiner]:
-    """Yield ways to compute entries of a table, from its gradient or a value of that."""
-    jaxpr, table_of = update.proof.program.jaxpr, entries.table_of
-    leaves, known = update.call.leaves, update.proof.known
+    """Yield ways to compute rows of a table, from its gradient or a value of that."""
+    jaxpr, table_of, proof = update.proof.program.jaxpr, parts.table_of, update.proof
+    leaves, by_rows, rows = update.call.leaves, table in parts.by_rows, proof.rows
     places = [i for i, x in enumerate(leaves) if x.table == table and x.kind != "gradient"]
-    are_params = [leaves[i].kind == "param" for i in places]
+    places.sort(key=lambda i: leaves[i].kind != "param")
+    are_steps = [leaves[i].kind == "param" for i in places]
     inputs, new = [jaxpr.invars[i] for i in places], [outputs[i] for i in places]
     wanted = [v for v in new if isinstance(v, Var)]
     if [table_of.get(v) for v in wanted] != [table] * len(places):
         return  # a state that is filled anew
     constants: dict[Var, Value] = {
         v: np.asarray(x, aval_of(v).dtype)
-        for v, x in known.items()
-        if x is not None and v not in table_of
+        for v, x in proof.known.items()
+        if x is not None and (v in parts.filled or not aval_of(v).ndim)
     }
 
     def combiner(source: Var, chosen: Sequence[JaxprEqn], scalars: list[Var]) -> Combiner:
@@ -220,46 +245,73 @@ def _combiners(
         def function(*arrays: jax.Array) -> list[jax.Array]:
             values = dict(constants)
             values.update(zip((*inputs, source, *scalars), arrays, strict=True))
-            run(chosen, values)
-            results = zip(are_params, arrays, wanted, strict=False)
-            return [
-                _applied(x, values[v]) if is_param else values[v] for is_param, x, v in results
-            ]
+            if by_rows:
+                for v in (*inputs, source):
+                    values[v] = with_row(values[v], aval_of(v).shape[1:])
+                run(chosen, values, _rule(parts, sized(jaxpr, rows, {table: len(arrays[0])})))
+                old = zip(arrays, wanted, strict=False)
+                return [with_row(values[v], x.shape[1:]) for x, v in old]
+            run(chosen, values, _rule(parts, lambda eqn: eqn))
+            return [values[v] for v in wanted]
 
         def step(numbers: Sequence[jax.Array], rows: jax.Array) -> jax.Array:
             values = constants | {source: rows} | dict(zip(scalars, numbers, strict=True))
-            run(chosen, values, _on_entries(entries))
+            run(chosen, values, _rule(parts, lambda eqn: eqn))
             return values[wanted[0]]
 
-        is_linear = are_params == [True] and all(_scales(eqn, table_of) for eqn in chosen)
+        is_linear = are_steps == [True] and all(_scales(eqn, table_of) for eqn in chosen)
         return Combiner(places, source, scalars, function, step if is_linear else None)
 
     equations = [e for e in jaxpr.eqns if e.outvars and table_of.get(e.outvars[0]) == table]
     gradient = jaxpr.invars[table]
-    made = [v for e in equations for v in e.outvars if v in entries.from_gradient]
-    for source in (gradient, *made):
+    made = [v for e in equations for v in e.outvars if v in parts.from_gradient]
+    for source in (gradient, *(made if not by_rows else ())):
         chosen, needed = needed_for(wanted, equations, source)
+        scalars = [v for v in needed if v not in table_of and v not in constants]
+        more, scalars = _of_fewer(scalars, jaxpr.eqns, constants)
+        chosen = [*more, *chosen]
+        if any(aval_of(v).ndim for v in scalars if v not in parts.filled):
+            return
         if source is gradient or gradient not in needed:
-            scalars = [v for v in needed if v not in table_of and v not in constants]
             yield combiner(source, chosen, scalars)
 
 
+def _of_fewer(
+    scalars: list[Var], eqns: Sequence[JaxprEqn], constants: Mapping[Var, Value]
+) -> tuple[list[JaxprEqn], list[Var]]:
+    """Return equations, and fewer scalars that they compute the given ones of.
+
+    -rate and rate * decay are two scalars, and the rate is one.
+    """
+    chosen: list[JaxprEqn] = []
+    arithmetic = [e for e in eqns if e.primitive.name in ARITHMETIC]
+    while True:
+        made = [e for e in arithmetic if {*e.outvars} <= {*scalars}]
+        others = [v for v in scalars if v not in {e.outvars[0] for e in made}]
+        operands = [v for e in made for v in e.invars if isinstance(v, Var)]
+        fewer = list(dict.fromkeys([*others, *(v for v in operands if v not in constants)]))
+        if len(fewer) >= len(scalars):
+            return chosen, scalars
+        chosen, scalars = made + chosen, fewer
+
+
 def _scales(eqn: JaxprEqn, table_of: Mapping[Var, int]) -> bool:
-    """Decide whether an equation multiplies entries by a number."""
+    """Decide whether an equation multiplies entries by a number, or parts complex ones."""
     are_entries = [isinstance(v, Var) and v in table_of for v in eqn.invars]
     name = eqn.primitive.name
-    return (
-        name in ("mul", "div", "neg")
-        and sum(are_entries) == 1
-        and (name == "mul" or are_entries[0])
-    )
+    if name in ("mul", "div"):
+        return sum(are_entries) == 1 and (name == "mul" or are_entries[0])
+    return name in ("neg", "real", "imag", "complex") and all(are_entries)
 
 
-def _fits(update: ProvedUpdate, combiner: Combiner) -> bool:
+def _fits(update: ProvedUpdate, parts: Parts, combiner: Combiner) -> bool:
     """Decide whether a scatter has room for the scalars, and all arrays have one dtype."""
-    dtypes = {update.call.leaves[i].value.dtype for i in combiner.places}
+    leaves = [update.call.leaves[i] for i in combiner.places]
+    if leaves[0].table in parts.by_rows:
+        return False
+    dtypes = {leaf.value.dtype for leaf in leaves}
     dtypes |= {aval_of(v).dtype for v in combiner.scalars}
-    has_room = len(combiner.scalars) < len(combiner.places)
+    has_room = len(combiner.scalars) + (leaves[0].valid is not None) < len(leaves)
     return has_room and dtypes == {aval_of(combiner.source).dtype}
 
 
@@ -268,44 +320,62 @@ def _fits(update: ProvedUpdate, combiner: Combiner) -> bool:
 
 def _run(
     update: ProvedUpdate,
-    entries: Entries,
+    parts: Parts,
     combiners: dict[int, Combiner],
     outputs: Sequence[Atom],
 ) -> dict[int, Table]:
     """Return the new state and parameters, by the positions of the leaves they replace."""
-    leaves, program = update.call.leaves, update.proof.program
-    jaxpr = program.jaxpr
-    known = {
-        v: stored_values(leaf.value) if leaf.kind == "gradient" else leaf.value
-        for v, leaf in zip(jaxpr.invars, leaves, strict=True)
-        if v not in entries.table_of or v in entries.from_gradient
-    }
+    leaves, proof = update.call.leaves, update.proof
+    jaxpr = proof.program.jaxpr
     computed = [c.source for t, c in combiners.items() if c.source is not jaxpr.invars[t]]
     # Beside these, all that does not depend on rows is computed before the pass.
-    known.update(zip(jaxpr.constvars, program.consts, strict=True))
-    shared = [v for eqn in jaxpr.eqns for v in eqn.outvars if v not in entries.table_of]
-    run(needed_for([*shared, *computed], jaxpr.eqns)[0], known, _on_entries(entries))
+    shared = [v for eqn in jaxpr.eqns for v in eqn.outvars if v not in parts.table_of]
+    before, needed = needed_for([*shared, *computed], jaxpr.eqns)
+    known = dict(zip(jaxpr.constvars, proof.program.consts, strict=True))
+    sizes: dict[int, int] = {}
+    for v, leaf in zip(jaxpr.invars, leaves, strict=True):
+        if leaf.table is None:
+            known[v] = leaf.value
+        elif v in needed:
+            known[v] = leaf.shown(stored_values(leaf.summed))
+            sizes[leaf.table] = leaf.summed.nse
+    run(before, known, _rule(parts, sized(jaxpr, proof.rows, sizes)))
     started = []
     for table, combiner in combiners.items():
-        gradient, step = leaves[table].uncoalesced, combiner.step
+        leaf, step = leaves[table], combiner.step
+        gradient = leaf.value
         # Rows of equal ids are summed here only if something is computed of the sums. Then
         # nothing is gained by adding them one at a time.
-        if combiner.source in computed or table in entries.reduced:
-            gradient, step = leaves[table].value.with_values(known[combiner.source]), None
+        if combiner.source in computed or table in parts.reduced:
+            gradient = leaf.summed.with_values(leaf.stored(known[combiner.source]))
+            step = None
         scalars = [known[v] for v in combiner.scalars]
-        tables = [leaves[i].value for i in combiner.places]
-        step = step and functools.partial(step, scalars)
-        started.append(update_rows(combiner.function, tables, gradient, scalars, linear=step))
+        replaced = [leaves[i] for i in combiner.places]
+        started.append(
+            update_rows(
+                combiner.function,
+                [x.value for x in replaced],
+                gradient,
+                scalars,
+                are_steps=[x.kind == "param" for x in replaced],
+                is_elementwise=table not in parts.by_rows,
+                linear=step and functools.partial(step, scalars),
+                valid=leaf.valid,
+            )
+        )
     results: dict[int, Table] = {}
     for combiner, new in zip(combiners.values(), updated(started), strict=True):
-        results.update(zip(combiner.places, new, strict=True))
+        stacked = [leaves[i].stacked(x) for i, x in zip(combiner.places, new, strict=True)]
+        results.update(zip(combiner.places, stacked, strict=True))
     for i, (leaf, v) in enumerate(zip(leaves, outputs, strict=False)):
         if leaf.table is None and leaf.kind != "gradient":
-            new = read(known, v)
-            results[i] = _applied(leaf.value, new) if leaf.kind == "param" else new
+            results[i] = _replaced(leaf, read(known, v))
     return results
 
 
-def _applied(old: Table, update: Gradient) -> Table:
-    """Return a new parameter, or entries of one."""
-    return added(old, update).astype(jnp.result_type(old))
+def _replaced(leaf: Leaf, new: Gradient) -> Table:
+    """Return what an array that holds no rows becomes, a parameter by its step."""
+    if leaf.kind == "state":
+        return keep_valid(new, leaf.value, leaf.valid)
+    step = unchanged_where_masked(new, leaf.valid)
+    return added(leaf.value, step).astype(jnp.result_type(leaf.value))

@@ -13,6 +13,7 @@ equations that compute rows.
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -31,26 +32,39 @@ from jmask._base.types import (
     OptState,
     PyTree,
     PyTreeDef,
+    Shape,
     Table,
-    TensorLike,
 )
 from jmask._kernels.rows import ids_after_reading
 from jmask._lazy import row_local
 from jmask._lazy.over_shards import is_block
 from jmask._lazy.row_local import RowLocal
-from jmask._tables.stored_table import RowsAt, StoredTable, fitted, is_stored_table, shape_of
+from jmask._tables.stored_table import (
+    RowsAt,
+    StoredTable,
+    as_one_table,
+    fitted,
+    has_sharded_rows,
+    is_stored_table,
+    shape_of,
+)
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values
 from jmask._updates.checks import (
     NotRowLocalError,
+    dense_gradient,
     gradient_and_valid,
     is_gradient_leaf,
     keep_valid,
+    summed,
     unchanged_where_masked,
 )
-from jmask._updates.state_rows import tables_of_state
+from jmask._updates.state_rows import rows_of_state
 
 # --- a call of `update`, and its leaves ---------------------------------------------------
+
+
+Kind = Literal["gradient", "state", "param", "extra"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,19 +72,44 @@ class Leaf:
     """A leaf of the gradient, the state, the parameters or the extra arguments.
 
     Attributes:
-        value: an array or a table; of a gradient, an array or a coalesced `RowSparse`.
+        value: an array or a table; of a gradient, an array or a `RowSparse` as it came. Stacked
+            tables (M, V, D) are the one table (M * V, D) here.
         kind: which of these trees it is of.
         table: the position of the `RowSparse` gradient of its table, or None: no rows of it
             are gathered.
         valid: the valid entries of the gradient that it belongs to, if that is masked.
-        uncoalesced: a gradient as it came, before equal ids were summed.
+        row: of stacked tables, the shape of a row as `inner` sees it: (1, D), which has as many
+            dimensions as a table of the stack. None where it is that of `value`.
+        stack: what it was before it became one table: an array, or the gradient.
     """
 
     value: Table
-    kind: Literal["gradient", "state", "param", "extra"]
+    kind: Kind
     table: int | None = None
     valid: jax.Array | None = None
-    uncoalesced: Gradient = None
+    row: Shape | None = None
+    stack: Table = None
+
+    @functools.cached_property
+    def summed(self) -> Gradient:
+        """The gradient, its rows of equal ids summed. One pass needs it at times."""
+        return summed(self.value) if is_row_sparse(self.value) else self.value
+
+    def shown(self, rows: jax.Array) -> jax.Array:
+        """Return rows of `value` as `inner` sees them."""
+        return rows if self.row is None else with_row(rows, self.row)
+
+    def stored(self, rows: jax.Array) -> jax.Array:
+        """Undo `shown`."""
+        return rows if self.row is None else with_row(rows, self.value.shape[1:])
+
+    def stacked(self, new: Gradient) -> Gradient:
+        """Return what `value` becomes in the shape of the stack."""
+        if self.row is None:
+            return new
+        if is_row_sparse(new):
+            return new.stacked_as(self.stack)
+        return jnp.reshape(new, self.stack.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,42 +138,59 @@ class LazyCall:
         state: optax.OptState,
         params: optax.Params | None,
         extra_args: dict[str, PyTree],
+        *,
+        on_rows: bool = True,
     ) -> "LazyCall":
-        uncoalesced, gradient_tree = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
+        """Return the call of `inner` on rows, or on whole tables."""
+        given, gradient_tree = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
         states, state_tree = jax.tree.flatten(state, is_leaf=is_stored_table)
         param_leaves, param_tree = jax.tree.flatten(params, is_leaf=is_stored_table)
-        for i, param in enumerate(param_leaves):
-            if is_stored_table(param):
-                uncoalesced[i] = fitted(param, uncoalesced[i])
-        pairs = [gradient_and_valid(x) for x in uncoalesced]
-        gradients, valid = [x for x, _ in pairs], [x for _, x in pairs]
-        for i, param in enumerate(param_leaves):
-            if is_row_sparse(uncoalesced[i]):
-                gradients[i] = fitted(param, uncoalesced[i])
         # Without parameters the gradient has their structure and shapes.
-        like = gradients if params is None else param_leaves
-        owners = tables_of_state(
-            inner.init,
-            list(map(shape_of, like)),
-            list(map(is_gradient_leaf, uncoalesced)),
-            gradient_tree,
-            state,
-            dtypes=params is not None,
-        )
-        for owner, x in zip(owners, states, strict=True):
-            if owner is not None and is_row_sparse(uncoalesced[owner]):
-                gradients[owner] = fitted(x, uncoalesced[owner])
-        tables = [i if is_row_sparse(g) else None for i, g in enumerate(gradients)]
-        leaves = [
-            Leaf(gradient, "gradient", table, mask, x)
-            for gradient, table, mask, x in zip(
-                gradients, tables, valid, uncoalesced, strict=True
-            )
+        shapes = list(map(shape_of, given if params is None else param_leaves))
+        flat, seen = list(given), list(shapes)
+        stacks = {i: x for i, x in enumerate(given) if is_row_sparse(x) and x.leading > 1}
+        for i, x in stacks.items():
+            flat[i] = x.flat()
+            row = (1,) * (x.leading - 1) + x.row
+            seen[i] = shapes[i].update(shape=(x.row_count, *row))
+        for i, param in enumerate(param_leaves):
+            if is_stored_table(param) or (is_row_sparse(flat[i]) and has_sharded_rows(param)):
+                flat[i] = fitted(param, flat[i])
+        if on_rows:
+            pairs = [(x, None) if is_row_sparse(x) else gradient_and_valid(x) for x in flat]
+        else:
+            pairs = [(dense_gradient(x), None) for x in flat]
+        gradients, valid = [x for x, _ in pairs], [x for _, x in pairs]
+        is_table = [
+            i in stacks or (on_rows and is_gradient_leaf(x)) for i, x in enumerate(given)
         ]
-        for owner, x in zip(owners, states, strict=True):
-            of = (None, None) if owner is None else (tables[owner], valid[owner])
-            leaves.append(Leaf(x, "state", *of))
-        leaves += [Leaf(x, "param", i) for x, i in zip(param_leaves, tables, strict=False)]
+        owners = rows_of_state(
+            inner.init, shapes, seen, is_table, gradient_tree, state, params is not None
+        )
+        for (owner, _), x in zip(owners, states, strict=True):
+            if owner is not None and (is_stored_table(x) or has_sharded_rows(x)):
+                gradients[owner] = fitted(x, flat[owner])
+        tables = [i if is_row_sparse(g) else None for i, g in enumerate(gradients)]
+
+        def leaf(x: Table, kind: Kind, i: int | None, row: Shape = ()) -> Leaf:
+            if i is None:
+                return Leaf(x, kind)
+            if i not in stacks:
+                return Leaf(x, kind, tables[i], valid[i])
+            stack = stacks[i] if kind == "gradient" else x
+            if kind == "param":
+                x = as_one_table(x, stacks[i])
+            elif kind == "state":
+                # Numbers of rows have one dimension: XLA copies them in two (jaxlib 0.12).
+                is_number = math.prod(row) == 1 and row != seen[i].shape[1:]
+                kept = () if is_number else row[stacks[i].leading - 1 :]
+                x = jnp.reshape(x, (stacks[i].row_count, *kept))
+            row = seen[i].shape[1:] if kind != "state" else row
+            return Leaf(x, kind, tables[i], None, row, stack)
+
+        leaves = [leaf(x, "gradient", i) for i, x in enumerate(gradients)]
+        leaves += [leaf(x, "state", i, row) for (i, row), x in zip(owners, states, strict=True)]
+        leaves += [leaf(x, "param", i) for i, x in enumerate(param_leaves)]
         extra, extra_tree = jax.tree.flatten(extra_args)
         others = {i: x for i, x in enumerate(extra) if not hasattr(x, "__array__")}
         leaves += [Leaf(x, "extra") for i, x in enumerate(extra) if i not in others]
@@ -183,8 +239,8 @@ class LazyCall:
         return run
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Return the shapes of the leaves, of whole tables."""
-        return [shape_of_leaf(leaf.value) for leaf in self.leaves]
+        """Return the shapes of the leaves as `inner` sees them, of whole tables."""
+        return list(map(shape_of_leaf, self.leaves))
 
     def update(
         self,
@@ -202,22 +258,24 @@ class LazyCall:
         rows = []
         for leaf in self.leaves:
             if leaf.kind == "gradient":
-                rows.append(stored_values(leaf.value))
+                rows.append(stored_values(leaf.summed))
             elif leaf.table is None:
                 rows.append(leaf.value)
             else:
-                at = RowsAt.of(leaf.value, self.leaves[leaf.table].value)
+                at = RowsAt.of(leaf.value, self.leaves[leaf.table].summed)
                 rows.append(at.read(leaf.value))
         for i in set(unordered.values()):
             # GPUs would read them once more, for another result and after the write: from a
             # copy of the table, where that is stacked (jaxlib 0.12).
             rows[i] = lax.optimization_barrier(rows[i])
-        outputs = (on_rows or self.run_flat())(*rows)
+        seen = [leaf.shown(x) for leaf, x in zip(self.leaves, rows, strict=True)]
+        outputs = (on_rows or self.run_flat())(*seen)
         results: list[Gradient] = []
         for i, (leaf, old, new) in enumerate(zip(self.leaves, rows, outputs, strict=False)):
-            gradient = None if leaf.table is None else self.leaves[leaf.table].value
+            gradient = None if leaf.table is None else self.leaves[leaf.table].summed
             if gradient is not None and not gradient.nse:
                 new = new[:0]  # the program had a row in the place of none
+            new = leaf.stored(new)
             if leaf.kind == "gradient":
                 new = unchanged_where_masked(new, leaf.valid)
             else:
@@ -229,21 +287,53 @@ class LazyCall:
                     ids, gradient.values, gradient.shape, coalesced=gradient.coalesced
                 )
             if gradient is None:
-                results.append(new)
+                results.append(leaf.stacked(new))
             elif leaf.kind == "gradient":
-                results.append(gradient.with_values(new))
+                results.append(leaf.stacked(gradient.with_values(new)))
             else:
-                results.append(RowsAt.of(leaf.value, gradient).write(leaf.value, new))
+                written = RowsAt.of(leaf.value, gradient).write(leaf.value, new)
+                results.append(leaf.stacked(written))
         gradient_tree, state_tree, *_ = self.trees
         count = gradient_tree.num_leaves
         return gradient_tree.unflatten(results[:count]), state_tree.unflatten(results[count:])
 
 
-def shape_of_leaf(x: TensorLike) -> jax.ShapeDtypeStruct:
-    """Return shape and dtype of a leaf, and whether the dtype is weak."""
-    shape = shape_of(x)
+def with_row(rows: jax.Array, row: Shape) -> jax.Array:
+    """Return rows (n, ...) reshaped to (n, *row)."""
+    return rows if rows.shape[1:] == row else jnp.reshape(rows, (rows.shape[0], *row))
+
+
+def has_entries(updates: Gradients) -> bool:
+    """Decide whether a gradient is of single entries of a table, whose rows are finer."""
+    return any(map(_is_entries, jax.tree.leaves(updates, is_leaf=is_gradient_leaf)))
+
+
+def _is_entries(x: object) -> bool:
+    return is_row_sparse(x) and 1 < x.leading == x.ndim
+
+
+def with_whole_rows(updates: Gradients) -> Gradients:
+    """Return gradients of entries (V, D) as rows, of zeros but for an entry each."""
+
+    def whole(x: Gradient) -> Gradient:
+        if not _is_entries(x):
+            return x
+        size, ids = x.shape[-1], x.flat().row_ids()
+        place = lax.broadcasted_iota(ids.dtype, (x.nse, size), 1)
+        values = jnp.where(place == (ids % size)[:, None], x.values[:, None], 0)
+        return RowSparse.from_rows(
+            ids // size, values, x.shape, coalesced=False, leading=x.leading - 1
+        )
+
+    return jax.tree.map(whole, updates, is_leaf=is_gradient_leaf)
+
+
+def shape_of_leaf(leaf: Leaf) -> jax.ShapeDtypeStruct:
+    """Return shape and dtype of a leaf as `inner` sees it, and whether the dtype is weak."""
+    shape, x = shape_of(leaf.value), leaf.value
     weak = not isinstance(x, RowSparse | StoredTable) and jax.typeof(x).weak_type
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, weak_type=weak)
+    seen = shape.shape if leaf.row is None else (shape.shape[0], *leaf.row)
+    return jax.ShapeDtypeStruct(seen, shape.dtype, weak_type=weak)
 
 
 # --- its proof ---------------------------------------------------------------------------
@@ -271,7 +361,7 @@ class ProvedUpdate:
     def _run(self, *inputs: jax.Array) -> Sequence[jax.Array]:
         gradients = self.call.gradients
         # A table without lookups has a row here: of no rows there is no maximum.
-        sizes = {i: max(gradients[i].value.nse, 1) for i in self.proof.rows}
+        sizes = {i: max(gradients[i].summed.nse, 1) for i in self.proof.rows}
         program = self.proof.at(sizes)
         avals = program.in_avals
         arrays = [
@@ -308,7 +398,7 @@ def proved(call: LazyCall, *, same_dtypes: bool = False) -> ProvedUpdate:
         [leaf.kind == "gradient" for leaf in call.leaves],
     )
     for leaf, new in zip(call.leaves, proof.program.out_avals, strict=False):
-        old = shape_of_leaf(leaf.value)
+        old = shape_of_leaf(leaf)
         is_number = leaf.kind == "state" and leaf.table is None
         if same_dtypes and is_number and old.dtype != new.dtype:
             raise TypeError(f"update makes a state of {new.dtype} of one of {old.dtype}")

@@ -233,6 +233,15 @@ def with_sizes(jaxpr: Jaxpr, numbers: Mapping[Dimension, int]) -> Jaxpr:
     )
 
 
+def sized(
+    jaxpr: Jaxpr, rows: Mapping[int, Dimension], sizes: Mapping[int, int]
+) -> Callable[[JaxprEqn], JaxprEqn]:
+    """Return a function of an equation of `jaxpr`: the same for these numbers of rows."""
+    numbers = {rows[i]: size for i, size in sizes.items()}
+    nothing = jaxpr.replace(constvars=[], invars=[], eqns=[], outvars=[])
+    return lambda eqn: with_sizes(nothing.replace(eqns=[eqn]), numbers).eqns[0]
+
+
 # JAX compiles a called jaxpr once, by its identity: outside jit in each update otherwise.
 _WITH_SIZES: weakref.WeakKeyDictionary[Jaxpr, dict[object, ClosedJaxpr]]
 _WITH_SIZES = weakref.WeakKeyDictionary()

@@ -2,7 +2,7 @@
 
 row_rule                    an optimizer as arithmetic on a row
 hyperparameters             what they are given, checked
-sgd, adam, adagrad, ftrl    the rules
+named, adam                 the optimizers by name
 ema                         averages of the parameters
 microbatches                `multi_steps`: one step for the gradients of k microbatches
 guards                      steps that are not taken, rows left out, bounds on norms of rows

@@ -1,22 +1,20 @@
-r"""Adam as torch's SparseAdam and MXNet compute it.
+r"""Adam as torch's SparseAdam and MXNet compute it, row-wise, and optax's AdamW.
 
-    g' = clip(rescale_grad * g + weight_decay * w)
-    m <- m + (1 - b1) * (g' - m)
-    v <- v + (1 - b2) * (g'**2 - v)
-    w <- w - lr * sqrt(1 - b2**t) / (1 - b1**t) * m / (sqrt(v + eps_root) + eps)
+        m <- m + (1 - b1) * (g - m)                   clipped after the decay is added
+        v <- v + (1 - b2) * (g**2 - v)                row-wise: the mean of g**2 over the row
+        w <- w - lr * sqrt(1 - b2**t) / (1 - b1**t) * m / (sqrt(v + eps_root) + eps)
 
-With `decay_mode="decoupled"` the decay is not in g'; w <- w - lr * weight_decay * w besides.
-`rowwise_adam` keeps one v for each row, the average of the mean of g'**2 over the row.
+t advances for an empty gradient too. With `count="per_row"` it is a row's own, and counts the
+steps in which the row had a gradient. `eps` is added to sqrt(v) before the bias of v is
+corrected, which is where SparseAdam and MXNet differ from Adam in optax and torch. In the
+first step m / sqrt(v) is sign(g) * (1 - b1) / sqrt(1 - b2) and w moves by lr * sign(g) (for
+eps = 0).
 
-t counts the steps, from 1; it advances for an empty gradient too. With `count="per_row"` it
-is a row's own, and counts the steps in which the row had a gradient. `eps` is added to
-sqrt(v) before the bias of v is corrected, which is where SparseAdam and MXNet differ from
-Adam in optax and torch. In the first step m / sqrt(v) is sign(g) * (1 - b1) / sqrt(1 - b2)
-and w moves by lr * sign(g) (for eps = 0).
-
-`adamw` is optax's AdamW, lifted by `lazy`.
+g is the gradient after `rescale_grad`, "l2" decay and clipping. `adamw` is optax's, lifted by
+`lazy`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -28,10 +26,9 @@ from jax.typing import DTypeLike
 
 from jmask._base.types import Params, PyTree, Scalar
 from jmask._base.validation import check_flag, checked_choice, shown
-from jmask._lazy.lazy import lazy
+from jmask._lazy.lazy import densified, lazy
 from jmask._optim import hyperparameters as hyper
-from jmask._optim.row_rule import RowRule, Slot, densified, optimizer
-from jmask._updates.eager import sharing_programs
+from jmask._optim.row_rule import RowRule, Slot, optimizer
 
 
 class AdamState(NamedTuple):
@@ -51,12 +48,6 @@ class RowCountAdamState(NamedTuple):
     row_count: PyTree
 
 
-# What t counts: the steps of the optimizer, or for each row those in which it had a gradient.
-_COUNTS = ("steps", "per_row")
-
-
-@sharing_programs
-@hyper.naming_hyperparameters
 def adam(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
     b1: Scalar = 0.9,
@@ -81,15 +72,8 @@ def adam(
         eps: added to the root of the average square.
         eps_root: added under the root.
         weight_decay: L2 penalty, added to the gradient before clipping (as in MXNet).
-        clip_gradient: clip each entry of the gradient to [-c, c].
-        rescale_grad: factor on the gradient, before clipping.
-        maximize: move along the gradient instead of against it.
-        lazy_update: only rows in a row-sparse gradient decay and move; otherwise all rows
-            do, as with a dense gradient.
-        decay_mode: what the decay is added to, "l2" or "decoupled": the gradient, or
-            the step (AdamW).
-        state_dtype: dtype of the state arrays; the parameter's by default. The
-            arithmetic is in float32 at least.
+        clip_gradient, rescale_grad, maximize, lazy_update, decay_mode, state_dtype: as of
+            `sgd`.
         count: what the bias is corrected by: "steps" of the optimizer, or "per_row", for each
             row the steps in which it had a gradient. Then the first step of a row moves it by
             lr * sign(g) whenever it comes, and not by up to 3.2 times that. Schedules follow
@@ -101,9 +85,7 @@ def adam(
         the shape that `nu` of `rowwise_adam` has.
 
     Raises:
-        ValueError: for a hyperparameter out of range, naming it and its value; for
-            `count="per_row"` where all rows are updated in each step.
-        TypeError: for one that is no number, or a flag that is neither True nor False.
+        ValueError, TypeError: as `sgd`; for `count="per_row"` where all rows are updated.
 
     References:
         Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015;
@@ -117,12 +99,13 @@ def adam(
         >>> jmask.apply_updates(table, updates).ravel().round(4)
         Array([1. , 1. , 0.9], dtype=float32)
     """
-    common = hyper.Common.among(locals())
-    return _adam(common, b1, b2, eps, eps_root, count, mu_dtype, per_row=False)
+    common = hyper.Common(
+        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, decay_mode
+    )
+    make = functools.partial(_adam, common, b1, b2, eps, eps_root, count, per_row=False)
+    return make(lazy_update, state_dtype, mu_dtype)
 
 
-@sharing_programs
-@hyper.naming_hyperparameters
 def rowwise_adam(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
     b1: Scalar = 0.9,
@@ -151,9 +134,7 @@ def rowwise_adam(
         moment of a row F times. For parameters of one dimension it is `adam`.
 
     Raises:
-        ValueError: for a hyperparameter out of range, naming it and its value; for
-            `count="per_row"` where all rows are updated in each step.
-        TypeError: for one that is no number, or a flag that is neither True nor False.
+        ValueError, TypeError: as `sgd`; for `count="per_row"` where all rows are updated.
 
     References:
         FBGEMM, `PARTIAL_ROWWISE_ADAM`, which corrects the bias of `nu` before it adds eps.
@@ -164,99 +145,11 @@ def rowwise_adam(
         >>> tx.init(jnp.ones((3, 8))).nu.shape
         (3, 1)
     """
-    common = hyper.Common.among(locals())
-    return _adam(common, b1, b2, eps, eps_root, count, mu_dtype, per_row=True)
-
-
-@sharing_programs
-@hyper.naming_hyperparameters
-def adamw(
-    learning_rate: optax.ScalarOrSchedule = 1e-3,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-8,
-    eps_root: Scalar = 0.0,
-    mu_dtype: DTypeLike | None = None,
-    weight_decay: optax.ScalarOrSchedule = 1e-4,
-    mask: PyTree | Callable[[Params], PyTree] | None = None,
-    *,
-    nesterov: bool = False,
-    lazy_update: bool = True,
-) -> optax.GradientTransformationExtraArgs:
-    """AdamW for dense and row-sparse gradients, with the numerics and the state of optax's.
-
-    It is `jmask.lazy(optax.adamw(...))`, its hyperparameters checked. `jmask.adam` with
-    `decay_mode="decoupled"` is AdamW on SparseAdam's step, which adds `eps` earlier.
-
-    Args:
-        learning_rate: a positive number, an array, or an optax schedule.
-        b1, b2: decay of the averages of the gradient and of its square, in [0, 1).
-        eps: added to the root of the average square, whose bias has been corrected.
-        eps_root: added under the root.
-        mu_dtype: dtype of the average of the gradient; the parameter's by default.
-        weight_decay: a parameter shrinks by learning_rate * weight_decay of it in each step
-            that moves it.
-        mask: a tree of booleans, like the parameters or a prefix of them, or a function of
-            the parameters that returns one: which of them decay. All by default.
-        nesterov: take Nesterov momentum (NAdamW).
-        lazy_update: only rows in a row-sparse gradient decay and move; otherwise all rows
-            do, as with a dense gradient.
-
-    Returns:
-        An optax transformation. A run can switch between it and `optax.adamw` at any step.
-
-    Raises:
-        ValueError: for a hyperparameter out of range, naming it and its value.
-        TypeError: for one that is no number, a flag that is neither True nor False, or a mask
-            with other leaves than booleans.
-
-    References:
-        Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019; `optax.adamw`.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> tx = jmask.adamw(0.5, weight_decay=1.0, mask={"table": True, "bias": False})
-        >>> params = {"table": jnp.ones((3, 1)), "bias": jnp.ones(1)}
-        >>> rows = jmask.RowSparse([2], jnp.ones((1, 1)), (3, 1))
-        >>> grads, state = {"table": rows, "bias": jnp.ones(1)}, tx.init(params)
-        >>> params, state = jmask.apply_gradients(tx, grads, state, params)
-        >>> print(params["table"].ravel().round(3), params["bias"].round(3))
-        [1. 1. 0.] [0.5]
-    """
-    hyper.check_learning_rate(learning_rate)
-    _check(b1, b2, eps, eps_root, mu_dtype)
-    if not callable(weight_decay):  # newer versions of optax take a schedule
-        hyper.check_number("weight_decay", weight_decay, hyper.NOT_NEGATIVE)
-    flags = () if callable(mask) else jax.tree.leaves(mask)
-    if not all(isinstance(x, bool | np.bool_) for x in flags):
-        raise TypeError(
-            "`mask` must be a tree of booleans or a function that returns one, got "
-            f"{shown(mask)}."
-        )
-    check_flag("nesterov", nesterov)
-    check_flag("lazy_update", lazy_update)
-    stock = optax.adamw(
-        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov
+    common = hyper.Common(
+        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, decay_mode
     )
-
-    def update(updates, state, params=None, **extra_args):
-        # optax raises `b1`, a Python number, to an int32 count.
-        with jax.numpy_dtype_promotion("standard"):
-            return stock.update(updates, state, params, **extra_args)
-
-    lifted = lazy(optax.GradientTransformationExtraArgs(stock.init, update))
-    if lazy_update:
-        return lifted
-    return densified(optax.GradientTransformationExtraArgs(lifted.init, update))
-
-
-def _check(
-    b1: Scalar, b2: Scalar, eps: Scalar, eps_root: Scalar, mu_dtype: DTypeLike | None
-) -> None:
-    hyper.check_number("b1", b1, hyper.FRACTION)
-    hyper.check_number("b2", b2, hyper.FRACTION)
-    hyper.check_denominator(eps=eps, eps_root=eps_root)
-    hyper.check_state_dtype(mu_dtype, "mu_dtype")
+    make = functools.partial(_adam, common, b1, b2, eps, eps_root, count, per_row=True)
+    return make(lazy_update, state_dtype, mu_dtype)
 
 
 def _adam(
@@ -266,13 +159,15 @@ def _adam(
     eps: Scalar,
     eps_root: Scalar,
     count: str,
+    lazy_update: bool,
+    state_dtype: DTypeLike | None,
     mu_dtype: DTypeLike | None,
     *,
     per_row: bool,
 ) -> optax.GradientTransformationExtraArgs:
     _check(b1, b2, eps, eps_root, mu_dtype)
-    per_row_count = checked_choice(count, "count", _COUNTS) == "per_row"
-    if per_row_count and not common.lazy_update:
+    per_row_count = checked_choice(count, "count", ("steps", "per_row")) == "per_row"
+    if per_row_count and not lazy_update:
         raise ValueError(
             '`count` must be "steps" where `lazy_update` is False: then each row is updated in '
             "each step, and the counts are the same."
@@ -308,12 +203,91 @@ def _adam(
     counts = {"row_count": Slot(0, per_row=True, dtype=jnp.int32)}
     return optimizer(
         RowRule(
-            slots=moments | counts if per_row_count else moments,
-            scalars=scalars,
-            rule=rule_of_rows if per_row_count else rule,
-            needs_param=common.decays,
-            state_dtype=common.state_dtype,
+            RowCountAdamState if per_row_count else AdamState,
+            moments | counts if per_row_count else moments,
+            rule_of_rows if per_row_count else rule,
+            scalars,
+            common.decays,
+            state_dtype,
         ),
-        RowCountAdamState if per_row_count else AdamState,
-        common.lazy_update,
+        lazy_update,
     )
+
+
+def adamw(
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    eps_root: Scalar = 0.0,
+    mu_dtype: DTypeLike | None = None,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
+    mask: PyTree | Callable[[Params], PyTree] | None = None,
+    *,
+    nesterov: bool = False,
+    lazy_update: bool = True,
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW for dense and row-sparse gradients, with the numerics and the state of optax's.
+
+    It is `jmask.lazy(optax.adamw(...))`, its hyperparameters checked. `jmask.adam` with
+    `decay_mode="decoupled"` is AdamW on SparseAdam's step, which adds `eps` earlier.
+
+    Args:
+        learning_rate, b1, b2, eps_root, mu_dtype, lazy_update: as of `adam`.
+        eps: added to the root of the average square, whose bias has been corrected.
+        weight_decay: a parameter shrinks by learning_rate * weight_decay of it in each step
+            that moves it.
+        mask: a tree of booleans, like the parameters or a prefix of them, or a function of
+            the parameters that returns one: which of them decay. All by default.
+        nesterov: take Nesterov momentum (NAdamW).
+
+    Returns:
+        An optax transformation. A run can switch between it and `optax.adamw` at any step.
+
+    Raises:
+        ValueError, TypeError: as `sgd`; for a mask with other leaves than booleans.
+
+    References:
+        Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019; `optax.adamw`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> tx = jmask.adamw(0.5, weight_decay=1.0, mask={"table": True, "bias": False})
+        >>> params = {"table": jnp.ones((3, 1)), "bias": jnp.ones(1)}
+        >>> rows = jmask.RowSparse([2], jnp.ones((1, 1)), (3, 1))
+        >>> grads, state = {"table": rows, "bias": jnp.ones(1)}, tx.init(params)
+        >>> params, state = jmask.apply_gradients(tx, grads, state, params)
+        >>> print(params["table"].ravel().round(3), params["bias"].round(3))
+        [1. 1. 0.] [0.5]
+    """
+    hyper.check_learning_rate(learning_rate)
+    _check(b1, b2, eps, eps_root, mu_dtype)
+    if not callable(weight_decay):  # newer versions of optax take a schedule
+        hyper.check_numbers(weight_decay=weight_decay)
+    flags = () if callable(mask) else jax.tree.leaves(mask)
+    if not all(isinstance(x, bool | np.bool_) for x in flags):
+        raise TypeError(
+            "`mask` must be a tree of booleans or a function that returns one, got "
+            f"{shown(mask)}."
+        )
+    check_flag("nesterov", nesterov)
+    check_flag("lazy_update", lazy_update)
+    stock = optax.adamw(
+        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov
+    )
+
+    def update(updates, state, params=None, **extra_args):
+        # optax raises `b1`, a Python number, to an int32 count.
+        with jax.numpy_dtype_promotion("standard"):
+            return stock.update(updates, state, params, **extra_args)
+
+    tx = optax.GradientTransformationExtraArgs(stock.init, update)
+    return lazy(tx) if lazy_update else densified(tx)
+
+
+def _check(
+    b1: Scalar, b2: Scalar, eps: Scalar, eps_root: Scalar, mu_dtype: DTypeLike | None
+) -> None:
+    hyper.check_numbers(b1=b1, b2=b2)
+    hyper.check_denominator(eps=eps, eps_root=eps_root)
+    hyper.check_state_dtype(mu_dtype, "mu_dtype")

@@ -125,14 +125,9 @@ def ema(decay: Scalar) -> Ema:
         return new, average, jnp.full_like(last, 0) + count + 1
 
     last = Slot(0, per_row=True, dtype=jnp.int32)
+    slots = {"average": Slot(None), "last": last}
     averages = dense_optimizer(
-        RowRule(
-            slots={"average": Slot(None), "last": last},
-            scalars=lambda count: (count,),
-            rule=rule,
-            needs_param=True,
-        ),
-        EmaState,
+        RowRule(EmaState, slots, rule, scalars=lambda count: (count,), needs_param=True)
     )
 
     def update(updates, state, params=None, **extra_args):

@@ -13,7 +13,7 @@ from jax import export
 
 from jmask._deferred.closed_form import Form
 from jmask._deferred.table import DeferredTable
-from jmask._optim import adagrad, adam, ema, ftrl, guards, microbatches, sgd
+from jmask._optim import adam, ema, guards, microbatches, named
 from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import NewTable
 from jmask._tensors.masked_tensor import MaskedTensor
@@ -50,7 +50,7 @@ for _kind, (_write, _read) in _NODES.items():
         deserialize_auxdata=lambda text, read=_read: read(ast.literal_eval(text.decode())),
     )
 
-for _module in (adagrad, adam, ema, ftrl, guards, microbatches, sgd):
+for _module in (adam, ema, guards, microbatches, named):
     for _kind in vars(_module).values():
         if getattr(_kind, "__module__", None) == _module.__name__ and hasattr(_kind, "_fields"):
             export.register_namedtuple_serialization(

@@ -1,4 +1,4 @@
-"""Hyperparameters of the named optimizers: checks, schedules, and shared arithmetic.
+"""Hyperparameters of the named optimizers: their ranges, schedules, and shared arithmetic.
 
 A hyperparameter may be a number of Python or NumPy, checked immediately, or a scalar array
 of JAX, possibly traced (`optax.inject_hyperparams`), whose value is not looked at.
@@ -16,29 +16,8 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from jmask._base.array_types import as_float
-from jmask._base.types import Options, Scalar
-from jmask._base.validation import check_flag, checked_choice, naming_arguments, shown
-
-# What weight decay is added to: the gradient, so that an adaptive optimizer rescales it, or
-# the step, so that a row shrinks by the same factor whatever its gradients.
-DECAY_MODES = ("l2", "decoupled")
-
-
-# The names that torch, Keras, MXNet and optax give these arguments.
-naming_hyperparameters = naming_arguments(
-    lr="write `learning_rate`",
-    betas="write `b1` and `b2`",
-    beta1="write `b1`",
-    beta2="write `b2`",
-    beta_1="write `b1`",
-    beta_2="write `b2`",
-    epsilon="write `eps`",
-    wd="write `weight_decay`",
-    mask="parameters that are not to decay take an optimizer without `weight_decay`, by "
-    "optax.partition, or jmask.adamw with this mask",
-    mu_dtype="write `state_dtype`",
-    accumulator_dtype="write `state_dtype`",
-)
+from jmask._base.types import Scalar
+from jmask._base.validation import check_flag, checked_choice, shown
 
 
 class Range(NamedTuple):
@@ -53,12 +32,34 @@ NOT_NEGATIVE = Range("non-negative and finite", lambda x: 0 <= x < math.inf)
 FRACTION = Range("in [0, 1)", lambda x: 0 <= x < 1)
 FINITE = Range("finite", math.isfinite)
 
+RANGES = {
+    "learning_rate": POSITIVE,
+    "rescale_grad": FINITE,
+    "clip_gradient": POSITIVE,
+    "weight_decay": NOT_NEGATIVE,
+    "lr_decay": NOT_NEGATIVE,
+    "momentum": FRACTION,
+    "b1": FRACTION,
+    "b2": FRACTION,
+    "eps": NOT_NEGATIVE,
+    "eps_root": NOT_NEGATIVE,
+    "initial_accumulator_value": NOT_NEGATIVE,
+    "l1": NOT_NEGATIVE,
+    "beta": NOT_NEGATIVE,
+}
+
+
+def check_numbers(**values: Scalar) -> None:
+    """Refuse hyperparameters that are no numbers, or out of their range."""
+    for name, value in values.items():
+        check_number(name, value, RANGES[name])
+
 
 def check_number(name: str, value: Scalar, within: Range | None = None) -> None:
     """Refuse what is neither a number in a range nor a scalar array, which may be traced."""
     if not _is_number(value):
         raise TypeError(f"`{name}` must be a number, got {shown(value)}.")
-    if within is not None and is_known(value) and not within.holds(value):
+    if within is not None and _is_known(value) and not within.holds(value):
         raise ValueError(f"`{name}` must be {within.words}, got {value}.")
 
 
@@ -71,7 +72,7 @@ def check_learning_rate(value: optax.ScalarOrSchedule) -> None:
             "`learning_rate` must be a number, or a schedule (a function of the step count), "
             f"got {shown(value)}."
         )
-    check_number("learning_rate", value, POSITIVE)
+    check_numbers(learning_rate=value)
 
 
 def check_state_dtype(state_dtype: DTypeLike | None, name: str = "state_dtype") -> None:
@@ -86,22 +87,9 @@ def check_state_dtype(state_dtype: DTypeLike | None, name: str = "state_dtype") 
         )
 
 
-def is_known(value: object) -> TypeGuard[float]:
-    """Decide whether a number can be read without waiting for a device: Python's or NumPy's."""
-    return isinstance(value, int | float | np.number | np.ndarray)
-
-
-def _is_number(value: object) -> bool:
-    if not isinstance(value, jax.Array | np.ndarray | np.number):
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    is_real = not jnp.issubdtype(value.dtype, jnp.complexfloating)
-    return is_real and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number)
-
-
 def check_denominator(**terms: Scalar) -> None:
     """Refuse negative terms, and all of them zero: a zero gradient would divide 0 by 0."""
-    for name, value in terms.items():
-        check_number(name, value, NOT_NEGATIVE)
+    check_numbers(**terms)
     if all(map(is_zero, terms.values())):
         *names, last = (f"`{name}`" for name in terms)
         *values, end = map(str, terms.values())
@@ -120,26 +108,16 @@ class Common:
     clip_gradient: Scalar | None
     rescale_grad: Scalar
     maximize: bool
-    lazy_update: bool
-    state_dtype: DTypeLike | None
     decay_mode: str = "l2"
-
-    @classmethod
-    def among(cls, arguments: Options) -> "Common":
-        """Return those among the arguments of an optimizer."""
-        names = (field.name for field in dataclasses.fields(cls))
-        return cls(**{name: arguments[name] for name in names if name in arguments})
 
     def __post_init__(self) -> None:
         check_flag("maximize", self.maximize)
-        check_flag("lazy_update", self.lazy_update)
         check_learning_rate(self.learning_rate)
-        check_number("weight_decay", self.weight_decay, NOT_NEGATIVE)
-        checked_choice(self.decay_mode, "decay_mode", DECAY_MODES)
+        check_numbers(weight_decay=self.weight_decay)
+        checked_choice(self.decay_mode, "decay_mode", ("l2", "decoupled"))
         if self.clip_gradient is not None:
-            check_number("clip_gradient", self.clip_gradient, POSITIVE)
-        check_number("rescale_grad", self.rescale_grad, FINITE)
-        check_state_dtype(self.state_dtype)
+            check_numbers(clip_gradient=self.clip_gradient)
+        check_numbers(rescale_grad=self.rescale_grad)
 
     @property
     def decays(self) -> bool:
@@ -166,8 +144,7 @@ class Common:
 
     def rescaled(self, gradient: jax.Array) -> jax.Array:
         """Return the gradient times `rescale_grad`, its sign turned to maximize."""
-        if self.maximize:
-            gradient = -gradient
+        gradient = -gradient if self.maximize else gradient
         if isinstance(self.rescale_grad, int | float) and self.rescale_grad == 1:
             return gradient
         return gradient * self.rescale_grad
@@ -188,6 +165,18 @@ class Common:
         return step - lr * self.weight_decay * param if self.is_decoupled else step
 
 
+def _is_known(value: object) -> TypeGuard[float]:
+    """Decide whether a number can be read without waiting for a device: Python's or NumPy's."""
+    return isinstance(value, int | float | np.number | np.ndarray)
+
+
+def _is_number(value: object) -> bool:
+    if not isinstance(value, jax.Array | np.ndarray | np.number):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    is_real = not jnp.issubdtype(value.dtype, jnp.complexfloating)
+    return is_real and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number)
+
+
 def is_zero(value: object) -> bool:
     """Decide whether a hyperparameter is known to be 0, so that its term can be left out."""
     return isinstance(value, int | float) and value == 0
@@ -200,8 +189,8 @@ def bias_correction(decay: Scalar, step: jax.Array) -> jax.Array:
     """
     if is_zero(decay):
         return jnp.asarray(1.0)  # takes on precision, as the other does
-    known = isinstance(decay, int | float)
-    log_decay = math.log(decay) if known else jnp.log(decay)
+    is_known = isinstance(decay, int | float)
+    log_decay = math.log(decay) if is_known else jnp.log(decay)
     return -jnp.expm1(as_float(step) * log_decay)
 
 

@@ -52,8 +52,7 @@ def row_optimizer(tx: optax.GradientTransformation) -> RowOptimizer:
             "`tx` must be jmask.sgd, adam, adagrad or ftrl with lazy_update=True, got "
             f"{type(tx).__name__}."
         )
-    if not rule.one_pass():
-        names = ", ".join(name for name, slot in rule.slots.items() if slot.per_row)
+    if names := ", ".join(name for name, slot in rule.slots.items() if slot.per_row):
         raise ValueError(
             f"`tx` keeps one number for each row ({names}), and SparseCore's slots have the "
             "shape of the table: use jmask.adagrad or jmask.adam."

@@ -270,6 +270,12 @@ def fitted(table: Table, gradient: Gradient) -> RowSparse:
     return table.fitted(gradient)
 
 
+def has_sharded_rows(x: Table) -> bool:
+    """Decide whether the type of an array says that its rows are sharded."""
+    shards = Shards.of(x) if isinstance(x, jax.Array) else None
+    return shards is not None and bool(shards.rows)
+
+
 def shape_of(x: TensorLike) -> jax.ShapeDtypeStruct:
     """Return shape and dtype of a leaf: array, number, `RowSparse` or table container."""
     if isinstance(x, StoredTable):

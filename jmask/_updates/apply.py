@@ -42,6 +42,7 @@ from jmask._updates.checks import (
     check_fits,
     check_gradient,
     check_transformation,
+    dense_gradient,
     gradient_and_valid,
     has_gradients,
     is_full,
@@ -71,20 +72,19 @@ def densify() -> optax.GradientTransformation:
 
     def update(updates, state, params=None):
         gradients = Fit.of(updates, params).gradients
-        for table in filter(is_stored_table, jax.tree.leaves(params, is_leaf=is_stored_table)):
-            raise ValueError(
-                f"a {type(table).__name__} has no dense gradient: leave out `densify()` (and "
-                "`lazy_update=False`), or make the table an array, `table.todense()`."
-            )
-        return jax.tree.map(_dense, gradients, is_leaf=is_gradient_leaf), state
+        check_no_tables(params)
+        return jax.tree.map(dense_gradient, gradients, is_leaf=is_gradient_leaf), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
 
 
-def _dense(gradient: Gradient) -> Gradient:
-    if isinstance(gradient, MaskedTensor):
-        return gradient.to_tensor(0)
-    return gradient.todense() if is_row_sparse(gradient) else gradient
+def check_no_tables(params: Params) -> None:
+    """Refuse table containers where gradients are to be dense."""
+    for table in filter(is_stored_table, jax.tree.leaves(params, is_leaf=is_stored_table)):
+        raise ValueError(
+            f"a {type(table).__name__} has no dense gradient: leave out `densify()` (and "
+            "`lazy_update=False`), or make the table an array, `table.todense()`."
+        )
 
 
 @jax.named_scope("jmask.apply_updates")

@@ -284,6 +284,13 @@ def gradient_and_valid(gradient: Gradient) -> tuple[Gradient, jax.Array | None]:
     return _entries_as_rows(storage, values, valid)
 
 
+def dense_gradient(gradient: Gradient) -> Gradient:
+    """Return a gradient as an array, zero where it is masked or stores nothing."""
+    if isinstance(gradient, MaskedTensor):
+        return gradient.to_tensor(0)
+    return gradient.todense() if is_row_sparse(gradient) else gradient
+
+
 def with_wide_rows(gradients: Gradients) -> Gradients:
     """Return gradients with 16-bit rows in float32 where rows of equal ids are to be summed.
 

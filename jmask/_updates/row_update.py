@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 from jax.typing import ArrayLike
 
-from jmask._base.array_types import explicit_sharding, is_known, is_narrow, trailing
+from jmask._base.array_types import added, explicit_sharding, is_known, is_narrow, trailing
 from jmask._base.jaxprs import bound, interpret
 from jmask._base.types import Table, Value
 from jmask._kernels import tuning
@@ -36,9 +36,7 @@ from jmask._kernels.update_rows import ADDITION, RowUpdate, UniqueRows, Update, 
 from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import RowsAt, fitted, is_stored_table
 from jmask._tensors.row_sparse import RowSparse
-
-OnRows = Callable[[RowsAt, Sequence[Table], Sequence[jax.Array]], list[Table]]
-"""(rows of the gradient, tables, scalars) -> new tables."""
+from jmask._updates.checks import keep_valid, unchanged_where_masked
 
 
 def update_rows(
@@ -47,52 +45,96 @@ def update_rows(
     gradient: RowSparse,
     scalars: Sequence[jax.Array],
     *,
+    are_steps: Sequence[bool],
     is_elementwise: bool = True,
-    on_rows: OnRows | None = None,
     linear: Callable[[jax.Array], jax.Array] | None = None,
+    valid: jax.Array | None = None,
 ) -> RowUpdate | list[Table]:
     """Make an update of the rows of a gradient; `updated` runs it.
 
     Args:
-        combiner: (*table entries, gradient entry, *scalars) -> new table entries, of the
-            dtypes of the tables; of arrays of rows unless it is elementwise.
+        combiner: (*tables, gradient, *scalars) -> one array for each table: entries to entries
+            if it is elementwise, rows (n, ...) to rows if not.
         tables: with the same rows, kept in one way: arrays, or each a table container.
         gradient: of such a table; rows of equal ids are summed first.
         scalars: what else the combiner takes.
+        are_steps: of which tables the combiner returns what is added; else what is put there.
         is_elementwise: whether entries of all tables correspond one to one.
-        on_rows: the same update, which reads no more than it needs. Only LINES and SCATTER can
-            do without.
         linear: rows of the gradient -> what is added to the only table, if that is all.
+        valid (n, *row): which entries of a masked gradient exist; its ids are unique. The
+            others keep what they have.
     """
     table, *others = tables
     if is_stored_table(table):
         gradient = fitted(table, gradient)
         if is_elementwise and isinstance(table, PackedTable):
-            new_entries = entry_by_entry(combiner)
+            new_entries = entry_by_entry(_new_entries(combiner, are_steps))
             ids = gradient.row_ids()
             return table.updated(new_entries, others, ids, gradient.values, scalars)
-        assert on_rows is not None, "what is elementwise alone is for arrays and packed tables"
-        return on_rows(RowsAt.of(table, gradient), tables, scalars)
+        at = RowsAt.of(table, gradient)
+        return _updated_at(at, tables, combiner, scalars, are_steps)
     # The gradient is opened once: what follows takes canonical ids, rows, and their order.
     ids, rows, order = gradient.row_ids(), gradient.rows(), gradient.order
     if linear is not None and table.dtype == gradient.dtype and not is_narrow(table.dtype):
-        steps = gathered(scaled(gradient.values, linear))
-        return RowUpdate(ADDITION, tables, ids, steps, [], order)
-    if is_saturated(gradient, tables):
-        new_entries = entry_by_entry(combiner) if is_elementwise else combiner
+        steps = unchanged_where_masked(scaled(gradient.values, linear), valid)
+        return RowUpdate(ADDITION, tables, ids, gathered(steps), [], order)
+    if valid is None and is_saturated(gradient, tables):
+        new_entries = _new_entries(combiner, are_steps)
+        new_entries = entry_by_entry(new_entries) if is_elementwise else new_entries
         dense = add_to_rows(jnp.zeros_like(table, gradient.dtype), ids, rows, order)
         return _kept_where_untouched(new_entries, tables, ids, [dense, *scalars])
     if is_elementwise:
-        return update_elementwise(combiner, tables, ids, rows, scalars, order)
-    assert on_rows is not None
+        if valid is not None:  # a number, as a scatter takes arrays of one dtype
+            scalars = [*scalars, valid.astype(gradient.dtype)]
+        new_entries = _new_entries(combiner, are_steps, valid is not None)
+        return update_elementwise(new_entries, tables, ids, rows, scalars, order)
+    if valid is not None:
+        scalars = [*scalars, valid]
 
     def on_unique_rows(x: UniqueRows) -> list[jax.Array]:
-        return on_rows(RowsAt.in_arrays(x.ids, x.rows, x.order), x.tables, x.scalars)
+        at = RowsAt.in_arrays(x.ids, x.rows, x.order)
+        others = x.scalars if valid is None else x.scalars[:-1]
+        mask = None if valid is None else x.scalars[-1]
+        return _updated_at(at, x.tables, combiner, others, are_steps, mask)
 
-    one_row = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in (*tables, gradient)]
-    captures = bool(jax.make_jaxpr(combiner)(*one_row, *scalars).consts)
-    update = Update(on_unique_rows, captures=captures)
-    return RowUpdate(update, tables, ids, rows, scalars, order)
+    return RowUpdate(Update(on_unique_rows), tables, ids, rows, scalars, order)
+
+
+def _new_entries(
+    combiner: Combiner, are_steps: Sequence[bool], is_masked: bool = False
+) -> Combiner:
+    """Return `combiner` with steps added; the last argument is the mask if there is one."""
+
+    def new_entries(*entries: jax.Array) -> list[jax.Array]:
+        *given, mask = entries if is_masked else (*entries, None)
+        made = zip(entries, combiner(*given), are_steps, strict=False)
+        new = [added(x, y).astype(x.dtype) if is_step else y for x, y, is_step in made]
+        if not is_masked:
+            return new
+        old = zip(new, entries, strict=False)
+        return [jnp.where(mask != 0, x.astype(y.dtype), y) for x, y in old]
+
+    return new_entries
+
+
+def _updated_at(
+    at: RowsAt,
+    tables: Sequence[Table],
+    combiner: Combiner,
+    scalars: Sequence[jax.Array],
+    are_steps: Sequence[bool],
+    valid: jax.Array | None = None,
+) -> list[Table]:
+    """Return tables with new rows, which are computed of the rows that they have."""
+    old = list(map(at.read, tables))
+    new: list[Table] = []
+    made = combiner(*old, at.values, *scalars)
+    for table, before, x, is_step in zip(tables, old, made, are_steps, strict=True):
+        if is_step:
+            new.append(at.with_step(table, unchanged_where_masked(x, valid)))
+        else:
+            new.append(at.write(table, keep_valid(x, before, valid)))
+    return new
 
 
 def is_saturated(gradient: RowSparse, tables: Sequence[jax.Array]) -> bool:

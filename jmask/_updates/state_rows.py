@@ -8,13 +8,14 @@ number of rows of each table left open:
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator, Sequence
 
 import jax
 import optax
 from jax import export
 
-from jmask._base.types import OptState, Params, PyTreeDef, Value
+from jmask._base.types import OptState, Params, PyTreeDef, Shape, Value
 from jmask._base.validation import leaf_name
 from jmask._tables.stored_table import is_stored_table, shape_of
 from jmask._updates.checks import NotRowLocalError
@@ -66,21 +67,23 @@ def _open_rows(tables: tuple[int, ...]) -> dict[int, Dimension]:
     return dict(zip(tables, export.symbolic_shape(names), strict=True)) if tables else {}
 
 
-def tables_of_state(
+def rows_of_state(
     init: optax.TransformInitFn,
     params: list[jax.ShapeDtypeStruct],
+    seen: list[jax.ShapeDtypeStruct],
     is_table: list[bool],
     param_tree: PyTreeDef,
     state: optax.OptState,
     dtypes: bool = True,
-) -> list[int | None]:
-    """Return, for each leaf of the state, the position of the table whose rows it holds.
+) -> list[tuple[int | None, Shape]]:
+    """Return, for each leaf of the state, the table whose rows it holds, and their shape.
 
     None where it holds rows of none.
 
     Args:
         init: of the transformation.
         params: shapes of the leaves of the parameters.
+        seen: the same, of stacked tables (M, V, D) as one table (M * V, 1, D).
         is_table: which of them have a sparse or masked gradient.
         param_tree: the structure of the parameters.
         state: the state passed to update.
@@ -92,21 +95,30 @@ def tables_of_state(
         ValueError: if the state does not come from `init` for these parameters, or if its
             shapes depend on the tables in another way.
     """
-    rows, opened = open_shapes(params, [i if x else None for i, x in enumerate(is_table)])
+    rows, opened = open_shapes(seen, [i if x else None for i, x in enumerate(is_table)])
     usual = jax.eval_shape(init, param_tree.unflatten(params))
     with refusing_counts("its state"):
         made = jax.eval_shape(init, param_tree.unflatten(opened))
     table_of = {size: i for i, size in rows.items()}
-    owners: list[int | None] = []
+    owners: list[tuple[int | None, Shape]] = []
     for x, y in zip(jax.tree.leaves(usual), jax.tree.leaves(made), strict=True):
         owner = table_of.get(y.shape[0]) if y.ndim else None
-        if x.shape != (y.shape if owner is None else (x.shape[0], *y.shape[1:])):
+        rows_seen = x.shape[:1] if owner is None else seen[owner].shape[:1]
+        is_stack = owner is not None and params[owner].shape != seen[owner].shape
+        if is_stack and x.size != math.prod(rows_seen + y.shape[1:]):
+            raise NotRowLocalError(
+                f"its state holds an array of shape {x.shape} for stacked tables, which has "
+                "not one entry for each of their rows",
+                "Make one table of them, `table.reshape(-1, table.shape[-1])`.",
+            )
+        wanted = y.shape if owner is None else x.shape[:1] + y.shape[1:]
+        if not is_stack and x.shape != wanted:
             raise NotRowLocalError(
                 f"its state holds an array of shape {x.shape} that depends on the number of "
                 "rows of a table, but has not one entry for each of them"
             )
-        owners.append(owner)
-    check_state(state, usual, [dtypes and owner is not None for owner in owners])
+        owners.append((owner, y.shape[1:]))
+    check_state(state, usual, [dtypes and owner is not None for owner, _ in owners])
     return owners
 
 

@@ -64,10 +64,11 @@ def keeping():
     return optax.GradientTransformation(init, update)
 
 
-# Elementwise, and with no more changing scalars than a scatter has room for.
-IN_ONE_PASS = {
-    "adabelief", "adadelta", "adagrad", "adam", "adamax", "adamaxw", "adamw", "amsgrad", "lion",
-    "rmsprop", "rprop", "sgd", "sign_sgd", "signum", "yogi",
+# Their state does not depend on what it was where it is read, is chosen by a condition, or is
+# filled anew.
+IN_SEVERAL_PASSES = {
+    "adan", "novograd", "optimistic_gradient_descent", "optimistic_adam_v2",
+    "state filled anew",
 }  # fmt: skip
 OTHERS = named("", vars(optax) | globals())("""
     momentum | sgd(0.1, momentum=0.9)
@@ -143,9 +144,8 @@ def test_which_take_one_pass(name):
 
     But for a linear step, which adds rows one at a time there too, as `jmask.sgd` does.
     """
-    tx = LIFTED[name]
-    expected = IN_ONE_PASS | OTHERS.keys() - {"state filled anew", "rate and momentum injected"}
-    for form, is_scattered in (("rows", name in expected), ("whole", name == "sgd")):
+    tx, is_in_one = LIFTED[name], name not in IN_SEVERAL_PASSES
+    for form, is_scattered in (("rows", is_in_one), ("whole", name == "sgd")):
         params, ids = parameters(form), FORMS[form][2][0]
         step = functools.partial(jmask.apply_gradients, tx)
         program = str(jax.make_jaxpr(step)(gradient(params, ids), tx.init(params), params))

@@ -90,6 +90,21 @@ def test_named_optimizers(name, storage):
     check(NAMED[name](), NAMED[name](lazy_update=False), storage)
 
 
+@pytest.mark.of_cpus
+@pytest.mark.parametrize(("name", "scatters"), [("sgd", 1), ("adam", 1), ("adagrad", 1)])
+def test_masked_rows_take_one_pass(name, scatters):
+    """The mask is one operand of the scatter whose combiner is the optimizer."""
+    tx, table = NAMED[name](), jnp.ones((50, D))
+    rows = jmask.RowSparse([4, 7], jnp.ones((2, D)), (50, D), coalesced=True)
+    gradient = jmask.masked_tensor(
+        rows, rows.with_values(jnp.array([[1, 0, 1], [0, 0, 1]]) > 0)
+    )
+    step = jax.jit(lambda g, s, p: jmask.apply_gradients(tx, g, s, p))
+    text = step.lower(gradient, tx.init(table), table).as_text()
+    assert text.count('"stablehlo.scatter"') == scatters
+    assert "stablehlo.gather" not in text
+
+
 CLIPPED = "chain(clip_by_global_norm(0.1), adam(0.1))"
 LIFTED = {name: (ROW_LOCAL | CHAINS)[name] for name in ("adamw", "lion", "rmsprop", CLIPPED)}
 

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jmask
 from tests import numpy_optimizers
+from tests.expressions import functions
 from tests.optimizers import NOT_LAZY, OPTIMIZERS
 from tests.oracle import assert_close
 from tests.stored_tables import STEPS, mesh_of, stepped
@@ -258,3 +259,42 @@ def test_arrays_of_a_gradient_come_back(at):
     again = jmask.from_arrays(jmask.to_arrays(gradient), gradient)
     assert again.leading == gradient.leading
     np.testing.assert_array_equal(again.todense(), gradient.todense())
+
+
+def by_ndim(tree):
+    return jax.tree.map(lambda x: x.ndim > 1, tree)
+
+
+# What looks at the number of dimensions, or at whole rows.
+OF_THE_TABLE = functions("", {**vars(optax), "jmask": jmask, "by_ndim": by_ndim})("""
+    jmask.adamw(0.1, weight_decay=0.5, mask=by_ndim);
+    jmask.lazy(adamw(0.1, weight_decay=0.5, mask=by_ndim));
+    jmask.lazy(chain(masked(adam(0.1), by_ndim), scale(0.5)));
+    jmask.lazy(partition({True: adam(0.1), False: set_to_zero()}, by_ndim));
+    jmask.lazy(chain(centralize(), adam(0.1)));
+    chain(jmask.sgd(0.1), jmask.max_row_norm(0.5));
+    chain(jmask.clip_by_row_norm(0.5), jmask.sgd(0.1))
+""")
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", OF_THE_TABLE)
+def test_the_optimizer_sees_the_shape_of_the_table(name, step):
+    """Of a stack, one table of rows (1, D); of entries (V, D), the rows that hold them."""
+    tx = OF_THE_TABLE[name]()
+    table = jnp.asarray(RNG.normal(size=(3, 20, 4)), jnp.float32)
+    values = jnp.asarray(RNG.normal(size=(3, 4)), jnp.float32)
+    stack = jmask.RowSparse([1, 45, 7], values, table.shape, leading=2)
+    rows = jmask.RowSparse([1, 45, 7], values[:, None], (60, 1, 4))
+    found = stepped(tx, table, [stack] * 2, step)
+    expected = stepped(tx, table.reshape(60, 1, 4), [rows] * 2, step)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x.ravel(), y.ravel(), rtol=1e-6)
+
+    entries = jmask.RowSparse([4, 14, 7], values[0, :3], (20, 4), leading=2)
+    dense = entries.todense()
+    rows = jmask.RowSparse([1, 3], dense[jnp.array([1, 3])], (20, 4))
+    found, _ = stepped(tx, table[0], [entries], step)
+    expected, _ = stepped(tx, table[0], [rows], step)
+    moved = dense != 0 if any(x in name for x in ("adamw", "masked", "partition")) else True
+    np.testing.assert_allclose(found, jnp.where(moved, expected, table[0]), rtol=1e-6)
