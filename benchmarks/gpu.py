@@ -97,12 +97,14 @@ class JaxStep:
 
     def __init__(self, case: Case, tx: Any, value_and_grad: Callable, of: Callable):
         table: Any = jnp.full((case.rows, case.width), 0.5)
-        table = jmask.deferred(table, tx) if case.optimizer == DEFERRED else table
+        tx = jmask.deferred(tx) if case.optimizer == DEFERRED else tx
         self.place = (table, tx.init(table))
 
         @partial(jax.jit, donate_argnums=0)
         def step(place: Any, ids: jax.Array) -> Any:
             table, state = place
+            if case.optimizer == DEFERRED:
+                table, state = tx.catch_up(table, state, ids)
             value, grads = value_and_grad(partial(of, case))(table, ids)
             if value_and_grad is jmask.value_and_grad:
                 return jmask.apply_gradients(tx, grads, state, table), value

@@ -53,6 +53,8 @@ def compiled_step(
     @partial(jax.jit, donate_argnums=0, compiler_options=COMPILER_OPTIONS[temporaries])
     def step(place, ids):
         table, state = place
+        if hasattr(tx, "catch_up"):
+            table, state = tx.catch_up(table, state, ids)
         # Without the loss among the results XLA would not compute it.
         loss, grads = value_and_grad(loss_of)(table, ids)
         return jmask.apply_gradients(tx, grads, state, table), loss
@@ -63,9 +65,6 @@ def compiled_step(
 def _step(tx: optax.GradientTransformation, task: Task, value_and_grad: Callable) -> Step:
     step = compiled_step(tx, value_and_grad, task.temporaries, PROGRAMS.get(task.work))
     place = _table_and_state(tx, task)
-    if task.work == "deferred step":
-        table = jmask.deferred(place[0], tx)
-        place = (table, tx.init(table))
 
     def run(ids: np.ndarray) -> float:
         nonlocal place
@@ -89,8 +88,8 @@ def jmask_step(task: Task, rate: float) -> Step:
 
 
 def jmask_deferred_step(task: Task, rate: float) -> Step:
-    """The same of a deferred table."""
-    return _step(JMASK[task.optimizer](rate), task, jmask.value_and_grad)
+    """The same of the dense trajectory."""
+    return _step(jmask.deferred(JMASK[task.optimizer](rate)), task, jmask.value_and_grad)
 
 
 def optax_step(task: Task, rate: float) -> Step:

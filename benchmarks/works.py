@@ -48,8 +48,8 @@ _PEERS = ("torch", "FBGEMM", "TensorFlow", "MXNet")
 _LIMITS = ("C loop", "memory copy")
 
 # "step" is lookup, loss, backward and update, with the value of the loss; "update" is the
-# update alone of unique rows, with a gradient that is given. A "deferred step" is one of a
-# `jmask.deferred` table.
+# update alone of unique rows, with a gradient that is given. A "deferred step" is one of
+# `jmask.deferred`, which catches the rows of its batch up before.
 _TITLES = {
     "dispatch": "100 calls of a jitted step, no arithmetic",
     "small step": "100 jitted steps of a table of 8 x 4",

@@ -78,6 +78,9 @@ def loss_fn(params: Params, batch: Sequence[jax.Array]) -> jax.Array:
 def make_step(tx: optax.GradientTransformation, value_and_grad: Callable) -> Callable:
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Params, state: Any, batch: Any) -> Any:
+        if hasattr(tx, "catch_up"):
+            users, items, _ = batch
+            params, state = tx.catch_up(params, state, {"users": users, "items": items})
         loss, grads = value_and_grad(loss_fn)(params, batch)
         return *jmask.apply_gradients(tx, grads, state, params), loss
 
@@ -85,12 +88,12 @@ def make_step(tx: optax.GradientTransformation, value_and_grad: Callable) -> Cal
 
 
 def ways(rate: float) -> dict[str, tuple[Any, Any, bool]]:
-    """Return for each way transformation, gradient, and whether tables are deferred."""
+    """Return for each way transformation, gradient, and whether rows are caught up."""
     tx = optax.adam(rate)
     return {
         "dense": (tx, jax.value_and_grad, False),
         "lazy": (jmask.lazy(tx), jmask.value_and_grad, False),
-        "deferred": (jmask.lazy(tx), jmask.value_and_grad, True),
+        "deferred": (jmask.deferred(tx), jmask.value_and_grad, True),
     }
 
 
@@ -99,15 +102,14 @@ def train(
 ) -> Run:
     """Train on all batches, and measure after every so many steps."""
     tx, value_and_grad, is_deferred = ways(rate)[name]
-    params = {
-        name: jmask.deferred(x, tx) if is_deferred else jnp.copy(x)
-        for name, x in tables.items()
-    }
+    params = jax.tree.map(jnp.copy, tables)
     step, evaluated, state = make_step(tx, value_and_grad), jax.jit(loss_fn), tx.init(params)
     losses, measured, seconds, steps = [], [], [], len(data.batches[0])
     with program.bar(f"{name:<8}", steps, "loss {loss:.4f}") as show:
         for number in program.until_stopped(range(steps)):
             if number % every == 0:
+                if is_deferred:
+                    params, state = tx.catch_up(params, state)
                 losses.append(float(evaluated(params, data.held_out)))
                 measured.append(np.concatenate([np.asarray(x) for x in params.values()]))
             batch = [x[number] for x in data.batches]

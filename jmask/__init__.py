@@ -11,9 +11,6 @@ from jmask._autodiff.value_and_grad import value_and_grad as value_and_grad
 from jmask._base.fallback import StorageFallbackWarning as StorageFallbackWarning
 from jmask._base.fallback import strict as strict
 from jmask._deferred.deferred import deferred as deferred
-from jmask._deferred.deferred import from_deferred as from_deferred
-from jmask._deferred.deferred import to_deferred as to_deferred
-from jmask._deferred.table import DeferredTable as DeferredTable
 from jmask._embedding.bag import embedding_bag as embedding_bag
 from jmask._embedding.lookup import embedding_lookup as embedding_lookup
 from jmask._embedding.lookup import renormalize as renormalize

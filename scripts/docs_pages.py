@@ -41,15 +41,14 @@ PAGES = {
     ),
     "optimizers": (
         "Optimizers",
-        """lazy densify apply_gradients apply_updates sgd adam adamw rowwise_adam
+        """lazy deferred densify apply_gradients apply_updates sgd adam adamw rowwise_adam
         adagrad rowwise_adagrad ftrl multi_steps skip_nonfinite drop_nonfinite_rows
         clip_by_row_norm max_row_norm ema stochastic_round from_torch_state to_torch_state""",
     ),
     "embeddings": (
         "Embeddings and tables",
         """embedding_lookup embedding_bag pad_bags PaddedBags renormalize packed PackedTable
-        sharded exchange_overflow deferred DeferredTable to_deferred
-        from_deferred""",
+        sharded exchange_overflow""",
     ),
 }
 # Members of classes that users call: others are for the library itself. Other classes show all.
@@ -59,7 +58,6 @@ MEMBERS = {
     "MaskedTensor": """data mask shape dtype nbytes stype get_data get_mask to_tensor
         filled to_dense to_sparse to_sparse_csr to_row_sparse astype""",
     "PackedTable": "pack dtype full todense",
-    "DeferredTable": "dtype full todense up_to_date",
     "PaddedBags": "weights bag_of_entry",
 }
 MODULES = ("numpy", "nn", "nnx", "tree", "sparsecore")

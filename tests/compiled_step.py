@@ -181,15 +181,21 @@ def temporary_bytes(compiled, aliased=0, entries=None, allowed=IN_PLACE):
     return memory.temp_size_in_bytes
 
 
-def check_deferred_in_place(tx, sharding):
-    """A deferred table needs temporaries of the batch and of its lines, some thousand rows."""
-    row, deferred = (128,), functools.partial(jmask.deferred, tx=tx)
-    step = Step(tx, row, lookups=512, apply=jmask.apply_gradients, table=deferred)
+class DeferredStep(Step):
+    """A step of `jmask.deferred`, which catches the rows of its batch up before."""
+
+    def __call__(self, params, state, ids):
+        params, state = self.tx.catch_up(params, state, {"table": ids})
+        return super().__call__(params, state, ids)
+
+
+def check_deferred_in_place(inner, sharding=None):
+    """A deferred step needs temporaries of the batch and of its lines, some thousand rows."""
+    step = DeferredStep(jmask.deferred(inner), (128,), apply=jmask.apply_gradients)
     small, large = (
         temporary_bytes(step.compile(n, sharding), step.table_bytes(n), step.entries(n))
         for n in (10**6, 4 * 10**6)
     )
-    # The root of V has doubled.
     assert large <= min(40 * step.batch_bytes() + 2**24, 2 * small + 2**20)
 
 

@@ -3,6 +3,8 @@
 types           names for the types of arguments
 array_types     dtypes to compute in, shapes, explicit shardings, facts about traced arrays
 validation      validation of public arguments and of the leaves of trees
+hashed          a permutation of row numbers that spreads frequent ids
+shards          rows sharded by the type of an array, and code that runs on each device
 row_ids         row ids: canonical form, and the opaque dtype in which they travel
 fallback        the warning, or error, where sparse storage becomes dense
 forms           what is relied on of JAX's programs: names and parameters of equations

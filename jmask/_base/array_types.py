@@ -84,12 +84,6 @@ def sharding_of_rows(array: jax.Array) -> NamedSharding | None:
     return by_rows(sharding.mesh, (*sharding.spec, None)[0], array.ndim)
 
 
-def automatic_mesh(mesh: Mesh | AbstractMesh) -> Mesh:
-    """Return the devices and names of a concrete mesh with automatic axes."""
-    types = (AxisType.Auto,) * len(mesh.axis_names)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
-
-
 def by_rows(mesh: Mesh | AbstractMesh, axes: MeshAxes, ndim: int) -> NamedSharding:
     """Return the sharding of an array (V, *row) by rows over `axes`, as a step returns it.
 
@@ -104,13 +98,6 @@ def placed(array: jax.Array, like: NamedSharding, spec: Sequence[MeshAxes]) -> j
     if explicit_sharding(array) is not None and spec_of(array) == tuple(spec):
         return array
     return jax.sharding.reshard(array, NamedSharding(like.mesh, P(*spec)))
-
-
-def with_rows_over(array: jax.Array, like: NamedSharding, axes: MeshAxes) -> jax.Array:
-    """Return the array with dimension 0 sharded over `axes`, and only this one."""
-    axes = axes or None
-    axes = axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes
-    return placed(array, like, (axes, *(None for _ in array.shape[1:])))
 
 
 def with_whole_rows(array: jax.Array, d: int = 0) -> jax.Array:

@@ -336,6 +336,7 @@ FORMS: dict[str, Form] = (
         "transpose": _form("permutation"),
         "unstack": _form("axis"),
         "name": _form("", "name"),
+        "jmask_add_on_shards": _form("", "shape sharding"),
     }
     | {
         name: _form("axes", "out_sharding")

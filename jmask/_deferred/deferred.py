@@ -1,198 +1,546 @@
-"""Make tables that follow a dense optimizer's trajectory at the cost of the rows touched.
+"""Follow the trajectory of a dense optimizer at the cost of the rows touched.
 
 dense        every row moves in every step                   O(V) a step
 lazy         a row moves when it has a gradient              O(rows touched)
 deferred     every row moves in every step, and is caught up
-             when it is read                                 O(rows touched)
+             before it is read                               O(rows touched)
+
+    step        1     2     3     4     5
+    row 7       g     -     -     -     g         steps 2 to 4 of the dense optimizer
+    last              1     1     1     1   5     are taken when the row is caught up
+
+While a row is inactive its gradient is zero, so what a dense optimizer does to it is known:
+`measured` finds it out, and `missed_steps` takes the steps since the row was last caught up.
 """
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
-from jmask._base.types import Gradient, Gradients, OptState, Params, PyTree, PyTreeDef, Table
-from jmask._base.validation import as_table, check_flag
-from jmask._deferred.step import fingerprint, rows_in_state
-from jmask._deferred.table import DeferredTable
-from jmask._tables.deferral import is_deferred
-from jmask._tables.packed import checked_floating
-from jmask._tables.stored_table import is_stored_table
-from jmask._tensors.row_sparse import RowSparse
-from jmask._updates.checks import check_parameters, check_transformation
+from jmask._base.array_types import automatically, explicit_sharding, trailing, wide
+from jmask._base.fallback import muted
+from jmask._base.row_ids import Order, id_dtype
+from jmask._base.shards import Shards, entry
+from jmask._base.types import (
+    Function,
+    Gradient,
+    Gradients,
+    KeyPath,
+    OptState,
+    Params,
+    PyTree,
+    PyTreeDef,
+    Shape,
+    Table,
+)
+from jmask._base.validation import checked_integer, leaf_name
+from jmask._deferred.measured import (
+    Found,
+    NotDeferrableError,
+    Probes,
+    forms_of_steps,
+    one_row_of,
+    unrounded,
+)
+from jmask._deferred.missed_steps import Form, Step, advanced, caught_up
+from jmask._kernels.rows import gather_rows, ids_after_reading, set_rows
+from jmask._lazy.lazy import lazy
+from jmask._lazy.one_pass import OnePassTransformation
+from jmask._lazy.proved_update import LazyCall, Leaf, proved, with_whole_rows
+from jmask._tables.stored_table import is_stored_table, shape_of
+from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.row_sparse import is_row_sparse
+from jmask._updates.apply import Fit
+from jmask._updates.checks import (
+    check_parameters,
+    check_transformation,
+    gradient_and_valid,
+    is_gradient_leaf,
+    with_wide_rows,
+)
+from jmask._updates.state_rows import rows_of_state
+
+# Rows of a block where all rows are caught up: temporaries are of the size of a block, not of
+# the table.
+_BLOCK = 1 << 16
 
 
-def deferred(table: Table, tx: optax.GradientTransformation) -> DeferredTable:
-    """Return the table as one whose inactive rows follow the dense optimizer `tx`.
+class TableState(NamedTuple):
+    """What is kept of a table besides the state of its optimizer.
+
+    Attributes:
+        last: how many steps each row has taken, (V,) int32; of a stack (M, V).
+        lines: coefficients of the steps since each of the last W, (W, numbers).
+        carry: what rounding took from them, (W, sums).
+        swept: how many rows were caught up in turn.
+    """
+
+    last: jax.Array
+    lines: jax.Array
+    carry: jax.Array
+    swept: jax.Array
+
+
+class DeferredState(NamedTuple):
+    """The state of `jmask.deferred`.
+
+    Attributes:
+        inner: the state of the dense optimizer; of rows, as of their last step.
+        clock: how many steps were taken, int32.
+        tables: a `TableState` for each parameter with rows that may wait, else ().
+    """
+
+    inner: OptState
+    clock: jax.Array
+    tables: PyTree
+
+
+class Deferred(NamedTuple):
+    """A transformation whose rows wait for their steps. Made by `jmask.deferred`.
+
+    Attributes:
+        init: params -> state.
+        update: (gradients, state, params, **extra_args) -> (updates, state).
+        catch_up: (params, state, ids) -> (params, state), rows as they are now.
+        apply_gradients: see `jmask.apply_gradients`.
+    """
+
+    init: Function
+    update: Function
+    catch_up: Function
+    apply_gradients: Function
+
+
+def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Deferred:
+    """Return a transformation that follows a dense optimizer at the cost of the rows touched.
 
     A dense optimizer moves every row in every step, also those that have no gradient: by their
     momentum, their moments, their decay. What it does to them is known in advance. So rows
-    can wait for it until they are read, and lookups, gradients and `todense()` give what they
-    would be now. A step costs the rows of the batch, and at most about √V others.
+    can wait for it until they are read, and `catch_up` makes them what they would be now:
 
-    The table holds what `tx` keeps of each row; `tx.init` of it has arrays (1, *row) in the
-    place of that. It is a pytree: donate it, scan over it, save it as any other. For the
-    dense trajectory defer every table that is looked up: arrays stay lazy.
+        params, state = tx.catch_up(params, state, {"table": ids})    # before the loss
+        loss, grads = jmask.value_and_grad(loss_fn)(params, batch)
+        params, state = jmask.apply_gradients(tx, grads, state, params)
+        ...
+        params, state = tx.catch_up(params, state)      # all rows: to evaluate, save or stop
+
+    Parameters stay the arrays that they are. A leaf with a row-sparse gradient is a table in
+    that step, any other one takes the dense step. After the last line parameters and
+    `state.inner` are those of a run of `inner` on dense gradients, up to rounding, so that a
+    run may go on in either way from there; a dense one goes on as a deferred one with the state
+    `tx.init(params)._replace(inner=opt_state)`.
+
+    `ids` is a tree like the parameters, parts of which may be missing: an array of row
+    numbers, negative ones from the end; a tuple of index arrays, as for `tables[m, ids]` of
+    stacks; or a list of these. More rows than the loss reads may be caught up, and less may
+    not: the update of a row that was not is nan.
 
     Args:
-        table (V, *row): a floating array, or a `PackedTable`.
-        tx: what will update it: a named optimizer, with `lazy_update` True or False, or
-            `jmask.lazy` of one of optax; `multi_steps` and `skip_nonfinite` of these. All that
-            depends on the parameter or the state of a row must be in one of them:
-            `jmask.lazy(optax.chain(...))`. Rates may follow schedules or be injected.
+        inner: an optimizer of optax, or one with a name; whole chains, for nothing may come
+            behind it. Rates may follow schedules or be injected.
+        window: the most steps that a row may wait: in each `catch_up` with ids V / window
+            further rows of a table are caught up in turn, so that none does. A row that waits
+            for longer, as in a table that no `catch_up` names for so long, reads as nan.
 
     Returns:
-        A `DeferredTable` (V, *row) of the table's dtype, with one int32 for each row besides.
+        A transformation with `catch_up`. Its state has one int32 for each row besides that of
+        `inner`.
 
     Raises:
-        TypeError: if `table` is no floating array or table or is deferred already, or `tx` is
-            no transformation.
-        ValueError: if what `tx` does to rows without a gradient has no closed form, with the
-            reason: L2 decay in an adaptive optimizer, noise, what is not row-local.
+        TypeError: if `inner` is no transformation, or (by `update`) a gradient is masked.
+        ValueError: by `init`, or by `update` for a row-sparse gradient, if what `inner` does
+            to rows without a gradient has no closed form, with the reason: L2 decay in an
+            adaptive optimizer, noise, RAdam, what is not row-local.
 
     References:
         Lipton and Elkan, "Efficient Elastic Net Regularization for Sparse Linear Models", 2015,
-        for the decay of weights; moments are derived in `jmask/_deferred/closed_form.py`.
+        for the decay of weights; moments are derived in `jmask/_deferred/missed_steps.py`.
 
     Example:
-        >>> import jax, jax.numpy as jnp, jmask
-        >>> tx = jmask.adam(0.1)
-        >>> params = {"table": jmask.deferred(jnp.ones((4, 2)), tx)}
+        >>> import jax.numpy as jnp, optax, jmask
+        >>> tx = jmask.deferred(optax.adam(0.1))
+        >>> params = {"table": jnp.ones((4, 2))}
         >>> state = tx.init(params)
         >>> for ids in ([0, 1], [0, 2], [0, 3]):
+        ...     params, state = tx.catch_up(params, state, {"table": ids})
         ...     loss = lambda params: params["table"][jnp.array(ids)].sum()
         ...     grads = jmask.grad(loss)(params)
         ...     params, state = jmask.apply_gradients(tx, grads, state, params)
-        >>> print(params["table"].todense()[:, 0].round(2))   # row 1 has moved on by itself
-        [0.7  0.78 0.87 0.94]
+        >>> params, state = tx.catch_up(params, state)
+        >>> print(params["table"][:, 0].round(2))   # row 1 has moved on by itself
+        [0.7  0.78 0.87 0.9 ]
     """
-    if is_deferred(table):
-        raise TypeError("`table` is deferred already: use it as it is.")
-    if not is_stored_table(table):
-        table = checked_floating(as_table(table))
-    check_transformation("tx", tx, "jmask.deferred(table, jmask.adam(1e-3))")
-    inner = optax.with_extra_args_support(_innermost(tx))
-    leaf: PyTreeDef = jax.tree.structure(0)
-    try:
-        state = inner.init(table)
-    except (TypeError, ValueError):
-        fingerprint(inner.init, inner.update)  # refuses what cannot update a single array
-        raise
-    slots, _, places = rows_in_state(inner.init, [table], leaf, state, [True])
-    before = DeferredTable.before(table, [slots[k] for k in places[0]])
-    try:
-        stepped = jax.eval_shape(lambda t: _first_step(t, inner, inner.init(t)), before)
-        # Once more with the numbers that the state holds, which may be refused as others are.
-        state = inner.init(before)
-        jax.eval_shape(lambda table: _first_step(table, inner, state), before)
-    except (TypeError, ValueError) as error:
-        error.add_note(
-            "If `tx` calculates with the table or its gradient as with arrays, put all of it "
-            "into jmask.lazy, as in jmask.deferred(table, jmask.lazy(optax.adam(1e-3)))."
+    check_transformation("inner", inner, "jmask.deferred(optax.adam(1e-3))")
+    if checked_integer("window", window) < 2:
+        raise ValueError(f"`window` must be 2 steps or more, got {window}.")
+    inner = optax.with_extra_args_support(inner)
+
+    @functools.cache
+    def forms_for(tree: PyTreeDef, likes: tuple[jax.ShapeDtypeStruct, ...]) -> list[Found]:
+        return forms_of_steps(inner, tree, likes)
+
+    def forms_of(params: Params) -> list[Found]:
+        likes = tuple(one_row_of(shape_of(x)) for x in jax.tree.leaves(params))
+        return forms_for(jax.tree.structure(params), likes)
+
+    def init(params: Params) -> DeferredState:
+        check_parameters(params)
+        for x in jax.tree.leaves(params, is_leaf=is_stored_table):
+            if is_stored_table(x):
+                raise TypeError(
+                    f"jmask.deferred takes arrays, got a {type(x).__name__}: use its array, "
+                    "`table.todense()`."
+                )
+        forms = forms_of(params)
+        if not any(isinstance(form, Form) for form in forms):
+            errors = [form for form in forms if isinstance(form, Exception)]
+            raise errors[0] if errors else NotDeferrableError("no table is among `params`")
+        tree: PyTreeDef = jax.tree.structure(params)
+        tables = [
+            _begun(form, x, window) if isinstance(form, Form) else ()
+            for form, x in zip(forms, jax.tree.leaves(params), strict=True)
+        ]
+        clock = jnp.zeros((), jnp.int32)
+        return DeferredState(inner.init(params), clock, tree.unflatten(tables))
+
+    def stepped(
+        take: Function,
+        grads: Gradients,
+        state: DeferredState,
+        params: Params,
+        **extra_args: PyTree,
+    ) -> tuple[PyTree, DeferredState]:
+        """Take a step by `take`, the lazy one, and note what it was for all other rows."""
+        _check_state(state)
+        fit, forms = Fit.of(grads, params), forms_of(params)
+        tree: PyTreeDef = jax.tree.structure(fit.gradients, is_leaf=is_gradient_leaf)
+        leaves = list(map(_filled, jax.tree.leaves(fit.gradients, is_leaf=is_gradient_leaf)))
+        leaves = jax.tree.leaves(with_whole_rows(leaves), is_leaf=is_gradient_leaf)
+        states = tree.flatten_up_to(state.tables)
+        given = with_wide_rows(tree.unflatten(leaves))
+        with muted():  # gradients of tables are dense where a proof is traced
+            call = LazyCall.of(inner, given, state.inner, fit.params, extra_args)
+            scalars = _scalars(call, forms)
+        for i, (table, form, g) in enumerate(zip(states, forms, leaves, strict=True)):
+            if not isinstance(form, Form):
+                continue
+            if not is_row_sparse(g):
+                states[i] = _all_current(form, table, state.clock)
+                continue
+            rows, each = table.last.shape[: g.leading], table.last.shape[g.leading :]
+            last, ids = table.last.reshape(math.prod(rows), *each), g.flat().row_ids()
+            # Padding reads any row.
+            is_row = trailing(ids < last.shape[0], last.ndim)
+            behind = (gather_rows(last, ids) != state.clock) & is_row
+            values = jnp.where(trailing(behind, g.values.ndim), jnp.nan, g.values)
+            leaves[i] = g.with_values(values)
+            step = jax.tree.map(lambda x, like=table.lines: x.astype(like.dtype), scalars[i])
+            lines, carry = advanced(form, table.lines, table.carry, state.clock, step)
+            ids = ids_after_reading(ids, behind.astype(jnp.float32))
+            last = set_rows(last, ids, jnp.full(behind.shape, state.clock + 1))
+            states[i] = TableState(last.reshape(table.last.shape), lines, carry, table.swept)
+        results, new = take(tree.unflatten(leaves), state.inner, fit.params, **extra_args)
+        return results, DeferredState(new, state.clock + 1, tree.unflatten(states))
+
+    lifted = inner if isinstance(inner, OnePassTransformation) else lazy(inner)
+    assert isinstance(lifted, OnePassTransformation)
+
+    def update(
+        updates: Gradients,
+        state: DeferredState,
+        params: Params | None = None,
+        **extra_args: PyTree,
+    ) -> tuple[Gradients, DeferredState]:
+        if params is None:
+            raise ValueError("`params` must be given to update(): rows are compared with them.")
+        return stepped(lifted.update, updates, state, params, **extra_args)
+
+    def catch_up(
+        params: Params, state: DeferredState, ids: PyTree = None
+    ) -> tuple[Params, DeferredState]:
+        _check_state(state)
+        paths: list[tuple[KeyPath, Table]] = jax.tree.leaves_with_path(params)
+        tree: PyTreeDef = jax.tree.structure(params)
+        leaves = [jnp.asarray(x) for _, x in paths]
+        tables = tree.flatten_up_to(state.tables)
+        forms = forms_of(params)
+        likes, is_table = list(map(shape_of, leaves)), [isinstance(x, Form) for x in forms]
+        owners = [
+            owner
+            for owner, _ in rows_of_state(inner.init, likes, likes, is_table, tree, state.inner)
+        ]
+        slots = jax.tree.leaves(state.inner)
+        for i, where in _chosen([path for path, _ in paths], leaves, ids).items():
+            form = forms[i]
+            if not isinstance(form, Form):
+                continue
+            places = [k for k, owner in enumerate(owners) if owner == i]
+            old = [leaves[i], *(slots[k] for k in places)]
+            (leaves[i], *new), tables[i] = _caught_up(form, old, tables[i], state.clock, where)
+            for k, x in zip(places, new, strict=True):
+                slots[k] = x
+        slot_tree: PyTreeDef = jax.tree.structure(state.inner)
+        new_state = DeferredState(
+            slot_tree.unflatten(slots), state.clock, tree.unflatten(tables)
         )
-        raise
-    return before.begun(stepped.table.form, stepped.table.made_for)
+        return tree.unflatten(leaves), new_state
+
+    applied = functools.partial(stepped, lifted.apply_gradients)
+    return Deferred(init, update, catch_up, applied)
 
 
-def to_deferred(
-    tx: optax.GradientTransformation, opt_state: OptState, params: Params, tables: PyTree
-) -> tuple[Params, OptState]:
-    """Take a run on arrays on with some of them deferred: the next step is the dense one.
+def _check_state(state: object) -> None:
+    if not isinstance(state, DeferredState):
+        raise TypeError(
+            f"`state` must be a DeferredState, which `init` of jmask.deferred makes, got "
+            f"{type(state).__name__}. A run of the dense optimizer goes on by "
+            "tx.init(params)._replace(inner=state)."
+        )
 
-    Args:
-        tx: of `params`, as `deferred` takes it.
-        opt_state: its state for `params`.
-        params: arrays, or table containers.
-        tables: a tree of booleans of the structure of `params`: which are to be deferred.
 
-    Returns:
-        Parameters and state: the tables hold what the state kept of them, bit for bit.
+def _filled(gradient: Gradient) -> Gradient:
+    """Return a gradient that is 0 where it was masked, as it is to dense optimizers."""
+    if not isinstance(gradient, MaskedTensor):
+        return gradient
+    rows, valid = gradient_and_valid(gradient)
+    if not is_row_sparse(rows):
+        return gradient.to_tensor(0)
+    return rows.with_values(
+        jnp.where(valid, rows.values, 0) if valid is not None else rows.values
+    )
 
-    Raises:
-        ValueError: if the structure of `tables` differs, the state does not belong to `tx`
-            for `params`, and as `deferred` does.
-        TypeError: as `deferred` does.
 
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> tx = jmask.sgd(1.0, momentum=0.5)
-        >>> params, which = {"t": jnp.zeros((3, 1)), "w": jnp.ones(2)}, {"t": True, "w": False}
-        >>> params, state = jmask.to_deferred(tx, tx.init(params), params, which)
-        >>> params["t"], state.momentum["t"].shape
-        (DeferredTable(float32[3, 1]), (1, 1))
+# --- the numbers of a step ----------------------------------------------------------------
+
+
+def _scalars(call: LazyCall, forms: Sequence[Found]) -> dict[int, Step]:
+    """Return the step of rows without a gradient, for each table, by what it makes of probes.
+
+    The probes are in a call with the rows of the batch where it sums over rows: for a norm.
     """
-    check_transformation("tx", tx, "jmask.to_deferred(tx, opt_state, params, tables)")
-    check_parameters(params)
-    leaves = jax.tree.leaves(params, is_leaf=is_stored_table)
-    tree: PyTreeDef = jax.tree.structure(params, is_leaf=is_stored_table)
-    which, tables_tree = jax.tree.flatten(tables)
-    if tables_tree != tree:
+    tables = [i for i, leaf in enumerate(call.gradients) if leaf.table is not None]
+    if not tables:
+        return {}
+    proof = proved(call).proof
+    probes: dict[int, Probes] = {}
+    for i in tables:
+        form = forms[i]
+        if not isinstance(form, Form):
+            raise form or NotDeferrableError("a number has no rows")
+        slots = [x for x in call.leaves if x.table == i and x.kind == "state"]
+        probes[i] = Probes(form, [_row_of(x) for x in (call.gradients[i], *slots)])
+    alone = not proof.sums_over_rows()
+    replaced = call.leaves[: sum(tree.num_leaves for tree in call.trees[:2])]
+    with_rows = [leaf.table for leaf in replaced if leaf.table is not None]
+    found: dict[int, list[jax.Array]] = {i: [] for i in tables}
+
+    def probed(*rows: jax.Array) -> list[jax.Array]:
+        """Return what becomes of the probes, beside the rows of the batch or alone."""
+        given, sizes = [], {}
+        slots = {i: iter(x.rows[1:]) for i, x in probes.items()}
+        for leaf, x in zip(call.leaves, rows, strict=True):
+            if leaf.table is not None:
+                param = probes[leaf.table].rows[0]
+                numbers = next(slots[leaf.table]) if leaf.kind == "state" else param
+                numbers = 0 * numbers if leaf.kind == "gradient" else numbers
+                more = jnp.asarray(numbers, wide(x.dtype))
+                x = more if alone else jnp.concatenate([x.astype(more.dtype), more])
+                sizes[leaf.table] = x.shape[0]
+            given.append(x)
+        outputs = unrounded(proof.at(sizes))(*given)
+        pairs = zip(replaced, outputs, strict=True)
+        return [x[-probes[k].count :] for leaf, x in pairs if (k := leaf.table) is not None]
+
+    def on_rows(*rows: jax.Array) -> list[jax.Array]:
+        sharding = explicit_sharding(*rows)
+        if sharding is None:
+            new = probed(*rows)
+        else:
+            new = automatically(probed, *rows, like=sharding, spec=[()] * len(with_rows))
+        for i, x in zip(with_rows, new, strict=True):
+            found[i].append(x)
+        return list(rows[: len(replaced)])
+
+    if alone:
+        on_rows(
+            *(
+                leaf.value if leaf.table is None else jnp.zeros((), leaf.value.dtype)
+                for leaf in call.leaves
+            )
+        )
+    else:
+        call.update(on_rows)
+    return {i: probes[i].step(found[i]) for i in tables}
+
+
+def _row_of(leaf: Leaf) -> Shape:
+    """Return the shape of a row as the optimizer sees it."""
+    return leaf.value.shape[1:] if leaf.row is None else leaf.row
+
+
+# --- rows as they are now -----------------------------------------------------------------
+
+
+def _begun(form: Form, table: jax.Array, window: int) -> TableState:
+    """Return what is kept of a table before its first step, each row where it lives."""
+    fresh = form.fresh(wide(table.dtype))
+    rows = table[..., 0] if table.ndim > 1 else table
+    return TableState(
+        jnp.zeros_like(rows, jnp.int32),
+        jnp.tile(fresh, (window, 1)),
+        jnp.zeros((window, form.sums), fresh.dtype),
+        jnp.zeros((), jnp.int32),
+    )
+
+
+def _all_current(form: Form, table: TableState, clock: jax.Array) -> TableState:
+    """Return the state of a table all of whose rows took a step with a gradient."""
+    fresh = form.fresh(table.lines.dtype)
+    slot = (clock + 1) % table.lines.shape[0]
+    return table._replace(
+        last=jnp.full_like(table.last, clock + 1),
+        lines=table.lines.at[slot].set(fresh),
+        carry=table.carry.at[slot].set(0),
+    )
+
+
+def _caught_up(
+    form: Form,
+    slots: list[jax.Array],
+    table: TableState,
+    clock: jax.Array,
+    ids: jax.Array | None,
+) -> tuple[list[jax.Array], TableState]:
+    """Return parameter and state with rows as they are now: those of ids (n,), None for all."""
+    arrays, shared = [*slots, table.last], [table.lines, clock, table.swept]
+    chosen = [] if ids is None else [ids]
+    shards = Shards.of(slots[0], *chosen)
+    if shards is None:
+        *new, last, swept = _block_caught_up(form, arrays, shared, *chosen)
+        return new, table._replace(last=last, swept=swept)
+
+    def on_block(*given: jax.Array) -> list[jax.Array]:
+        """Catch rows of the block of this device up."""
+        arrays, ids = list(given[: -3 - len(chosen)]), given[len(given) - len(chosen) :]
+        places = (shards.local(x, math.prod(arrays[-1].shape)) for x in ids)
+        return _block_caught_up(form, arrays, given[len(arrays) :][:3], *places)
+
+    rows = (entry(shards.rows),)
+    specs = [shards.spec if x.shape == slots[0].shape else rows for x in arrays]
+    given, everywhere = [*arrays, *shared, *chosen], [()] * (3 + len(chosen))
+    new_of_all = shards.run(on_block, *given, specs=[*specs, *everywhere], out=[*specs, ()])
+    *new, last, swept = new_of_all
+    return new, table._replace(last=last, swept=swept)
+
+
+def _block_caught_up(
+    form: Form,
+    arrays: list[jax.Array],
+    shared: Sequence[jax.Array],
+    ids: jax.Array | None = None,
+) -> list[jax.Array]:
+    """Return parameter, state, `last` and `swept`; see `_caught_up`."""
+    lines, clock, swept = shared
+    shapes, kept, window = [x.shape for x in arrays], arrays[-1].shape, lines.shape[0]
+    count = math.prod(kept)
+    if not count:
+        return [*arrays, swept]
+
+    def at(ids: jax.Array, arrays: list[jax.Array], order: Order) -> list[jax.Array]:
+        *entries, last = (gather_rows(x, ids) for x in arrays)
+        # Without the barrier XLA gathers the lines again for each entry.
+        since = gather_rows(lines, last % window)
+        *entries, since = lax.optimization_barrier((*entries, since))
+        new = caught_up(form, since, [x.astype(since.dtype) for x in entries])
+        waited = trailing(clock - last, new[0].ndim)
+        new[0] = jnp.where(waited < window, new[0], jnp.nan)
+        ids = ids_after_reading(ids, entries[0])
+        rows = [*new, jnp.full_like(last, clock)]
+        return [
+            set_rows(x, ids, y.astype(x.dtype), order)
+            for x, y in zip(arrays, rows, strict=True)
+        ]
+
+    flat = [x.reshape(count, *x.shape[len(kept) :]) for x in arrays]
+    dtype = id_dtype(count)
+    if ids is None:
+        size = min(count, _BLOCK)
+
+        def block(i: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
+            first = jnp.minimum(i.astype(dtype) * size, count - size)
+            return at(first + jnp.arange(size, dtype=dtype), arrays, "sorted")
+
+        flat = lax.fori_loop(0, -(-count // size), block, flat)
+    else:
+        each = -(-count // (window - 1))
+        more = (swept.astype(dtype) + jnp.arange(each, dtype=dtype)) % count
+        flat = at(jnp.concatenate([ids.astype(dtype), more]), flat, "any")
+        swept = ((swept + each) % count).astype(jnp.int32)
+    return [*(x.reshape(shape) for x, shape in zip(flat, shapes, strict=True)), swept]
+
+
+# --- which rows ---------------------------------------------------------------------------
+
+
+def _chosen(
+    paths: Sequence[KeyPath], leaves: Sequence[jax.Array], ids: PyTree
+) -> dict[int, jax.Array | None]:
+    """Return the numbers (n,) of the rows of each parameter that `ids` names; None for all."""
+    if ids is None:
+        return dict.fromkeys(range(len(leaves)))
+    chosen: dict[int, jax.Array | None] = {}
+    used = 0
+    for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+        node = functools.reduce(_child, path, ids)
+        if node is None:
+            continue
+        used += len(jax.tree.leaves(node))
+        name = leaf_name("ids", path)
+        places = [
+            _numbers(name, x, leaf.shape) for x in (node if isinstance(node, list) else [node])
+        ]
+        chosen[i] = jnp.concatenate(places) if places else jnp.zeros((0,), jnp.int32)
+    if used != len(jax.tree.leaves(ids)):
+        names = sorted(leaf_name("params", path) for path in paths)
         raise ValueError(
-            f"`tables` must have the structure of `params`, {tree}, got {tables_tree}: True "
-            "for each table that is to be deferred, and False elsewhere."
+            f"`ids` names rows of something else than the parameters, {', '.join(names)}: it "
+            'is a tree like `params`, parts of which may be missing, as {"table": ids}.'
         )
-    for x in which:
-        check_flag("tables", x)
-    likes = {i: deferred(leaves[i], tx) for i, chosen in enumerate(which) if chosen}
-    state, state_tree, places = rows_in_state(tx.init, leaves, tree, opt_state, which)
-    for i, like in likes.items():
-        before = DeferredTable.before(leaves[i], [state[k] for k in places[i]])
-        assert like.form is not None
-        assert like.made_for is not None
-        leaves[i] = before.begun(like.form, like.made_for)
-        for k in places[i]:
-            state[k] = jnp.zeros((1, *state[k].shape[1:]), state[k].dtype)
-    return tree.unflatten(leaves), state_tree.unflatten(state)
+    return chosen
 
 
-def from_deferred(
-    tx: optax.GradientTransformation, opt_state: OptState, params: Params
-) -> tuple[Params, OptState]:
-    """Take a run on deferred tables on with the arrays of a dense or a lazy one.
+def _child(node: PyTree, key: object) -> PyTree:
+    """Return what a tree has under the key of a path, or None."""
+    if isinstance(node, Mapping):
+        return node.get(getattr(key, "key", None))
+    index = getattr(key, "idx", None)
+    if isinstance(node, list | tuple) and index is not None:
+        return node[index] if index < len(node) else None
+    return getattr(node, getattr(key, "name", ""), None)
+
+
+def _numbers(name: str, ids: PyTree, shape: Shape) -> jax.Array:
+    """Return the numbers (n,) of rows in a table of `shape`, whose rows are its last dimension.
 
     Args:
-        tx: of `params`.
-        opt_state: its state.
-        params: of which some are deferred tables.
-
-    Returns:
-        Parameters and state as of a dense run at this step, every row caught up.
-
-    Raises:
-        ValueError: if the state does not belong to `tx` for `params`.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> tx = jmask.sgd(1.0, momentum=0.5)
-        >>> table = jmask.deferred(jnp.zeros((3, 1)), tx)
-        >>> table, state = jmask.from_deferred(tx, tx.init(table), table)
-        >>> table.shape, state.momentum.shape
-        ((3, 1), (3, 1))
+        ids: an array of numbers along the first dimension, or a tuple of such along several.
     """
-    check_transformation("tx", tx, "jmask.from_deferred(tx, opt_state, params)")
-    check_parameters(params)
-    leaves = jax.tree.leaves(params, is_leaf=is_stored_table)
-    tree: PyTreeDef = jax.tree.structure(params, is_leaf=is_stored_table)
-    which = list(map(is_deferred, leaves))
-    state, state_tree, places = rows_in_state(tx.init, leaves, tree, opt_state, which)
-    for i, slots in places.items():
-        leaves[i], *parts = leaves[i].parts()
-        for k, x in zip(slots, parts, strict=True):
-            state[k] = x
-    return tree.unflatten(leaves), state_tree.unflatten(state)
-
-
-def _innermost(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return the transformation that takes the steps, without the guards around it."""
-    inner = getattr(tx, "inner", None)
-    return tx if inner is None else _innermost(inner)
-
-
-def _first_step(
-    table: DeferredTable, tx: optax.GradientTransformationExtraArgs, state: OptState
-) -> Gradients:
-    """Return the updates for the table before its first step, for no rows."""
-    ids = jnp.full((1,), table.shape[0], jnp.int32)
-    values = jnp.zeros((1, *table.shape[1:]), table.dtype)
-    gradient: Gradient = RowSparse.from_rows(ids, values, table.shape, coalesced=True)
-    updates, _ = tx.update(gradient, state, table)
-    return updates
+    sizes = shape[:-1] if len(shape) > 1 else shape
+    parts = [jnp.asarray(x) for x in (ids if isinstance(ids, tuple) else (ids,))][: len(sizes)]
+    for x in parts:
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"{name} must be row numbers, integers, got {x.dtype}.")
+    dtype = id_dtype(math.prod(sizes))
+    number = jnp.zeros((), dtype)
+    for size, x in zip(sizes, parts, strict=False):
+        # Rows outside are rows of the edge, which it does no harm to catch up.
+        place = jnp.clip(jnp.where(x < 0, x + size, x), 0, size - 1).astype(dtype)
+        number = number * size + place
+    each = math.prod(sizes[len(parts) :])
+    return (number.reshape(-1, 1) * each + jnp.arange(each, dtype=dtype)[None]).reshape(-1)

@@ -445,6 +445,8 @@ def _fits(table: Shaped, ids: jax.Array, arrays: int) -> bool:
     return (
         switched_on()
         and _is_available()
+        # Mosaic (JAX 0.12) lowers Python numbers to 64 bits then, which do not fit int32 ids.
+        and not jax.config.read("jax_enable_x64")
         # XLA keeps other widths transposed or padded, and would copy the table for the kernel.
         and table.ndim == 2
         and table.shape[1] % LANES == 0

@@ -15,14 +15,11 @@ Which state arrays hold rows is found from the shapes that `inner.init` gives th
 `state_rows`.
 """
 
-import functools
-
 import jax
 import optax
 from jax.core import Tracer
 
 from jmask._base.types import PyTree
-from jmask._deferred.step import deferred_step, has_deferred, without_rows
 from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass, tables_by_rows
 from jmask._lazy.proved_update import (
     LazyCall,
@@ -41,6 +38,7 @@ from jmask._updates.apply import (
 from jmask._updates.checks import (
     NotRowLocalError,
     check_parameters,
+    check_structure,
     check_transformation,
     has_16_bit_sums,
     has_gradients,
@@ -67,7 +65,7 @@ _HELD_BACK: dict[type, tuple[str, str]] = {
 
 def lazy(
     inner: optax.GradientTransformation,
-) -> OnePassTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Lift an optax transformation to row-sparse gradients, touching only their rows.
 
     `init` is `inner.init`, so the optimizer state has optax's standard layout: a run can
@@ -110,7 +108,7 @@ def lazy(
 
     def init(params: optax.Params) -> optax.OptState:
         check_parameters(params)
-        state = inner.init(without_rows(dense_parameters(params)))
+        state = inner.init(dense_parameters(params))
         _check_not_deferring(state)
         return state
 
@@ -125,7 +123,7 @@ def lazy(
         check_parameters(params)
         fit = Fit.of(updates, params)
         updates, params = fit.gradients, fit.params
-        if not (has_gradients(updates) or has_deferred(params)):
+        if not has_gradients(updates):
             with naming_structures(updates, params):
                 return inner.update(updates, state, params, **extra_args)
         for name, value in extra_args.items():
@@ -134,9 +132,6 @@ def lazy(
                     f"the extra argument `{name}` holds a row-sparse gradient, and what takes "
                     "whole gradients (a line search) is not row-local"
                 )
-        if has_deferred(params):
-            run = functools.partial(update, **extra_args)
-            return deferred_step(init, run, run, updates, state, params, False)
         return prepared(updates, state, params, extra_args).update()
 
     def prepared(
@@ -184,8 +179,6 @@ def lazy(
         grads: optax.Updates, state: optax.OptState, params: optax.Params
     ) -> tuple[optax.Params, optax.OptState]:
         check_parameters(params)
-        if has_deferred(params):
-            return deferred_step(init, update, apply, grads, state, params, True)
         # Without rows there is nothing to gain from one pass, and nothing to prove. Outside jit
         # a scatter with the optimizer inside would be compiled anew in each step.
         is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((grads, state, params)))
@@ -218,6 +211,8 @@ def densified(
         check_parameters(params)
         check_no_tables(params)
         fit = Fit.of(updates, params)
+        if params is not None:
+            check_structure(fit.gradients, fit.params)
         call = LazyCall.of(tx, fit.gradients, state, fit.params, extra_args, on_rows=False)
         return call.update()
 

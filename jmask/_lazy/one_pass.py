@@ -367,9 +367,9 @@ def _run(
     for combiner, new in zip(combiners.values(), updated(started), strict=True):
         stacked = [leaves[i].stacked(x) for i, x in zip(combiner.places, new, strict=True)]
         results.update(zip(combiner.places, stacked, strict=True))
-    for i, (leaf, v) in enumerate(zip(leaves, outputs, strict=False)):
+    for i, (leaf, output) in enumerate(zip(leaves, outputs, strict=False)):
         if leaf.table is None and leaf.kind != "gradient":
-            results[i] = _replaced(leaf, read(known, v))
+            results[i] = _replaced(leaf, read(known, output))
     return results
 
 

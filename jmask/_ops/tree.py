@@ -9,10 +9,9 @@ from jax import lax
 
 from jmask._base.array_types import joint_dtype, varying_alike, varying_axes
 from jmask._base.types import Function, PyTree, Scalar, Tensor, TensorLike
-from jmask._base.validation import abstract_leaf, check_flag, check_leaves, leaf_name, shown
+from jmask._base.validation import abstract_leaf, check_flag, check_leaves, shown
 from jmask._ops.lift import entrywise
 from jmask._ops.norms import factor_for, where_nonzero
-from jmask._tables.deferral import is_deferred
 from jmask._tables.stored_table import is_stored_table, is_tensor_or_table
 from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, as_tensor, is_tensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
@@ -224,7 +223,7 @@ def size(tree: PyTree) -> int:
 
     Example:
         >>> import jax.numpy as jnp, jmask
-        >>> table = jmask.deferred(jnp.ones((5, 2)), jmask.adam())
+        >>> table = jmask.packed(jnp.ones((5, 2)))
         >>> jmask.tree.size({"table": table, "w": jnp.ones(3)})
         13
     """
@@ -271,13 +270,6 @@ def _leaf_or(is_leaf: Callable[[PyTree], bool] | None) -> Callable[[PyTree], boo
 
 def _map(function: Function, tree: PyTree, *others: PyTree) -> PyTree:
     for each in (tree, *others):
-        for path, x in jax.tree.leaves_with_path(each, is_leaf=is_stored_table):
-            if is_deferred(x):
-                raise TypeError(
-                    f"{leaf_name('tree', path)} is a DeferredTable, whose leaves are no "
-                    "numbers to calculate with: use `table.todense()`, and make a table of the "
-                    "result by jmask.deferred(array, tx)."
-                )
         check_leaves("tree", each)
     leaves = [jax.tree.map(as_tensor, x, is_leaf=is_tensor) for x in (tree, *others)]
     structures = dict.fromkeys(str(jax.tree.structure(x, is_leaf=is_tensor)) for x in leaves)

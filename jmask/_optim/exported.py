@@ -5,17 +5,14 @@ as the text of Python literals, which can be read without running any code.
 """
 
 import ast
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from jax import export
 
-from jmask._deferred.closed_form import Form
-from jmask._deferred.table import DeferredTable
+from jmask._deferred import deferred
 from jmask._optim import adam, ema, guards, microbatches, named
 from jmask._tables.packed import PackedTable
-from jmask._tables.stored_table import NewTable
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse
 
@@ -35,11 +32,7 @@ def _refuse(static: tuple[Any, ...]) -> Any:
 _NODES: dict[type, tuple[Convert, Convert]] = {
     MaskedTensor: (lambda x: x, lambda x: x),
     PackedTable: (lambda x: x, lambda x: x),
-    DeferredTable: (
-        lambda x: (*x[:2], x[2] and dataclasses.astuple(x[2]), x[3]),
-        lambda x: (*x[:2], x[2] and Form(*x[2]), x[3]),
-    ),
-    **dict.fromkeys((RowSparse, NewTable), (_refuse, _refuse)),
+    RowSparse: (_refuse, _refuse),
 }
 
 for _kind, (_write, _read) in _NODES.items():
@@ -50,7 +43,7 @@ for _kind, (_write, _read) in _NODES.items():
         deserialize_auxdata=lambda text, read=_read: read(ast.literal_eval(text.decode())),
     )
 
-for _module in (adam, ema, guards, microbatches, named):
+for _module in (adam, deferred, ema, guards, microbatches, named):
     for _kind in vars(_module).values():
         if getattr(_kind, "__module__", None) == _module.__name__ and hasattr(_kind, "_fields"):
             export.register_namedtuple_serialization(

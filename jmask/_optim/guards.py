@@ -40,8 +40,7 @@ from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.over_shards import agreed, counted
 from jmask._ops.norms import shortened
 from jmask._optim.hyperparameters import POSITIVE, check_number
-from jmask._tables.deferral import is_deferred
-from jmask._tables.stored_table import NewTable, fitted, is_stored_table
+from jmask._tables.stored_table import fitted, is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values, with_stored_values
@@ -125,21 +124,14 @@ def _step_if(inner: optax.GradientTransformationExtraArgs) -> Function:
             return _selected(take, new, old, functools.partial(step, bare))
         without = lambda state: step(bare, params, state)[1]
         (new_state,) = _selected(take, (new_state,), (state,), without)
-        deferred, keep = filter(is_deferred, tables), functools.partial(_where, take)
-
-        def update(x: Gradient) -> Gradient:
-            if isinstance(x, NewTable):
-                return NewTable(jax.tree.map(keep, x.table, next(deferred)))
-            return _where_kept(take, x, -0.0)  # changes nothing: -0.0 + 0.0 would be 0.0
-
-        return _at_leaves(update, result), new_state
+        # -0.0 changes nothing: -0.0 + 0.0 would be 0.0.
+        return _at_leaves(lambda x: _where_kept(take, x, -0.0), result), new_state
 
     return step_if
 
 
 def _at_leaves(function: Function, tree: Gradients) -> Gradients:
-    is_leaf = lambda x: is_gradient_leaf(x) or isinstance(x, NewTable)
-    return jax.tree.map(function, tree, is_leaf=is_leaf)
+    return jax.tree.map(function, tree, is_leaf=is_gradient_leaf)
 
 
 def _where_kept(keep: jax.Array, x: Gradient, zero: float = 0.0) -> Gradient:
@@ -191,7 +183,7 @@ def _selected(take: jax.Array, new: PyTree, old: PyTree, bare: Function) -> PyTr
             v = made_of[v]
         are_tables.append(v is x)
     kinds = [
-        is_stored_table(x) and not is_deferred(x)
+        is_stored_table(x)
         for x in jax.tree.leaves(old, is_leaf=is_stored_table)
         for _ in jax.tree.leaves(x)
     ]

@@ -7,6 +7,7 @@
 Dense gradients, and their valid entries, are added up. Rows are put side by side.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import optax
 from jax import lax
 
 from jmask._base.array_types import on_every_device, real_dtype, typed_like, wide
-from jmask._base.types import Gradient, Gradients, KeyPath, OptState, PyTree, PyTreeDef, Storage
+from jmask._base.types import Gradient, Gradients, KeyPath, OptState, PyTree, PyTreeDef
 from jmask._base.validation import check_flag, leaf_name
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._optim.guards import guarded
@@ -150,8 +151,13 @@ def _empty(like: Gradient, room: Accumulated, every_k: int) -> Accumulated:
     zeros = jax.tree.map(lambda x: jnp.zeros(size(x), x.dtype), room)
     if room.ids is None:
         return zeros
-    rows: Storage = getattr(like, "storage", like)
-    return zeros._replace(ids=jnp.full_like(zeros.ids, rows.row_count))
+    padding = math.prod(like.shape[: _leading(like, room)])
+    return zeros._replace(ids=jnp.full_like(zeros.ids, padding))
+
+
+def _leading(like: Gradient, rows: Accumulated) -> int:
+    """Return how many leading dimensions number the rows (n, *row)."""
+    return like.ndim + 1 - len(rows.values.shape)
 
 
 def _added(
@@ -160,9 +166,10 @@ def _added(
     def put(kept: jax.Array, new: jax.Array) -> jax.Array:
         if room.ids is None:
             return kept | new if new.dtype == bool else kept + new.astype(kept.dtype)
-        # What `init` made outside jit is on no mesh, and knows no sharding of a table.
-        like = jax.typeof(new)
-        new, kept = (on_every_device(x, like) for x in (new.astype(kept.dtype), kept))
+        # What `init` or a loss made outside of a mesh is on none.
+        new = new.astype(kept.dtype)
+        for like in (jax.typeof(new), jax.typeof(kept)):
+            new, kept = (on_every_device(x, like) for x in (new, kept))
         return lax.dynamic_update_slice_in_dim(kept, new, step * room.ids.shape[0], 0)
 
     return jax.tree.map(put, kept, _parts(gradient))
@@ -172,8 +179,7 @@ def _as_gradient(like: Gradient, kept: Accumulated, divisor: jax.Array) -> Gradi
     """Return what has accumulated as a gradient, divided in float32 at least."""
     x: Gradient = kept.values
     if kept.ids is not None:
-        rows: Storage = getattr(like, "storage", like)
-        x = RowSparse(kept.ids, x, like.shape, leading=rows.leading).widened()
+        x = RowSparse(kept.ids, x, like.shape, leading=_leading(like, kept)).widened()
     inverse = (1 / divisor.astype(wide(real_dtype(x.dtype)))).astype(x.dtype)
     x = with_stored_values(x, stored_values(x) * inverse)
     if kept.valid is None:

@@ -35,8 +35,8 @@ from jmask._base.array_types import (
 )
 from jmask._base.types import Table
 from jmask._base.validation import check_flag
-from jmask._deferred.step import without_rows
 from jmask._lazy.lazy import densified, lazy
+from jmask._lazy.one_pass import OnePassTransformation
 from jmask._optim.hyperparameters import check_state_dtype
 from jmask._tables.stored_table import is_stored_table, shape_of
 from jmask._updates.apply import Fit, dense_parameters
@@ -99,6 +99,7 @@ def optimizer(rule: RowRule, lazy_update: bool) -> optax.GradientTransformationE
     if not lazy_update:
         return densified(dense_optimizer(rule))
     lifted = lazy(dense_optimizer(rule))
+    assert isinstance(lifted, OnePassTransformation)
     named = NamedOptimizer(*lifted)
     named.rule, named.apply_gradients = rule, lifted.apply_gradients
     return named
@@ -109,7 +110,7 @@ def dense_optimizer(rule: RowRule) -> optax.GradientTransformationExtraArgs:
 
     def init(params):
         check_parameters(params)
-        params = without_rows(dense_parameters(params))
+        params = dense_parameters(params)
         slots = [
             jax.tree.map(functools.partial(_initial, rule, x), params, is_leaf=is_stored_table)
             for x in rule.slots.values()

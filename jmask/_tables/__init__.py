@@ -3,6 +3,5 @@
 stored_table    what lookups, gradients and optimizers ask of a container
 packed          narrow rows in lines of 128, as TPUs lay them out
 sharded         arrays with their rows sharded over the devices of a mesh
-deferral        what the sub-packages before `_deferred` know of deferred tables
 plain_arrays    tensors and tables as the arrays that checkpoints keep, and back
 """

@@ -2,7 +2,6 @@
 
     {"t": RowSparse}       ->   {"t": {"indices": (n,), "values": (n, *row)}}
     {"t": PackedTable}     ->   {"t": (V, *row)}
-    {"t": DeferredTable}   ->   {"t": {"main": ..., "last": ..., "clock": ..., ...}}
 
 The ids of a `RowSparse` travel through pytrees in an opaque dtype, which libraries that store
 arrays do not know. The arrays of a packed table are for TPUs alone.
@@ -14,20 +13,15 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from jmask._base.row_ids import reveal, wrap
-from jmask._base.types import KeyPath, PyTree, PyTreeDef, Shaped, Table
+from jmask._base.types import KeyPath, PyTree, PyTreeDef, Table
 from jmask._base.validation import abstract_leaf, leaf_name, not_an_array
-from jmask._tables.deferral import Deferred, is_deferred, sealed
 from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import StoredTable, is_stored_table
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-
-_OF_DEFERRED = ("main", "others", "last", "clock", "lines", "carry")
-# Those of them that have no rows.
-_OF_ALL_ROWS = ("lines", "carry")
 
 
 def to_arrays(tree: PyTree) -> PyTree:
@@ -135,9 +129,6 @@ def _other_structure(arrays: PyTree, like: PyTree) -> ValueError:
 def _arrays_of(x: Table) -> PyTree:
     if is_row_sparse(x):
         return {"indices": x.indices, "values": x.values}
-    if is_deferred(x):
-        others = (name for name in _OF_DEFERRED if name != "clock")
-        return {"clock": _clock_of(x), **{name: to_arrays(getattr(x, name)) for name in others}}
     if not is_stored_table(x):
         return x
     leaf = jax.tree.leaves(x)[0]
@@ -149,26 +140,12 @@ def _arrays_of(x: Table) -> PyTree:
     return jax.jit(type(x).todense)(x)
 
 
-def _clock_of(x: Table) -> Shaped:
-    leaf = x.sealed_clock
-    if not isinstance(leaf, jax.ShapeDtypeStruct):
-        return x.clock
-    # orbax describes a random key, which the clock is, by the words that it consists of.
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    shape, sharding = leaf.shape if is_key else leaf.shape[:-1], leaf.sharding
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec())
-    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-
-
 # --- from arrays -------------------------------------------------------------------------
 
 
 def _from_arrays(name: str, given: PyTree, like: PyTree) -> PyTree:
     if is_row_sparse(like):
         return _as_row_sparse(name, given, like)
-    if is_deferred(like):
-        return _as_deferred(name, given, like)
     if is_stored_table(like):
         return _as_table(name, given, like)
     return _as_like(name, given, like)
@@ -198,24 +175,6 @@ def _as_row_sparse(name: str, given: PyTree, like: RowSparse) -> RowSparse:
             "is it of a larger table?"
         )
     return RowSparse(ids, values, like.shape, coalesced=like.coalesced, leading=like.leading)
-
-
-def _as_deferred(name: str, given: PyTree, like: Deferred) -> Deferred:
-    if is_deferred(given):
-        given = {key: getattr(given, key) for key in _OF_DEFERRED}
-    if not isinstance(given, Mapping) or not set(_OF_DEFERRED) <= given.keys():
-        raise ValueError(
-            f"{name} must be what jmask.to_arrays makes of a DeferredTable, with "
-            f"{', '.join(_OF_DEFERRED)}, got {type(given).__name__}."
-        )
-    clock = given["clock"]
-    if jnp.issubdtype(clock.dtype, jax.dtypes.prng_key):
-        clock = jax.random.key_data(clock)[..., 0]
-    others = [key for key in _OF_DEFERRED if key != "clock"]
-    parts = from_arrays({x: given[x] for x in others}, {x: getattr(like, x) for x in others})
-    shared = {"clock": jnp.asarray(clock, jnp.int32)} | {x: parts[x] for x in _OF_ALL_ROWS}
-    parts |= {key: _on_every_device(x) for key, x in shared.items()}
-    return like._with(sealed_clock=sealed(parts.pop("clock")), **parts)
 
 
 def _on_every_device(shared: jax.Array) -> jax.Array:

@@ -54,7 +54,7 @@ def sharded(
         >>> import jax, jax.numpy as jnp, jmask
         >>> mesh = jax.make_mesh((1,), ("x",))
         >>> table = jmask.sharded(jnp.arange(10.0).reshape(5, 2), mesh)
-        >>> jax.typeof(table)
+        >>> print(jax.typeof(table))
         float32[5@x,2]
         >>> jmask.embedding_lookup(table, jnp.array([3, 3]))
         Array([[6., 7.],

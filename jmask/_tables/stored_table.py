@@ -42,7 +42,6 @@ from jmask._base.types import (
     Numbers,
     PyTree,
     Scalar,
-    Shaped,
     Static,
     Table,
     TensorLike,
@@ -454,42 +453,3 @@ def as_one_table(tables: Table, gradient: RowSparse) -> jax.Array:
             "its rows."
         )
     return jnp.reshape(tables, gradient.flat().shape)
-
-
-# --- new table ----------------------------------------------------------------------------
-#
-# A table after a step, in the place of its update: what is not added but put there.
-
-
-@jax.tree_util.register_pytree_node_class
-class NewTable:
-    """A deferred table after the step, in the place of its update.
-
-    `jmask.apply_updates` puts it in place of the old one. An optimizer that is chained behind
-    maps arithmetic over its leaves; one of them refuses that, as the ids of a `RowSparse` do.
-    """
-
-    def __init__(self, table: Shaped):
-        self.table = table
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.table.shape
-
-    @property
-    def dtype(self) -> DType:
-        return self.table.dtype
-
-    def tree_flatten(self) -> tuple[tuple[jax.Array, Table], None]:
-        return (hide(jnp.zeros((1,), jnp.int32)), self.table), None
-
-    @classmethod
-    def tree_unflatten(cls, static: None, children: Sequence[PyTree]) -> "NewTable":
-        node = object.__new__(cls)
-        node.table = children[1]
-        return node
-
-
-def is_new_table(x: object) -> TypeGuard[NewTable]:
-    """Decide whether `x` is a `NewTable`."""
-    return isinstance(x, NewTable)

@@ -33,7 +33,7 @@ from jmask._base.types import (
 )
 from jmask._base.validation import Model, leaf_name
 from jmask._kernels.stochastic_rounding import check_key, stochastic_round
-from jmask._tables.stored_table import NewTable, add_to_dense, is_stored_table
+from jmask._tables.stored_table import add_to_dense, is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values, with_stored_values
@@ -135,8 +135,6 @@ def apply_updates(
                 "dense, or store all rows, and the order is apply_updates(params, updates)."
             )
         check_fits(path, update, param)
-        if isinstance(update, NewTable):
-            return update.table
         if is_stored_table(param):
             return add_to_dense(param, update, leaf_key)
         if isinstance(update, MaskedTensor):
@@ -152,7 +150,7 @@ def apply_updates(
         return stochastic_round(exact, param.dtype, leaf_key)
 
     def is_leaf(x: object) -> bool:
-        return x is None or is_gradient_leaf(x) or isinstance(x, NewTable)
+        return x is None or is_gradient_leaf(x)
 
     with naming_structures(updates, params, "apply_updates(params, updates)"):
         new = jax.tree.map_with_path(apply, updates, params, is_leaf=is_leaf)

@@ -27,7 +27,7 @@ from jmask._base.validation import (
     not_an_array,
 )
 from jmask._kernels.coalesce import unique_slots
-from jmask._tables.stored_table import is_new_table, is_stored_table, shape_of
+from jmask._tables.stored_table import is_stored_table, shape_of
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import coordinates, is_sparse, stored_values
@@ -95,11 +95,6 @@ def check_gradient(updates: Gradients, params: Params) -> None:
     Structures must be the same where a gradient is sparse or masked, or a table stored; else
     that is left to optax.
     """
-    if any(map(is_new_table, jax.tree.leaves(updates, is_leaf=is_new_table))):
-        raise ValueError(
-            "`updates` has the step of a deferred table already, and what is chained behind "
-            "would change it: put all of the chain into one jmask.lazy(optax.chain(...))."
-        )
     gradients = jax.tree.leaves_with_path(updates, is_leaf=_is_leaf)
     parameters = jax.tree.leaves(params, is_leaf=_is_leaf)
     if any(map(is_gradient_leaf, parameters)):

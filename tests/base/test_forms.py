@@ -74,7 +74,7 @@ EXAMPLES = {
 NOT_SEEN = {
     *("pjit", "closed_call", "core_call", "custom_vjp_call_jaxpr", "remat", "remat2"),
     *("checkpoint", "copy", "copy_p", "expand_dims", "pcast", "pvary", "psum_invariant"),
-    *("psum", "reshard", "add_any", "stack", "unstack"),
+    *("psum", "reshard", "add_any", "stack", "unstack", "jmask_add_on_shards"),
 }
 equations_of = lambda function, *args: _forms.within(jax.make_jaxpr(function)(*args).eqns)
 

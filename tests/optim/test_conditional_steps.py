@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmask
@@ -162,6 +162,31 @@ def test_each_device_decides_for_its_table(how):
     np.testing.assert_allclose(
         taken, TABLE.at[jnp.array([4, 1])].add(jnp.array([[-2.0], [-1]]))
     )
+
+
+@in_both_ways
+@pytest.mark.parametrize("axis", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", GUARDS)
+def test_on_eight_devices(name, axis, how):
+    """A table whose rows are sharded gets the same steps, where it is."""
+    rng, mesh = np.random.default_rng(1), jax.make_mesh((8,), ("x",), axis_types=(axis,))
+    table = jnp.asarray(rng.normal(size=(16, D)), jnp.float32)
+    ids, values = rng.integers(0, 16, (6, 8)), rng.normal(size=(6, 8, D)).astype(np.float32)
+    values[2, 3, 1] = np.nan
+    results = []
+    for place in (lambda x: x, lambda x: jax.device_put(x, NamedSharding(mesh, P("x")))):
+        grads = [
+            jmask.RowSparse(place(jnp.asarray(i)), place(jnp.asarray(v)), (16, D))
+            for i, v in zip(ids, values, strict=True)
+        ]
+        tx, params = GUARDS[name](jmask.adagrad(0.1), grads[0]), place(table)
+        with jax.set_mesh(mesh):
+            state = tx.init(params)
+            for g in grads:
+                params, state = how(tx)(g, state, params)
+        results.append((params, state.inner_state))
+    assert_close(*jax.device_get(results))
+    assert results[1][0].sharding.spec[0] == "x"
 
 
 def test_a_step_not_taken_keeps_the_sign_of_zero():

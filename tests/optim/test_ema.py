@@ -16,10 +16,8 @@ from tests.stored_tables import STEPS, stored
 DECAY = 0.8
 CHAINS = named("ema", {**vars(jmask), **globals()})("""
     adam | optax.chain(adam(0.1), ema)
-    rowwise | optax.chain(rowwise_adagrad(0.1), ema)
     lifted together | lazy(optax.chain(optax.adam(0.1), ema))
     bounded | optax.chain(clip_by_row_norm(0.5), sgd(0.5, momentum=0.9), max_row_norm(1), ema)
-    guarded | skip_nonfinite(optax.chain(sgd(0.1), ema))
     masked | optax.chain(sgd(0.1), optax.masked(ema, {"table": True, "dense": True}))
 """)
 # 11 rows are updated densely, 700 by their ids.
@@ -97,20 +95,6 @@ def test_a_step_costs_its_rows(chain):
     compiled = Step(tx, row=(16,), lookups=64).compile(rows)
     with_steps_of_rows = rows * (2 * 16 + 1) * 4
     assert temporary_bytes(compiled, with_steps_of_rows, rows * 16) < rows
-
-
-def test_a_traced_decay():
-    table = jnp.zeros((4, 1))
-    grads = jmask.RowSparse([1], jnp.ones((1, 1)), table.shape)
-
-    @jax.jit
-    def averaged(decay):
-        ema = jmask.ema(decay)
-        tx = optax.chain(jmask.sgd(1.0), ema)
-        params, state = jmask.apply_gradients(tx, grads, tx.init(table), table)
-        return ema.average(state, params)
-
-    assert averaged(0.25)[1, 0] == -0.75
 
 
 def test_what_is_averaged_is_what_is_stored():

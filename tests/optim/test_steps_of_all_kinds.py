@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jmask
-from jmask._optim.sgd import MomentumState
+from jmask._optim.named import MomentumState
 from tests.expressions import functions
 from tests.stored_tables import STEPS
 

@@ -7,12 +7,11 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jmask
 from tests.later import later
-from tests.stored_tables import bits, is_table, mesh_of, numbers, stored
+from tests.stored_tables import bits, is_table, numbers, stored
 
 ocp, eqx = later("orbax.checkpoint"), later("equinox")
 
@@ -127,54 +126,6 @@ def test_from_arrays(before, after, call, tmp_path):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
 
 
-# --- deferred tables -------------------------------------------------------------------------
-
-
-def deferred_run(layout, x):
-    params = {"t": jmask.deferred(stored(layout, x), TX)}
-    state = TX.init(params)
-    for ids in ([3, 20, 7], [1, 2, 3]):
-        loss = lambda p, ids=ids: jnp.sum(jnp.sin(p["t"][jnp.array(ids)]))
-        params, state = jmask.apply_gradients(TX, jmask.grad(loss)(params), state, params)
-    return params, state
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("array", "array"), ("packed", "packed")],
-)
-def test_deferred(before, after, call, tmp_path):
-    tree = deferred_run(before, numbers())
-    like = deferred_run(after, jnp.zeros_like(numbers()))
-    again = CALLS[call](tree, like, tmp_path)
-    assert jax.tree.structure(again) == jax.tree.structure(like)
-    assert int(again[0]["t"].clock) == 2
-    np.testing.assert_array_equal(again[0]["t"].todense(), tree[0]["t"].todense())
-
-
-def test_a_deferred_table_of_a_sharded_array_stays_where_it_is():
-    mesh = mesh_of(4)
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*mesh.axis_names))
-    tree = deferred_run("array", jax.device_put(jnp.ones((24, 12)), sharding))
-    again = jmask.from_arrays(jmask.to_arrays(tree), tree)
-    for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(tree), strict=True):
-        if x.ndim == 2 and x.shape[0] == 24:
-            assert x.sharding == y.sharding
-    np.testing.assert_array_equal(again[0]["t"].todense(), tree[0]["t"].todense())
-
-
-def test_deferred_checkpoint_of_an_older_version():
-    """Its clock was a number."""
-    params, state = deferred_run("array", numbers())
-    arrays = jmask.to_arrays((params, state))
-    assert arrays[0]["t"]["clock"].dtype == jnp.int32
-    like = deferred_run("array", jnp.zeros_like(numbers()))
-    again, _ = jmask.from_arrays(arrays, like)
-    np.testing.assert_array_equal(again["t"].todense(), params["t"].todense())
-
-
 # --- pickle ----------------------------------------------------------------------------------
 
 
@@ -185,6 +136,3 @@ def test_pickle(layout):
     assert jax.tree.structure(again) == jax.tree.structure(tree)
     for x, y in zip(dense(again), dense(tree), strict=True):
         np.testing.assert_array_equal(x, y)
-    deferred = jmask.deferred(stored(layout, numbers()), jmask.lazy(optax.adam(0.1)))
-    again = pickle.loads(pickle.dumps(deferred))
-    np.testing.assert_array_equal(again.todense(), numbers())

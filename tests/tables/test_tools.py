@@ -23,14 +23,13 @@ V, D = 13, 3
 TX = jmask.adam(0.1)
 START = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)
 IDS = jnp.array([1, 1, 7])
-TABLES = ("array", "packed", "deferred array")
+TABLES = ("array", "packed")
 table_of = lambda params: np.asarray(params["t"])
 loss = lambda params, ids=IDS: jnp.sum(jnp.sin(params["t"][ids])) + jnp.sum(params["w"])
 
 
 def parameters(table):
-    x = stored(table.removeprefix("deferred "), START)
-    x = jmask.deferred(x, TX) if table.startswith("deferred") else x
+    x = stored(table, START)
     return {"t": x, "w": jnp.ones(2)}
 
 
@@ -124,14 +123,6 @@ def test_labels_inside_lazy(table, by):
     wanted = table_of(stepped(jmask.lazy(optax.adam(0.1)), parameters("array"))[0])
     new, _ = stepped(jmask.lazy(partition(optax.adam(0.1), by)), parameters(table))
     np.testing.assert_allclose(table_of(new), wanted, rtol=1e-6)
-
-
-@pytest.mark.parametrize("by", [LABELS, labels], ids=["tree", "function"])
-def test_deferred_tables_want_lazy_inside(by):
-    tx = jmask.lazy(partition(optax.adam(0.1), by))
-    params = {"t": jmask.deferred(START, jmask.lazy(optax.adam(0.1))), "w": jnp.ones(2)}
-    with pytest.raises(ValueError, match=r"put jmask\.lazy inside them"):
-        stepped(tx, params)
 
 
 # --- files ---------------------------------------------------------------------------------

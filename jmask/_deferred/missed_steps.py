@@ -1,0 +1,323 @@
+r"""Take k optimizer steps with zero gradient together, from coefficients that all rows share.
+
+Without a gradient the entries of a row, its parameter p and its state s_1 s_2 ..., depend on
+nothing but themselves. One step takes x = (p, s_1, s_2, ...) to
+
+    x' = A x,    p' += c s_a / (√s_b + e),    p' += d sign(s_a)
+
+where A, c, e and d are scalars that all rows share: linear for momentum and decay, the quotient
+for Adam, the sign for Lion. A row that was caught up before step s needs the product of the A
+from there on, and two sums:
+
+    momentum    p' = p + b m, m' = b m       from s to s + 2:  p + (b + b²) m,  b² m
+
+So there is one set of coefficients for each start step s, and each step takes all sets one step
+further, whatever its rates are: they may follow a schedule, or come with the step. The sets are
+kept in a ring of W: a row that waits for longer reads as nan.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmask._base.array_types import trailing
+from jmask._base.types import Coefficient, HostArray
+
+# --- the sum of quotients ----------------------------------------------------------------
+#
+# In step j after the start, s_a has become f_j s_a and s_b has become g_j v, with v = s_b at
+# the start. The parameter moves by
+#
+#     s_a Σ_j c_j f_j / (√(g_j v) + e_j),
+#
+# a function of v that has to be written with few coefficients. With X = √v, a_j = √g_j and
+#
+#     ζ = X / (X + h)  in [0, 1)    and so    X + h = h / (1 - ζ),      h = k e_0
+#
+# each summand times X + h is c_j f_j h / (e_j + ζ (a_j h - e_j)), whose only pole is at
+# ζ = 1 / (1 - q_j), q_j = a_j h / e_j. With q_j near 1 it is large, and T(ζ), the sum of them,
+# is a polynomial of low degree but for an error that falls as r⁻ⁿ, r = (1 + √q) / |1 - √q| for
+# the worst q that counts: f_j = b1^j makes late ones small. The move is s_a T(ζ) / (X + h).
+#
+# Which k: q runs from k at the start to some k a. Exchanging ζ and 1 - ζ exchanges q and 1 / q,
+# so both ends are equally good with k = a^(-1/2). The last j that counts is taken as
+# 2 / (1 - b1). Adam corrects the bias of s_b: then e_j = eps √(1 - b2^(s + 1 + j)), which at
+# s = 0 moves q by far more than the decay of s_b does, and is taken to be so.
+#
+# Interpolation at Chebyshev nodes: a step adds the exact summand at each node ζ_i, and the
+# coefficients of the Chebyshev polynomial through these values are added to the sums.
+
+TERMS = (4, 6, 8, 12)
+"""Numbers of coefficients that are tried, fewest first."""
+# The relative error of a summand that is aimed at, and the greatest that is accepted: 2 and 8
+# units in the last place of float32.
+_EXACT, ACCEPTED = 2e-7, 1e-6
+
+Pair = tuple[int, int]
+
+
+class Step(NamedTuple):
+    """One step without a gradient.
+
+    Attributes:
+        changes: A - 1, by (row, column) where it may not be 0.
+        c, e: the scalars of the quotient, or None.
+        sign: d, or None.
+    """
+
+    changes: dict[Pair, Coefficient]
+    c: Coefficient = None
+    e: Coefficient = None
+    sign: Coefficient = None
+
+    def decay(self, i: int) -> Coefficient:
+        """Return the factor of entry i: A[i, i]."""
+        return 1 + self.changes.get((i, i), 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The structure that all steps of an optimizer share.
+
+    Attributes:
+        width: how many entries: the parameter and its state.
+        changes: the (row, column) where A - 1 may not be 0.
+        quotient: a and b, or None.
+        sign: a of the sign, or None.
+        terms: how many coefficients the sum of quotients has.
+        e: about what e of the quotient is.
+        positive: entries of which negative ones make no sense.
+    """
+
+    width: int
+    changes: tuple[Pair, ...]
+    quotient: Pair | None = None
+    sign: int | None = None
+    terms: int = 0
+    e: float = 1.0
+    positive: tuple[int, ...] = ()
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """Where products of the A may not be 0, sorted."""
+        pairs = {(i, i) for i in range(self.width)} | set(self.changes)
+        while True:
+            more = {(i, k) for i, j in pairs for j_too, k in pairs if j == j_too}
+            if more <= pairs:
+                return tuple(sorted(pairs))
+            pairs |= more
+
+    @property
+    def sums(self) -> int:
+        """How many coefficients are sums: products, terms and signs."""
+        return len(self.pairs) + self.terms + (self.sign is not None)
+
+    def fresh(self, dtype: DTypeLike) -> jax.Array:
+        """Return the coefficients (numbers,) of a row that is caught up."""
+        coefficients = Coefficients(
+            {(i, j): float(i == j) for i, j in self.pairs},
+            [0.0] * self.terms,
+            [] if self.sign is None else [0.0],
+            [0.0] * self.width,
+            [] if self.quotient is None else [1.0],
+        )
+        return jnp.asarray(jax.tree.leaves(coefficients), dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Coefficients:
+    """The coefficients that take rows from a start step to now, each (W,) or (n,).
+
+    Its leaves, in order, are the columns of the array that is kept.
+
+    Attributes:
+        products: entries of the product of the A, by (row, column).
+        terms: Chebyshev coefficients of T.
+        signs: the sum of the d sign(f), if there is a sign.
+        less_1: the diagonal of the product less 1, exact where the product is near 1.
+        shift: h, if there are quotients.
+    """
+
+    products: dict[Pair, Coefficient]
+    terms: list[Coefficient]
+    signs: list[Coefficient]
+    less_1: list[Coefficient]
+    shift: list[Coefficient]
+
+    @classmethod
+    def of(cls, form: Form, lines: jax.Array) -> "Coefficients":
+        columns = iter([lines[:, i] for i in range(lines.shape[1])])
+        return cls(
+            {pair: next(columns) for pair in form.pairs},
+            [next(columns) for _ in range(form.terms)],
+            [] if form.sign is None else [next(columns)],
+            [next(columns) for _ in range(form.width)],
+            list(columns),
+        )
+
+
+def advanced(
+    form: Form, lines: jax.Array, carry: jax.Array, clock: jax.Array, step: Step
+) -> tuple[jax.Array, jax.Array]:
+    """Take the coefficients of all start steps one step further, and begin the next.
+
+    Args:
+        lines (W, numbers): the `Coefficients` of start step s at s % W.
+        carry (W, sums): what rounding took from the sums.
+        clock: how many steps there were before this one.
+        step: the scalars of this step.
+    """
+    dtype, ring = lines.dtype, lines.shape[0]
+    slot = jnp.arange(ring, dtype=clock.dtype)
+    old = Coefficients.of(form, lines)
+    moves = step.changes.get((0, 0), 0.0)
+
+    # A' = (1 + changes) A
+    products = [
+        sum(
+            (
+                x * old.products[k, j]
+                for (row, k), x in step.changes.items()
+                if row == i and (k, j) in old.products
+            ),
+            start=jnp.zeros(ring, dtype),
+        )
+        for i, j in form.pairs
+    ]
+    added, shift = [jnp.stack(products, axis=1)], old.shift
+    if form.quotient is not None:
+        a, b = form.quotient
+        # For rows caught up just before this step it is the first one.
+        first = _spread(step.decay(a), step.decay(b), clock.astype(dtype)) * step.e
+        shift = [jnp.where(slot == clock % ring, first, old.shift[0])]
+        factors = old.products[a, a], old.products[b, b]
+        values = step.c * _at_nodes(form.terms, *factors, shift[0], step.e)
+        # `dot` is less precise on accelerators. All columns are computed at once, since XLA
+        # compiles a kernel for each column that is computed by itself.
+        to_terms = jnp.asarray(_dct(form.terms).T[:, None], dtype)
+        columns = (to_terms[i] * values[:, i : i + 1] for i in range(form.terms))
+        terms = sum(columns, start=jnp.zeros((), dtype))
+        is_used = (slot <= clock) | (clock >= ring)  # the others are fresh, and stay finite
+        error = _error(form.terms, *factors, shift[0] / step.e)
+        terms = jnp.where((is_used & (error > ACCEPTED))[:, None], jnp.nan, terms)
+        added.append(moves * jnp.stack(old.terms, axis=1) + terms)
+    if form.sign is not None:
+        signs = moves * old.signs[0] + step.sign * jnp.sign(old.products[form.sign, form.sign])
+        added.append(signs[:, None])
+
+    new, carry = _sum(lines[:, : form.sums], carry, jnp.concatenate(added, axis=1))
+    diagonal = np.array([form.pairs.index((i, i)) for i in range(form.width)])
+    less_1 = (new[:, diagonal] - 1) + carry[:, diagonal]
+    lines = jnp.concatenate([new, less_1, *(x[:, None] for x in shift)], axis=1)
+    is_next = (slot == (clock + 1) % ring)[:, None]
+    return jnp.where(is_next, form.fresh(dtype), lines), jnp.where(is_next, 0, carry)
+
+
+def caught_up(form: Form, lines: jax.Array, entries: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return entries as they are now: the steps since the start step of each row together.
+
+    Args:
+        lines (n, numbers): the coefficients for the start step of each row.
+        entries: parameter and state, each (n, *row), in the dtype of the coefficients.
+    """
+    ndim = entries[0].ndim
+    c = jax.tree.map(lambda x: trailing(x, ndim), Coefficients.of(form, lines))
+    kept, moves = [], []
+    for i, entry in enumerate(entries):
+        # Near 1 the digits of product - 1 count, near 0 the digits of the product.
+        product = c.products[i, i]
+        is_small = product < 0.5
+        kept.append(jnp.where(is_small, 0, entry))
+        moves.append(entry * jnp.where(is_small, product, c.less_1[i]))
+    for (i, j), product in c.products.items():
+        if i != j:
+            moves[i] = moves[i] + entries[j] * product
+    if form.quotient is not None:
+        a, b = form.quotient
+        (shift,) = c.shift
+        inverse = 1 / (jnp.sqrt(entries[b]) + shift)
+        zeta = 1 - 2 * shift * inverse  # ζ moved to [-1, 1]
+        moves[0] = moves[0] + entries[a] * (_clenshaw(c.terms, zeta) * inverse)
+    if form.sign is not None:
+        moves[0] = moves[0] + jnp.sign(entries[form.sign]) * c.signs[0]
+    return [x + move for x, move in zip(kept, moves, strict=True)]
+
+
+def terms_for(b1: float, b2: float) -> int | None:
+    """Return how many coefficients the sum of quotients takes; None if `TERMS` are too few.
+
+    Args:
+        b1, b2: the factors of s_a and s_b in a step. The bias of s_b may be corrected or not.
+    """
+    if not 0 <= b1 < 1 or not 0 < b2 < 1:
+        return None
+    j = np.arange(1, 2049)
+    for terms in TERMS:
+        worst = 0.0
+        for s in (1, 3, 30, 300):
+            k = float(_spread(b1, b2, np.float64(s)))
+            corrected = np.sqrt((1 - b2 ** (s + j)) / (1 - b2**s))
+            with np.errstate(under="ignore"):
+                errors = [_error(terms, b1**j, b2**j, k / e) for e in (corrected, 1 + 0 * j)]
+            worst = max(worst, float(np.max(errors)))
+        if worst <= (ACCEPTED if terms == TERMS[-1] else _EXACT):
+            return terms
+    return None
+
+
+def _error(terms: int, f: Coefficient, g: Coefficient, h: Coefficient) -> Coefficient:
+    """Bound the error that a summand adds, relative to the first: f r⁻ⁿ, h = k e_0 / e_j."""
+    root = (g**0.5 * h) ** 0.5
+    return abs(f) * (abs(1 - root) / (1 + root)) ** terms
+
+
+def _spread(b1: Coefficient, b2: Coefficient, clock: Coefficient) -> Coefficient:
+    """Return k = a^(-1/2), a = √g_j e_0 / e_j of the last j that counts, as derived above."""
+    clip = np.clip if isinstance(clock, np.floating) else jnp.clip
+    corrected = clip(1 - b2 ** (clock + 1), 1e-9, 1.0)
+    later = b2 ** (2 / clip(1 - b1, 1e-3, 1.0))  # g_j
+    return ((1 - (1 - corrected) * later) / (corrected * later)) ** 0.25
+
+
+def _at_nodes(
+    terms: int, f: jax.Array, g: jax.Array, shift: jax.Array, e: Coefficient
+) -> jax.Array:
+    """Return what a step with c = 1 adds to T at each node, (W, terms)."""
+    nodes = (1 + _nodes(terms))[None] / 2
+    x = jnp.asarray(nodes / (1 - nodes), shift.dtype) * shift[:, None]
+    return f[:, None] * ((x + shift[:, None]) / (jnp.sqrt(g)[:, None] * x + e))
+
+
+def _nodes(terms: int) -> HostArray:
+    return -np.cos((2 * np.arange(terms) + 1) * math.pi / (2 * terms))
+
+
+def _dct(terms: int) -> HostArray:
+    """Return the matrix from values at the nodes to Chebyshev coefficients."""
+    angles = np.arccos(_nodes(terms))
+    matrix = 2 / terms * np.cos(np.arange(terms)[:, None] * angles)
+    matrix[0] /= 2
+    return matrix
+
+
+def _clenshaw(coefficients: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    """Evaluate a Chebyshev polynomial."""
+    later = last = jnp.zeros_like(x)
+    for c in coefficients[:0:-1]:
+        later, last = c + 2 * x * later - last, later
+    return coefficients[0] + x * later - last
+
+
+def _sum(total: jax.Array, carry: jax.Array, more: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Add, and return what rounding took from the sum (Knuth's TwoSum)."""
+    more = more + carry
+    new = total + more
+    part = new - total
+    return new, (total - (new - part)) + (more - part)
