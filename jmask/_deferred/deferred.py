@@ -139,7 +139,8 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
     `ids` is a tree like the parameters, parts of which may be missing: an array of row
     numbers, negative ones from the end; a tuple of index arrays, as for `tables[m, ids]` of
     stacks; or a list of these. More rows than the loss reads may be caught up, and less may
-    not: the update of a row that was not is nan.
+    not: a row with a gradient that was not caught up becomes nan, and so does a table with a
+    dense gradient of which a row was not.
 
     Args:
         inner: an optimizer of optax, or one with a name; whole chains, for nothing may come
@@ -153,7 +154,7 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         `inner`.
 
     Raises:
-        TypeError: if `inner` is no transformation, or (by `update`) a gradient is masked.
+        TypeError: if `inner` is no transformation; by `init`, if a parameter is no array.
         ValueError: by `init`, or by `update` for a row-sparse gradient, if what `inner` does
             to rows without a gradient has no closed form, with the reason: L2 decay in an
             adaptive optimizer, noise, RAdam, what is not row-local.
@@ -231,6 +232,8 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
             if not isinstance(form, Form):
                 continue
             if not is_row_sparse(g):
+                is_behind = jnp.any(table.last != state.clock)
+                leaves[i] = jnp.where(is_behind, jnp.nan, g).astype(g.dtype)
                 states[i] = _all_current(form, table, state.clock)
                 continue
             rows, each = table.last.shape[: g.leading], table.last.shape[g.leading :]

@@ -208,6 +208,8 @@ def test_a_row_that_was_not_caught_up_is_nan():
         table, state = jmask.apply_gradients(tx, grads, state, table)
     is_nan = np.isnan(tx.catch_up(table, state)[0]).all(axis=1)
     assert is_nan.tolist() == [x in (2, 3) for x in range(V)]
+    table, _ = jmask.apply_gradients(tx, jnp.ones_like(table), state, table)
+    assert np.isnan(table).all()
 
 
 @pytest.mark.parametrize("window", [2, 3, 8])
@@ -329,6 +331,27 @@ def test_skipped_steps_do_not_count(jit):
     dense, dense_state, _ = run(dense, parameters(), dense_tx.init(parameters()), ids)
     assert int(state.skipped) == int(dense_state.skipped) > 0
     assert_close((params, inner.inner), (dense, dense_state.inner_state))
+
+
+@pytest.mark.slow
+def test_microbatches():
+    """Rows are caught up in each microbatch, and the clock goes on with each step."""
+    like = jax.eval_shape(lambda p: jmask.grad(loss)(p, jnp.asarray(IDS[0])), parameters())
+    tx, dense_tx = jmask.deferred(ADAM), optax.MultiSteps(ADAM, 3)
+    guarded = jmask.multi_steps(tx, 3, like)
+
+    def take(params, state, ids):
+        params, inner = tx.catch_up(params, state.inner_state, {"t": ids, "u": ids // 2})
+        state = state._replace(inner_state=inner)
+        value, grads = jmask.value_and_grad(loss)(params, ids)
+        return *jmask.apply_gradients(guarded, grads, state, params), value
+
+    params, state, losses = run(take, parameters(), guarded.init(parameters()))
+    dense = functools.partial(dense_step, dense_tx)
+    dense, _, dense_losses = run(dense, parameters(), dense_tx.init(parameters()))
+    params, inner = tx.catch_up(params, state.inner_state)
+    assert int(inner.clock) == COUNT // 3
+    assert_close((params, losses), (dense, dense_losses))
 
 
 def test_orbax_and_on_as_dense_and_back(tmp_path):
