@@ -39,7 +39,7 @@ from jmask._base.types import (
 )
 from jmask._base.validation import leaf_name
 from jmask._kernels.gathered_rows import GATHERED
-from jmask._kernels.rows import LOOKED_UP, plus_zero, zero_after_reading
+from jmask._kernels.rows import plus_zero, zero_after_reading
 from jmask._tables.stored_table import Placeholder, is_stored_table, is_tensor_or_table
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
@@ -374,9 +374,6 @@ def _ordered(gradient: Gradient, value: jax.Array, zero: jax.Array) -> Gradient:
     known = GATHERED.of(gradient.values)
     if known is None or known.index is None:
         waiting = mapped_words(leaf, lambda words: plus_zero(words, zero))
-        lookups = LOOKED_UP.of(leaf)
-        if lookups is not None:
-            LOOKED_UP.note(waiting, lookups)
         return gradient.with_leaves(waiting, gradient.values)
     # The ids are sorted meanwhile; of the rows that nothing reads nothing is left.
     rows = gradient.values * plus_zero(jnp.ones((), jnp.int32), zero).astype(gradient.dtype)

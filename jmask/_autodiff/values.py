@@ -33,7 +33,7 @@ from jmask._base.types import ArrayFunction, DType, Shape, Value
 from jmask._kernels import tuning
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gathered_rows import gathered, joined, scaled
-from jmask._kernels.rows import LOOKED_UP, split_rows
+from jmask._kernels.rows import split_rows
 from jmask._kernels.update_rows import add_to_rows
 from jmask._tensors.row_sparse import RowSparse
 
@@ -247,11 +247,9 @@ class RowSum:
     def to_row_sparse(self) -> RowSparse:
         """Return the parts as one `RowSparse`."""
         ids, values = self.joined() if self.parts else self.concatenated()
-        result = RowSparse.from_rows(
+        return RowSparse.from_rows(
             ids, values, self.shape, coalesced=False, leading=self.leading
         )
-        LOOKED_UP.note(result.index_leaf, [ids for ids, _ in self.parts])
-        return result
 
 
 @functools.partial(

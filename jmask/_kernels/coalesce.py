@@ -15,7 +15,7 @@ sort breaks ties; float16 and bfloat16 are summed in float32 and rounded once.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -225,36 +225,6 @@ class RowsOfTable(NamedTuple):
 
 Unique = tuple[jax.Array, jax.Array]
 """Ids (n,), V but for the first entry of each id, and values (n, *row), of no meaning there."""
-
-
-def summed_into_first(given: RowsOfTable) -> Unique:
-    """Sum rows of equal ids into the first of them, which keeps its place."""
-
-    ids, values = with_whole_rows(given.ids), with_whole_rows(given.values)
-
-    def by(sums: Callable[[RowsOfTable], Unique]) -> Callable[[jax.Array, jax.Array], Unique]:
-        return lambda ids, values: sums(RowsOfTable(ids, values, given.rows))
-
-    unique, summed = lax.platform_dependent(
-        ids,
-        values,
-        cpu=by(lambda x: summed_by_hashing([x])[0]),
-        tpu=by(summed_by_sorting if are_large(values) else _summed_at_once),
-        default=by(_summed_at_once),
-    )
-    return unique, summed
-
-
-def _summed_at_once(given: RowsOfTable) -> Unique:
-    """Sum rows of equal ids into one of them, on TPUs the first, found by sorting."""
-    # A GPU adds in no order, and sorts by two keys several times slower than by one.
-    ordered, came_from = lax.platform_dependent(
-        given.ids, tpu=in_stable_order, default=in_order
-    )
-    _, start = _runs(ordered)
-    first = _moved_back(came_from, gather_rows(came_from, start))
-    is_id = given.ids < given.rows
-    return _summed_at(given, jnp.where(is_id, first, entries_of(given.ids)))
 
 
 def _runs(ordered: jax.Array) -> tuple[jax.Array, jax.Array]:

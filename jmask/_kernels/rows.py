@@ -10,7 +10,6 @@ A padding id reads an existing row, not zeros: arithmetic on what it reads is th
 arithmetic of an ordinary row, so it cannot raise a division by zero that no row has.
 """
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -19,7 +18,6 @@ import numpy as np
 from jax import lax
 
 from jmask._base.array_types import (
-    ArrayFacts,
     explicit_sharding,
     is_ambiguous,
     is_complex,
@@ -63,14 +61,6 @@ def ids_after_reading(ids: jax.Array, rows: jax.Array) -> jax.Array:
     """
     read = None if explicit_sharding(ids, rows) is not None else zero_after_reading(rows)
     return ids if read is None else plus_zero(ids, read)
-
-
-LOOKED_UP: ArrayFacts[Sequence[jax.Array]] = ArrayFacts()
-"""For the index leaf of a gradient, the ids (n,) of each lookup that it is of.
-
-What is read at these ids the loss has read as well, and XLA reads it once. Those of the leaf
-are of all lookups together, and depend on the loss: at them rows would be read again.
-"""
 
 
 def zero_after_reading(rows: jax.Array) -> jax.Array | None:

@@ -177,15 +177,6 @@ def _as_row_sparse(name: str, given: PyTree, like: RowSparse) -> RowSparse:
     return RowSparse(ids, values, like.shape, coalesced=like.coalesced, leading=like.leading)
 
 
-def _on_every_device(shared: jax.Array) -> jax.Array:
-    """Return an array that all rows share bound to no device: rows may be on another mesh."""
-    if isinstance(shared, jax.core.Tracer):
-        return shared
-    # An array that is bound to no device goes with the others to theirs.
-    is_bound = isinstance(shared, jax.Array) and len(shared.sharding.device_set) > 1
-    return jnp.asarray(np.asarray(shared)) if is_bound else shared
-
-
 def _as_table(name: str, given: PyTree, like: StoredTable) -> StoredTable:
     if is_stored_table(given):
         kinds: list[PyTreeDef] = [jax.tree.structure(x) for x in (given, like)]

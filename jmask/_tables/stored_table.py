@@ -47,7 +47,7 @@ from jmask._base.types import (
     TensorLike,
 )
 from jmask._kernels.gather import Gather
-from jmask._kernels.rows import add_rows, gather_rows, gather_unique_rows, is_routed, set_rows
+from jmask._kernels.rows import add_rows, gather_unique_rows, is_routed, set_rows
 from jmask._kernels.sharded_rows import routed
 from jmask._kernels.stochastic_rounding import stochastic_round
 from jmask._kernels.update_rows import add_to_rows
@@ -281,11 +281,6 @@ def shape_of(x: TensorLike) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
     values = x.values if isinstance(x, RowSparse) else x
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(values))
-
-
-def read_rows(table: Table, ids: jax.Array) -> jax.Array:
-    """Return rows (n, *row) of an array or a table container; `ids` (n,) are canonical."""
-    return table.read(ids) if is_stored_table(table) else gather_rows(table, ids)
 
 
 class RowsAt(NamedTuple):

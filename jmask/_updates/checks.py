@@ -28,7 +28,7 @@ from jmask._base.validation import (
 )
 from jmask._kernels.coalesce import unique_slots
 from jmask._tables.stored_table import is_stored_table, shape_of
-from jmask._tensors.masked_tensor import MaskedTensor, joined
+from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import coordinates, is_sparse, stored_values
 
@@ -310,13 +310,6 @@ def _is_16_bit_sum(gradient: Gradient) -> bool:
 def summed(gradient: RowSparse) -> RowSparse:
     """Return the gradient with the rows of equal ids summed."""
     return gradient.coalesce() if gradient.order == "any" else gradient
-
-
-def masked_as(gradient: Gradient, result: Gradient) -> Gradient:
-    """Return an array or rows computed from a gradient leaf, masked where the gradient is."""
-    if not isinstance(gradient, MaskedTensor):
-        return result
-    return joined(result, gradient_and_valid(gradient)[1])
 
 
 def unchanged_where_masked(update: Gradient, valid: jax.Array | None) -> Gradient:
