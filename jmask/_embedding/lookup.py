@@ -398,15 +398,11 @@ def looked_up_rows(table: Table, entries: Entries, bound: Bound | None) -> jax.A
     """Return the rows that the entries read: (*entries, *row), no longer than the bound."""
     positions, absent, outside = entries
     fill: int | None = 0
+    is_array = isinstance(table, jax.Array)
     if isinstance(table, RowSparse):
         table, positions = stored_at(table, positions)
     is_sharded = isinstance(table, jax.Array) and Shards.of(table, positions) is not None
-    if (
-        isinstance(table, jax.Array)
-        and table.shape[0] != 0
-        and absent is None
-        and not is_sharded
-    ):
+    if is_array and table.shape[0] != 0 and absent is None and not is_sharded:
         # The gather itself fills in what is outside.
         fill, outside = None if outside is not None else 0, None
     shape = (*positions.shape, *table.shape[1:])
