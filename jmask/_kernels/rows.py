@@ -138,13 +138,14 @@ class Write(NamedTuple):
 
 
 def _write(kind, table, ids, rows, order):
-    if 0 in (*table.shape[:1], *ids.shape):  # there is no row, or every id is padding
+    # There is no row, or no id. A sum without terms still depends on them, as a gradient.
+    if table.shape[0] == 0 or (kind == "set" and 0 in ids.shape):
         return table
     shards = Shards.of(table, ids, rows)
     rows = rows.astype(table.dtype)
     if shards is not None and is_ambiguous(table, ids, rows):
         return _written_on_shards(shards, kind, table, ids, rows, order)
-    if order == "any" or shards is not None:
+    if order == "any" or shards is not None or not ids.shape[0]:
         return _scattered(table, ids, rows, kind, order)
     operands = varying_alike(table, ids, rows)
     return _write_rows_p.bind(*operands, how=Write(kind, order, in_one_device()))[0]

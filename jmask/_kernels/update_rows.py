@@ -241,6 +241,8 @@ def add_to_rows(
     table: jax.Array, ids: jax.Array, values: Rows, order: Order = "any"
 ) -> jax.Array:
     """Return `table` with `table[ids] += values`, duplicates summed, in place if possible."""
+    if 0 in ids.shape:
+        return table
     if not isinstance(values, GatheredRows):
         return add_rows(table, ids, values, order)
     ((total,),) = updated([RowUpdate(ADDITION, [table], ids, values, [], order)])
@@ -248,7 +250,7 @@ def add_to_rows(
 
 
 def _added(x: UniqueRows) -> list[jax.Array]:
-    return [add_rows(x.tables[0], x.ids, x.rows, x.order)]
+    return [add_rows(x.tables[0], x.ids, x.rows, x.order) if x.ids.shape[0] else x.tables[0]]
 
 
 def _added_by_kernel(x: UniqueRows) -> list[jax.Array]:

@@ -248,7 +248,11 @@ def _combiners(
             if by_rows:
                 for v in (*inputs, source):
                     values[v] = with_row(values[v], aval_of(v).shape[1:])
-                run(chosen, values, _rule(parts, sized(jaxpr, rows, {table: len(arrays[0])})))
+                run(
+                    chosen,
+                    values,
+                    _rule(parts, sized(jaxpr, rows, {table: arrays[0].shape[0]})),
+                )
                 old = zip(arrays, wanted, strict=False)
                 return [with_row(values[v], x.shape[1:]) for x, v in old]
             run(chosen, values, _rule(parts, lambda eqn: eqn))

@@ -318,7 +318,7 @@ class RowsAt(NamedTuple):
             values,
             lambda table: gather_unique_rows(table, ids, order),
             lambda table, rows: set_rows(table, ids, rows, order),
-            lambda table, rows: add_rows(table, ids, rows, order),
+            lambda table, rows: add_rows(table, ids, rows, order) if ids.shape[0] else table,
         )
 
     def with_step(self, table: Table, step: jax.Array) -> Table:
