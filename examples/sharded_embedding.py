@@ -42,6 +42,7 @@ from common.learning_curve import save_curves
 from common.program import Arguments, ExampleError, Program
 
 GROUPS, NEGATIVES, TX = 10, 4, jmask.adam(0.02)
+lookup = partial(jmask.embedding_lookup, hashed=True)  # frequent words are on all devices
 
 State = tuple[dict[str, Any], Any]  # parameters, the optimizer's state
 Batch = dict[str, jax.Array]
@@ -72,21 +73,14 @@ def create(args: argparse.Namespace, mesh: Mesh) -> State:
 
     @jax.jit
     def create() -> State:
-        shape = (2, args.words, args.dim)
-        rows = jax.random.normal(jax.random.key(args.seed), shape) * args.dim**-0.5
-        shard = partial(jmask.sharded, mesh=mesh, hashed=True)
+        rows = jax.random.normal(jax.random.key(args.seed), (2, args.words, args.dim))
+        shard = lambda x: jmask.sharded(x * args.dim**-0.5, mesh, hashed=True)
         params = {"words": shard(rows[0]), "contexts": shard(rows[1]), "bias": jnp.zeros(())}
-        state = params, TX.init(params)
-        everywhere = lambda x: (
-            x if x.ndim else jax.sharding.reshard(x, NamedSharding(mesh, P()))
-        )
-        return jax.tree.map(everywhere, state)
+        everywhere = NamedSharding(mesh, P())
+        put = lambda x: x if x.ndim else jax.sharding.reshard(x, everywhere)
+        return jax.tree.map(put, (params, TX.init(params)))
 
     return create()
-
-
-# Frequent words come first: the permutation puts them on all devices.
-lookup = partial(jmask.embedding_lookup, hashed=True)
 
 
 def scores(params: dict[str, Any], batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -124,8 +118,8 @@ def train(args: argparse.Namespace, program: Program) -> None:
     mesh = jax.make_mesh((devices,), ("devices",), axis_types=(AxisType.Explicit,))
     state = create(args, mesh)
     here = max(len(shard.data) for shard in state[0]["words"].addressable_shards)
-    count = jax.process_count()
-    program.print(f"processes: {count}  devices: {devices}  rows on each: {here:,}")
+    count = f"processes: {jax.process_count()}  devices: {devices}"
+    program.print(f"{count}  rows on each: {here:,}")
     settings = {name: getattr(args, name) for name in ("words", "dim", "batch", "seed")}
     unseen, begin = batch_of_step(args.steps + 1, args, mesh, False), time.perf_counter()
     with (

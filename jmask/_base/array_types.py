@@ -139,9 +139,10 @@ def automatically(
     """Call `function` with its steps placed by XLA, and its result by `spec`, or by several."""
     placed = lambda spec: NamedSharding(like.mesh, P(*spec))
     result = list(map(placed, spec)) if isinstance(spec, list) else placed(spec)
-    return jax.sharding.auto_axes(function, axes=like.mesh.axis_names, out_sharding=result)(
-        *arrays
-    )
+    call = jax.sharding.auto_axes(function, axes=like.mesh.axis_names, out_sharding=result)
+    # Outside of jit in one program, so that arrays of no mesh come to its devices.
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
+    return (call if is_traced else jax.jit(call))(*arrays)
 
 
 def without_repetition(spec: Sequence[MeshAxes]) -> tuple[MeshAxes, ...]:

@@ -154,7 +154,8 @@ class LazyCall:
             row = (1,) * (x.leading - 1) + x.row
             seen[i] = shapes[i].update(shape=(x.row_count, *row))
         for i, param in enumerate(param_leaves):
-            if is_stored_table(param) or (is_row_sparse(flat[i]) and has_sharded_rows(param)):
+            is_sharded = i not in stacks and is_row_sparse(flat[i]) and has_sharded_rows(param)
+            if is_stored_table(param) or is_sharded:
                 flat[i] = fitted(param, flat[i])
         if on_rows:
             pairs = [(x, None) if is_row_sparse(x) else gradient_and_valid(x) for x in flat]
@@ -168,7 +169,9 @@ class LazyCall:
             inner.init, shapes, seen, is_table, gradient_tree, state, params is not None
         )
         for (owner, _), x in zip(owners, states, strict=True):
-            if owner is not None and (is_stored_table(x) or has_sharded_rows(x)):
+            if owner is None:
+                continue
+            if is_stored_table(x) or (owner not in stacks and has_sharded_rows(x)):
                 gradients[owner] = fitted(x, flat[owner])
         tables = [i if is_row_sparse(g) else None for i, g in enumerate(gradients)]
 
@@ -183,14 +186,16 @@ class LazyCall:
             elif kind == "state":
                 # Numbers of rows have one dimension: XLA copies them in two (jaxlib 0.12).
                 is_number = math.prod(row) == 1 and row != seen[i].shape[1:]
-                kept = () if is_number else row[stacks[i].leading - 1 :]
+                is_flat = is_number and explicit_sharding(x) is None
+                kept = () if is_flat else row[stacks[i].leading - 1 :]
                 x = jnp.reshape(x, (stacks[i].row_count, *kept))
             row = seen[i].shape[1:] if kind != "state" else row
             return Leaf(x, kind, tables[i], None, row, stack)
 
+        of_params = [leaf(x, "param", i) for i, x in enumerate(param_leaves)]  # refuses first
         leaves = [leaf(x, "gradient", i) for i, x in enumerate(gradients)]
         leaves += [leaf(x, "state", i, row) for (i, row), x in zip(owners, states, strict=True)]
-        leaves += [leaf(x, "param", i) for i, x in enumerate(param_leaves)]
+        leaves += of_params
         extra, extra_tree = jax.tree.flatten(extra_args)
         others = {i: x for i, x in enumerate(extra) if not hasattr(x, "__array__")}
         leaves += [Leaf(x, "extra") for i, x in enumerate(extra) if i not in others]

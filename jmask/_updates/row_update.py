@@ -108,11 +108,10 @@ def _new_entries(
     def new_entries(*entries: jax.Array) -> list[jax.Array]:
         *given, mask = entries if is_masked else (*entries, None)
         made = zip(entries, combiner(*given), are_steps, strict=False)
-        new = [added(x, y).astype(x.dtype) if is_step else y for x, y, is_step in made]
+        new = [(added(x, y) if is_step else y).astype(x.dtype) for x, y, is_step in made]
         if not is_masked:
             return new
-        old = zip(new, entries, strict=False)
-        return [jnp.where(mask != 0, x.astype(y.dtype), y) for x, y in old]
+        return [jnp.where(mask != 0, x, y) for x, y in zip(new, entries, strict=False)]
 
     return new_entries
 

@@ -92,8 +92,6 @@ ALL_STEPS = {**STEPS, **WIDE}
 # round of a step that is taken or not.
 LOOPS = {
     "lookups in scan": [4, 4],
-    "adam unless not finite": [0],
-    "one pass, adam unless not finite": [0],
 }
 sum_of_squares = lambda table, ids: jnp.sum(table[ids] ** 2)
 # The sharding that places all on one GPU.

@@ -222,7 +222,7 @@ def test_any_ids(shape, layout, hashed):
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "bfloat16", "complex64"])
 def test_dtypes(dtype):
-    x = np.asarray(numbers() * (3 + 2j if dtype == "complex64" else 3)).astype(dtype)
+    x = (np.asarray(numbers()) * (3 + 2j if dtype == "complex64" else 3)).astype(dtype)
     x = np.pad(x, ((0, 3), (0, 0)))
     table = jax.device_put(x, NamedSharding(mesh_of(8, axes="explicit"), P("x")))
     ids = np.arange(16) % V
