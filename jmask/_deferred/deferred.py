@@ -240,12 +240,13 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
             last, ids = table.last.reshape(math.prod(rows), *each), g.flat().row_ids()
             # Padding reads any row.
             is_row = trailing(ids < last.shape[0], last.ndim)
-            behind = (gather_rows(last, ids) != state.clock) & is_row
+            since = gather_rows(last, ids)
+            behind = (since != state.clock) & is_row
             values = jnp.where(trailing(behind, g.values.ndim), jnp.nan, g.values)
             leaves[i] = g.with_values(values)
             step = jax.tree.map(lambda x, like=table.lines: x.astype(like.dtype), scalars[i])
             lines, carry = advanced(form, table.lines, table.carry, state.clock, step)
-            ids = ids_after_reading(ids, behind.astype(jnp.float32))
+            ids = ids_after_reading(ids, since)
             last = set_rows(last, ids, jnp.full(behind.shape, state.clock + 1))
             states[i] = TableState(last.reshape(table.last.shape), lines, carry, table.swept)
         results, new = take(tree.unflatten(leaves), state.inner, fit.params, **extra_args)
