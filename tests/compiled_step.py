@@ -196,9 +196,7 @@ def check_deferred_in_place(inner, sharding=None):
         temporary_bytes(step.compile(n, sharding), step.table_bytes(n), step.entries(n))
         for n in (10**6, 4 * 10**6)
     )
-    # Before JAX 0.12 XLA copies the one int32 of each row.
-    copied = 4 * 4 * 10**6 if jax.__version_info__ < (0, 12) else 0
-    assert large <= min(40 * step.batch_bytes() + 2**24, 2 * small + 2**20 + copied)
+    assert large <= min(40 * step.batch_bytes() + 2**24, 2 * small + 2**20)
 
 
 def check_that_tables_are_seen(step, sharding, rows=10**6):

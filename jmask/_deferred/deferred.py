@@ -464,7 +464,8 @@ def _block_caught_up(
         new = caught_up(form, since, [x.astype(since.dtype) for x in entries])
         waited = trailing(clock - last, new[0].ndim)
         new[0] = jnp.where(waited < window, new[0], jnp.nan)
-        ids = ids_after_reading(ids, entries[0])
+        # Both: JAX 0.10 reads what it may from a copy.
+        ids = ids_after_reading(ids_after_reading(ids, entries[0]), last)
         rows = [*new, jnp.full_like(last, clock)]
         return [
             set_rows(x, ids, y.astype(x.dtype), order)
