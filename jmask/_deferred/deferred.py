@@ -15,7 +15,7 @@ While a row is inactive its gradient is zero, so what a dense optimizer does to 
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -39,7 +39,7 @@ from jmask._base.types import (
     Shape,
     Table,
 )
-from jmask._base.validation import checked_integer, leaf_name
+from jmask._base.validation import checked_integer
 from jmask._deferred.measured import (
     Found,
     NotDeferrableError,
@@ -49,6 +49,7 @@ from jmask._deferred.measured import (
     unrounded,
 )
 from jmask._deferred.missed_steps import Form, Step, advanced, caught_up
+from jmask._deferred.row_numbers import chosen_rows
 from jmask._kernels.rows import gather_rows, ids_after_reading, set_rows
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
@@ -280,7 +281,7 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
             for owner, _ in rows_of_state(inner.init, likes, likes, is_table, tree, state.inner)
         ]
         slots = jax.tree.leaves(state.inner)
-        for i, where in _chosen([path for path, _ in paths], leaves, ids).items():
+        for i, where in chosen_rows([path for path, _ in paths], leaves, ids).items():
             form = forms[i]
             if not isinstance(form, Form):
                 continue
@@ -488,64 +489,3 @@ def _block_caught_up(
         flat = at(jnp.concatenate([ids.astype(dtype), more]), flat, "any")
         swept = ((swept + each) % count).astype(jnp.int32)
     return [*(x.reshape(shape) for x, shape in zip(flat, shapes, strict=True)), swept]
-
-
-# --- which rows ---------------------------------------------------------------------------
-
-
-def _chosen(
-    paths: Sequence[KeyPath], leaves: Sequence[jax.Array], ids: PyTree
-) -> dict[int, jax.Array | None]:
-    """Return the numbers (n,) of the rows of each parameter that `ids` names; None for all."""
-    if ids is None:
-        return dict.fromkeys(range(len(leaves)))
-    chosen: dict[int, jax.Array | None] = {}
-    used = 0
-    for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-        node = functools.reduce(_child, path, ids)
-        if node is None:
-            continue
-        used += len(jax.tree.leaves(node))
-        name = leaf_name("ids", path)
-        places = [
-            _numbers(name, x, leaf.shape) for x in (node if isinstance(node, list) else [node])
-        ]
-        chosen[i] = jnp.concatenate(places) if places else jnp.zeros((0,), jnp.int32)
-    if used != len(jax.tree.leaves(ids)):
-        names = sorted(leaf_name("params", path) for path in paths)
-        raise ValueError(
-            f"`ids` names rows of something else than the parameters, {', '.join(names)}: it "
-            'is a tree like `params`, parts of which may be missing, as {"table": ids}.'
-        )
-    return chosen
-
-
-def _child(node: PyTree, key: object) -> PyTree:
-    """Return what a tree has under the key of a path, or None."""
-    if isinstance(node, Mapping):
-        return node.get(getattr(key, "key", None))
-    index = getattr(key, "idx", None)
-    if isinstance(node, list | tuple) and index is not None:
-        return node[index] if index < len(node) else None
-    return getattr(node, getattr(key, "name", ""), None)
-
-
-def _numbers(name: str, ids: PyTree, shape: Shape) -> jax.Array:
-    """Return the numbers (n,) of rows in a table of `shape`, whose rows are its last dimension.
-
-    Args:
-        ids: an array of numbers along the first dimension, or a tuple of such along several.
-    """
-    sizes = shape[:-1] if len(shape) > 1 else shape
-    parts = [jnp.asarray(x) for x in (ids if isinstance(ids, tuple) else (ids,))][: len(sizes)]
-    for x in parts:
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TypeError(f"{name} must be row numbers, integers, got {x.dtype}.")
-    dtype = id_dtype(math.prod(sizes))
-    number = jnp.zeros((), dtype)
-    for size, x in zip(sizes, parts, strict=False):
-        # Rows outside are rows of the edge, which it does no harm to catch up.
-        place = jnp.clip(jnp.where(x < 0, x + size, x), 0, size - 1).astype(dtype)
-        number = number * size + place
-    each = math.prod(sizes[len(parts) :])
-    return (number.reshape(-1, 1) * each + jnp.arange(each, dtype=dtype)[None]).reshape(-1)
