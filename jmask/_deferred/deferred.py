@@ -165,8 +165,8 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         for the decay of weights; moments are derived in `jmask/_deferred/missed_steps.py`.
 
     Example:
-        >>> import jax.numpy as jnp, optax, jmask
-        >>> tx = jmask.deferred(optax.adam(0.1))
+        >>> import jax.numpy as jnp, jmask
+        >>> tx = jmask.deferred(jmask.adam(0.1))
         >>> params = {"table": jnp.ones((4, 2))}
         >>> state = tx.init(params)
         >>> for ids in ([0, 1], [0, 2], [0, 3]):

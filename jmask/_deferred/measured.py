@@ -256,6 +256,7 @@ def forms_of_steps(
 
         run = jax.jit(unrounded(jax.make_jaxpr(step)(*shapes)))
         steps: dict[int, list[HostArray]] = {i: [] for i in places}
+        owned = {k for which in places.values() for k in which}
         for later in (0, 0, 0, *_LATER):
             moved = [
                 x + later if x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer) else x
@@ -267,7 +268,6 @@ def forms_of_steps(
                 columns = [new[i], *(states[k] for k in which)]
                 first = [np.asarray(x).reshape(rows, -1)[:, 0] for x in columns]
                 steps[i].append(np.stack(first, 1)[: len(asked[i])])
-            owned = {k for which in places.values() for k in which}
             slots = [x if k in owned else states[k] for k, x in enumerate(slots)]
     for i, which in places.items():
         per_row = [

@@ -60,13 +60,9 @@ class OnePassTransformation(optax.GradientTransformationExtraArgs):
     Attributes:
         apply_gradients: (grads, state, params) -> (params, state), of gradients and parameters
             that have a `Fit`.
-        rule: the `RowRule` of a named optimizer, else None.
-        inner: the transformation whose steps it takes at times, else None.
     """
 
     apply_gradients: Function
-    rule: object = None
-    inner: optax.GradientTransformation | None = None
 
 
 def applied_in_one_pass(update: ProvedUpdate) -> tuple[Params, OptState] | None:

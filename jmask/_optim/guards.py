@@ -99,7 +99,7 @@ def guarded(
 
     guard = Guard(init, update)
     guard.apply_gradients = apply
-    guard.step_if, guard.inner = step_if, inner
+    guard.step_if = step_if
     return guard
 
 

@@ -82,11 +82,10 @@ class RowRule:
     state_dtype: DTypeLike | None = None
 
 
-class NamedOptimizer(optax.GradientTransformationExtraArgs):
+class NamedOptimizer(OnePassTransformation):
     """A transformation that updates the rows of a gradient by a rule."""
 
     rule: RowRule
-    apply_gradients: Callable[..., tuple[Any, Any]]
 
 
 def optimizer(rule: RowRule, lazy_update: bool) -> optax.GradientTransformationExtraArgs:
