@@ -74,7 +74,7 @@ test-all: lint docs test test-slow test-oldest test-between test-torch test-tpu 
 lint: .venv/lint.stamp .venv/test.stamp
 	$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy
 format: .venv/lint.stamp ; $(PY) -m ruff check --fix . && $(PY) -m ruff format .
-docs: .venv-docs/ready.stamp .venv/test.stamp
+docs: .venv-docs/ready.stamp .venv/test.stamp .venv/examples.stamp
 	$(PY) $(PYTEST) -m "" tests/project/test_docs.py # all of it: other tiers have a sample
 	.venv-docs/bin/python scripts/docs_pages.py build/docs
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
