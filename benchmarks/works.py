@@ -253,8 +253,6 @@ def _tricks(rounds: int) -> list[Comparison]:
         (REFERENCE, ("fast gather",)),
         (_MANY, ("fast gather",)),
         (Task(width=32), ("fast gather",)),
-        (REFERENCE, ("hashing",)),
-        (replace(REFERENCE, optimizer="row-wise Adagrad"), ("hashing",)),
         (Task(rows=1_000), ("whole small tables",)),
         (_DENSE, ("whole small tables",)),
         (_PRODUCT, ("kernel for CSR",)),

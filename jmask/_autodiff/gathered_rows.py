@@ -31,7 +31,7 @@ from jmask._base.array_types import ArrayFacts, explicit_sharding, joint_dtype, 
 from jmask._base.forms import aval_of, parameter
 from jmask._base.types import Atom, DType, HostArray, Shape, Value
 from jmask._kernels import tuning
-from jmask._kernels.bag_sum import are_many, bag_sum, most_columns
+from jmask._kernels.bag_sum import are_many, bag_sum
 from jmask._kernels.gathered_rows import GatheredRows, Rows, joined_rows, pays
 
 # --- what is known -----------------------------------------------------------------------
@@ -323,8 +323,7 @@ def sum_of_lookups(
         bags, length = (math.prod(rows.entries[d] for d in x) for x in (kept, summed))
         result = aval_of(eqn.outvars[0])
         if not (
-            length <= most_columns(1)
-            and are_many(bags * length)
+            are_many(bags * length)
             and rows.is_exact
             and result.dtype == wide(rows.source.dtype)
             and jnp.issubdtype(rows.source.dtype, jnp.floating)

@@ -4,12 +4,11 @@
            [3, 4],     bags      [0, 0, 1]            [5, 6]]       row 2
            [5, 6]]
 
-On a CPU bags of equal length are summed column by column: all first entries, all second ones,
-and so on. XLA makes one loop over the sums of it, which reads the rows of all columns, writes
-none of them, and runs on all cores; a scatter of rows into their bags runs on one. For other
-bags a block of rows is read at a time and added to its bags: it stays in the cache of a core,
-where all n rows of a large batch would go through memory twice. The bags of several tables are
-summed side by side, and differentiated as a gather and a sum.
+On a CPU a block of rows is read at a time and added to its bags: all n rows of a large batch
+would go through memory twice. Short bags of equal length are added column by column: XLA makes
+one loop over the sums of it, which writes no rows and runs on all cores, where a scatter of
+rows into their bags runs on one. The bags of several tables are summed side by side, and
+differentiated as a gather and a sum.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from jmask._base.array_types import is_known, trailing, wide
 from jmask._base.lowering import GroupedPrimitive, Results, calls_of
 from jmask._base.types import JvpArgs, PyTreeDef, Shaped, Value
 from jmask._kernels import tuning
-from jmask._kernels.gather import Gather, in_branch
+from jmask._kernels.gather import Gather
 from jmask._kernels.row_blocks import BlockLoop, block_size, run_side_by_side
 from jmask._kernels.rows import add_rows
 
@@ -95,24 +94,42 @@ class BagSum:
 
     def by_column(self) -> jax.Array:
         """Return the sums of bags of equal length, each in the order of its entries."""
-        columns = self.positions.shape[1]
-        # With more columns than two there is enough in the loop for LLVM, see `gather`.
-        read = Gather.on_bits_if_slow if columns <= 2 else Gather.plain
         total = self.start()
-        if math.isnan(self.fill):  # added once for a bag instead of once for each entry
-            outside = (self.positions == self.table.shape[0]).any(1)
-            nan = jnp.where(outside, jnp.asarray(self.fill, total.dtype), 0)
-            total = total + trailing(nan, total.ndim)
-        for k in range(columns):
+        for k in range(self.positions.shape[1]):
             weights = None if self.weights is None else self.weights[:, k]
-            total = total + _read_rows(self.table, self.positions[:, k], weights, 0, read)
+            rows = _read_rows(
+                self.table, self.positions[:, k], weights, self.fill, Gather.plain
+            )
+            total = total + rows
         return total
 
+    def is_short(self) -> bool:
+        """Decide whether the bags have equal lengths, of few entries."""
+        return self.bag_of_entry is None and self.positions.shape[1] <= tuning.COLUMNS
+
     def loop(self, size: int) -> BlockLoop:
-        """Return a loop that adds blocks of rows to their bags."""
+        """Return a loop that reads blocks of `size` rows and adds them to their bags."""
+        return self._over_bags(size) if self.is_short() else self._over_entries(size)
+
+    def _over_bags(self, size: int) -> BlockLoop:
+        bags = min(max(size // self.positions.shape[1], 1), self.bags)
+        blocks = -(-self.bags // bags)
+
+        def block(number: jax.Array, carried: tuple[jax.Array, None]) -> tuple[jax.Array, None]:
+            first = number * bags  # a slice that would end past the last bag begins earlier
+
+            def part(x: jax.Array) -> jax.Array:
+                return lax.dynamic_slice_in_dim(x, first, bags)
+
+            positions, weights = jax.tree.map(part, (self.positions, self.weights))
+            own = dataclasses.replace(self, positions=positions, weights=weights, bags=bags)
+            sums = lax.dynamic_update_slice_in_dim(carried[0], own.by_column(), first, 0)
+            return sums, None
+
+        return BlockLoop((self.start(), None), block, blocks, blocks)
+
+    def _over_entries(self, size: int) -> BlockLoop:
         count, bags, bag_of_entry = self.positions.size, self.bags, self.bag_of_entry
-        # A block is read and added before the next one: the rows of all entries are never there
-        # together.
         blocks = -(-count // size)
         missing = (blocks + 1) * size - count  # the last block of all is empty
         if bag_of_entry is None:
@@ -220,32 +237,10 @@ ad.primitive_jvps[BAG_SUM.primitive] = _derivative
 
 
 def _on_one_cpu(sums: Sequence[BagSum]) -> Results:
-    columns = [i for i, x in enumerate(sums) if is_short(x, most_columns(len(sums)))]
-    others = [i for i in range(len(sums)) if i not in columns]
-    results: dict[int, jax.Array] = {}
-    if columns:
-        chosen = [sums[i] for i in columns]
-        # In a branch: several users of a sum would each read the rows again.
-        by_column = in_branch(
-            chosen[0].positions, lambda xs: [x.by_column() for x in xs], chosen
-        )
-        results.update(zip(columns, by_column, strict=True))
     # Bags of all tables advance in one loop, so that the blocks of all fit into the cache
     # together.
-    size = block_size([_bytes_of_row(sums[i].table) for i in others])
-    by_blocks = run_side_by_side([sums[i].loop(size) for i in others])
-    results.update(zip(others, by_blocks, strict=True))
-    return [[results[i]] for i in range(len(sums))]
-
-
-def most_columns(tables: int) -> int:
-    """Return how long the bags of so many tables may be to be summed by column."""
-    return min(tuning.COLUMNS, tuning.COLUMNS_OF_PROGRAM // tables)
-
-
-def is_short(x: BagSum, most: int) -> bool:
-    """Decide whether the bags have equal lengths of so many entries at most."""
-    return x.bag_of_entry is None and x.positions.shape[1] <= most
+    size = block_size([_bytes_of_row(x.table) for x in sums])
+    return [[x] for x in run_side_by_side([x.loop(size) for x in sums])]
 
 
 def _bytes_of_row(table: jax.Array) -> int:

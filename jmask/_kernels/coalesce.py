@@ -13,14 +13,11 @@ sort breaks ties; float16 and bfloat16 are summed in float32 and rounded once.
 """
 
 import functools
-import itertools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jmask._base.array_types import fewer, is_known, sum_dtype, varying_alike, with_whole_rows
@@ -233,16 +230,6 @@ def _runs(ordered: jax.Array) -> tuple[jax.Array, jax.Array]:
     return starts, lax.cummax(jnp.where(starts, entries_of(ordered), 0))
 
 
-def _summed_at(given: RowsOfTable, first: jax.Array) -> Unique:
-    """Sum rows of equal ids into the first of them (n,); padding is its own."""
-    ids, values, rows = given
-    again = first != entries_of(ids)
-    # Without the barrier XLA computes rows twice that it can fuse: to add to, and to add.
-    terms = lax.optimization_barrier(values.astype(sum_dtype(values.dtype)))
-    sums = add_rows(terms, jnp.where(again, first, ids.shape[0]), terms)
-    return jnp.where(again, rows, ids), sums.astype(values.dtype)
-
-
 def summed_by_sorting(given: RowsOfTable) -> Unique:
     """Sum rows of equal ids into the first, in blocks of those that come again, on TPUs.
 
@@ -274,105 +261,3 @@ def summed_by_sorting(given: RowsOfTable) -> Unique:
     unique = jnp.where(again, rows, ordered)
     _, unique = sorted_with(came_from, unique)
     return unique, sums.astype(values.dtype)
-
-
-# --- into the first of them, by hashing on one CPU -----------------------------------------
-#
-# It is three to four times faster than sorting there (`benchmarks/tricks.py`): a scatter takes
-# entries one after the other, which is what a hash table wants. Each entry writes its number
-# into the bucket of its id, where the lowest stays, and reads there whose it is. If that entry
-# has the same id, it is the first of this id; otherwise this one tries again with another hash.
-# Ids are compared, so the result is exact whatever the hash does, and each round finds at least
-# one id of each bucket.
-
-# In place of the first entry of an id that no round has found yet.
-_OPEN = -1
-
-
-def summed_by_hashing(tables: Sequence[RowsOfTable]) -> list[Unique]:
-    """Sum rows of equal ids of each table into the first of them."""
-    pairs = zip(tables, _first_entries(tables), strict=True)
-    return [
-        (_summed_in_blocks if x.values.nbytes > tuning.COPIED_SUMS else _summed_at)(x, first)
-        for x, first in pairs
-    ]
-
-
-def _summed_in_blocks(given: RowsOfTable, first: jax.Array) -> Unique:
-    """Sum as `_summed_at` does, which copies all rows, with a copy of one block at a time."""
-    ids, values, rows = given
-    count, again = ids.shape[0], first != entries_of(ids)
-    into, size = jnp.where(again, first, count), min(tuning.BLOCK_ROWS[1], count)
-
-    def block(number: jax.Array, sums: jax.Array) -> jax.Array:
-        # The last block begins earlier, with rows that were added in the one before.
-        begin = jnp.minimum(number * size, count - size)
-        is_new = lax.iota(jnp.int32, size) >= number * size - begin
-        at = jnp.where(is_new, lax.dynamic_slice_in_dim(into, begin, size), count)
-        # Rows that come again are added, and never added to.
-        return add_rows(sums, at, lax.dynamic_slice_in_dim(sums, begin, size))
-
-    sums = values.astype(sum_dtype(values.dtype))
-    sums = lax.fori_loop(0, -(-count // size), block, sums)
-    return jnp.where(again, rows, ids), sums.astype(values.dtype)
-
-
-def _first_entries(tables: Sequence[RowsOfTable]) -> list[jax.Array]:
-    """Return for each entry the first one with the same id (n,), int32; padding is its own.
-
-    All tables are hashed together: one loop compiles and runs faster than one for each.
-    """
-    # Equal ids have equal bits in a signed type of their width or a greater one.
-    bits = jnp.int64 if any(x.ids.dtype.itemsize > 4 for x in tables) else jnp.int32
-    ids = jnp.concatenate([x.ids.astype(bits) for x in tables])
-    is_id = jnp.concatenate([x.ids < x.rows for x in tables])
-    begins = list(itertools.accumulate((x.ids.shape[0] for x in tables), initial=0))
-    # Tables are told apart by where their entries begin.
-    table = jnp.concatenate(
-        [
-            jnp.full_like(x.ids, begin, jnp.int32)
-            for x, begin in zip(tables, begins, strict=False)
-        ]
-    )
-    buckets = 2 ** (tuning.HASH_BUCKETS * ids.shape[0] - 1).bit_length()
-
-    def another_round(carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        number, first = carried
-        bucket = _hash(ids, table + number) & (buckets - 1)
-        lowest = jnp.full((buckets,), ids.shape[0], jnp.int32)
-        place = jnp.where(first == _OPEN, bucket, buckets)
-        own = entries_of(ids)  # which XLA would carry through the loop if it were made before
-        lowest = lowest.at[place].min(own, mode="drop", wrap_negative_indices=False)
-        candidate = gather_rows(lowest, bucket)
-        # It is no later entry, so it is of the same table unless it lies before that.
-        is_same = (gather_rows(ids, candidate) == ids) & (candidate >= table)
-        return number + 1, jnp.where((first == _OPEN) & is_same, candidate, first)
-
-    def is_open(carried: tuple[jax.Array, jax.Array]) -> jax.Array:
-        # XLA takes 15 to 20 ms to compile this, up to 60 for `min`, and 130 for `any`.
-        first = carried[1]
-        return first[jnp.argmin(first)] == _OPEN
-
-    start = jnp.int32(0), jnp.where(is_id, _OPEN, entries_of(ids))
-    first = lax.while_loop(is_open, another_round, start)[1]
-    return [first[begin:end] - begin for begin, end in itertools.pairwise(begins)]
-
-
-def _hash(ids: jax.Array, number: jax.Array) -> jax.Array:
-    """Return well mixed bits (n,), int32, others for each number."""
-    # The finalizer of MurmurHash3, which is in the public domain.
-    x = ids.astype(jnp.int32)
-    if ids.dtype.itemsize > 4:
-        x ^= (ids >> 32).astype(jnp.int32) * _signed(0x9E3779B1)
-    x += (number + 1) * _signed(0x9E3779B9)
-    for bits, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        x = _folded(x, bits) * _signed(factor)
-    return _folded(x, 16)
-
-
-def _folded(x: jax.Array, bits: int) -> jax.Array:
-    return x ^ lax.shift_right_logical(x, jnp.int32(bits))
-
-
-def _signed(bits: int) -> np.int32:
-    return np.uint32(bits).astype(np.int32)

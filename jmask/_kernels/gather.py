@@ -126,11 +126,6 @@ class Gather:
             return self.plain(operand, indices)
         return in_branch(indices, self.on_bits, operand, indices)
 
-    def on_bits_if_slow(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
-        """Return the gather in a branch that is there already."""
-        read = self.on_bits if self.is_slow_copy(operand) else self.plain
-        return read(operand, indices)
-
     def on_bits(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
         """Return the gather of the entries' bits, with zeros added to each."""
         bits = BITS[operand.dtype.itemsize]

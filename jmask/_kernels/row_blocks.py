@@ -23,7 +23,6 @@ the loop: small operations in it would delay other tables.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +36,6 @@ from jmask._kernels.gathered_rows import Rows, rows_at
 from jmask._kernels.rows import add_rows
 
 # --- loops side by side -----------------------------------------------------------------
-
-_Item = TypeVar("_Item")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +65,6 @@ def block_size(bytes_of_rows: Sequence[int]) -> int:
     least, most = tuning.BLOCK_ROWS
     in_work = sum(sorted(bytes_of_rows)[-tuning.LOOPS_TOGETHER :])
     return min(max(tuning.BYTES_IN_WORK // max(in_work, 1), least), most)
-
-
-def together(items: Sequence[_Item]) -> list[Sequence[_Item]]:
-    """Return the items in groups of as many as run side by side."""
-    return [
-        items[i : i + tuning.LOOPS_TOGETHER]
-        for i in range(0, len(items), tuning.LOOPS_TOGETHER)
-    ]
 
 
 def run_side_by_side(loops: Sequence[BlockLoop]) -> list[PyTree]:

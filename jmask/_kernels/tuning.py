@@ -21,9 +21,9 @@ UNROLLED_BYTES = (2, 4)
 
 # Rows that are materialised and summed by XLA. A loop over blocks gains nothing below.
 MATERIALISED_ROWS = 4096
-# Columns that are summed one after the other in a bag, and in all bags of a program: each takes
-# a millisecond to compile.
-COLUMNS, COLUMNS_OF_PROGRAM = 64, 512
+# Entries of bags of equal length up to which a block of them is summed column by column: each
+# takes a millisecond to compile.
+COLUMNS = 32
 
 # --- loops over blocks of rows ----------------------------------------------------------------
 
@@ -39,10 +39,6 @@ BLOCK_ROWS = 256, 4096
 # Rows of the table for each id below which marking rows, O(V), is used in place of sorting ids,
 # O(n log n). They are level at 8 to 10.
 MARKED_ROWS_FOR_EACH_ID = 4
-# Buckets of a hash table for each id: of four, one id in eight takes a second round.
-HASH_BUCKETS = 4
-# Bytes of rows up to which a CPU adds those that come again in one scatter, which copies all.
-COPIED_SUMS = 2**22
 # Bytes of rows from which a TPU does not sum rows of equal ids by one scatter of all. By the
 # estimates for a v5e (libtpu 0.0.50) that takes 5 ns a row in a batch of 4 MB and 15 in one of
 # 32 MB, and XLA sorts ids for it a second time, which takes as long to compile as all the rest.

@@ -5,10 +5,9 @@
 An optimizer is one function of unique ids and their rows. How these are made from a gradient
 is decided where the program is lowered for a device:
 
-| one CPU                 | equal ids found by hashing; the update in `fused` form  |
-|   and gathered rows     | blocks of rows in the order of their ids: `row_blocks`  |
 | CPUs, several TPUs      | equal ids summed by sorting; the update in `fused` form |
-| one TPU                 | the same; the update as a `kernel`                      |
+| one CPU, gathered rows  | blocks of rows in the order of their ids: `row_blocks`  |
+| one TPU                 | equal ids summed by sorting; the update as a `kernel`   |
 |   and many rows         | equal ids found by sorting; the update as a `kernel`    |
 | one GPU, jax from 0.12  | equal ids summed by sorting; the update in `fused` form |
 | GPUs, vmap, derivatives | the same; the update as it is defined                   |
@@ -27,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.array_types import is_known, spec_of, varying_alike
+from jmask._base.array_types import spec_of, varying_alike
 from jmask._base.lowering import GroupedPrimitive, Results, in_one_device, switched_on
 from jmask._base.row_ids import Order
 from jmask._base.shards import Shards, entry
@@ -37,7 +36,6 @@ from jmask._kernels.coalesce import (
     RowsOfTable,
     are_large,
     coalesce_rows,
-    summed_by_hashing,
     summed_by_sorting,
 )
 from jmask._kernels.exchange import with_own_rows
@@ -49,7 +47,6 @@ from jmask._kernels.row_blocks import (
     rows_in_blocks,
     run_side_by_side,
     sums_in_blocks,
-    together,
 )
 from jmask._kernels.rows import add_rows, is_routed
 from jmask._kernels.sharded_rows import routed
@@ -333,7 +330,7 @@ def _summed_by_definition(updates: Sequence[RowUpdate]) -> Results:
 
 
 def _on_cpus(updates: Sequence[RowUpdate]) -> Results:
-    return _side_by_side(_summed_if_sharded(updates))
+    return list(map(_in_one_round, _summed_if_sharded(updates)))
 
 
 def _on_one_cpu(updates: Sequence[RowUpdate]) -> Results:
@@ -342,24 +339,10 @@ def _on_one_cpu(updates: Sequence[RowUpdate]) -> Results:
         for i, x in enumerate(updates)
         if x.order == "any" and isinstance(x.values, GatheredRows)
     ]
-    others = [i for i in range(len(updates)) if i not in in_blocks]
     size = block_size([_bytes_of_row(updates[i].values) for i in in_blocks])
     tables = run_side_by_side([_loop(updates[i], size) for i in in_blocks])
     results = dict(zip(in_blocks, tables, strict=True))
-    unique = _summed_by_hashing([updates[i] for i in others])
-    results.update(zip(others, _side_by_side(unique), strict=True))
-    return [results[i] for i in range(len(updates))]
-
-
-def is_hashed(x: RowUpdate) -> bool:
-    """Decide whether rows of equal ids are found by hashing."""
-    return x.order == "any" and not x.update.additive and is_known(*x.ids.shape)
-
-
-def _summed_by_hashing(updates: Sequence[RowUpdate]) -> list[RowUpdate]:
-    hashed = [x.gradient() for x in updates if is_hashed(x)]
-    unique = iter(summed_by_hashing(hashed) if hashed else ())
-    return [x.with_unique(*next(unique)) if is_hashed(x) else x for x in updates]
+    return [results[i] if i in results else _in_one_round(x) for i, x in enumerate(updates)]
 
 
 def _loop(x: RowUpdate, size: int) -> BlockLoop:
@@ -376,15 +359,8 @@ def _bytes_of_row(values: Rows) -> int:
     return math.prod(values.shape[1:]) * values.dtype.itemsize
 
 
-def _side_by_side(updates: Sequence[RowUpdate]) -> Results:
-    """Do updates as `_fused`; the tables of each update are buffers of their own."""
-    several = [x for x in updates if len(x.tables) > 1]
-    results = iter([tables for group in together(several) for tables in _in_one_round(group)])
-    return [next(results) if len(x.tables) > 1 else _fused(x) for x in updates]
-
-
-def _in_one_round(updates: Sequence[RowUpdate]) -> Results:
-    """Do updates as `_fused`, in a loop of one round.
+def _in_one_round(x: RowUpdate) -> list[jax.Array]:
+    """Do an update as `_fused`, in a loop of one round: several tables are different buffers.
 
     XLA's CPU compiler (jaxlib 0.10.0 to 0.12.0) gives the wrong buffers to a scatter that is
     passed an array twice, as two slots of zeros are where a state is made in the program of its
@@ -392,16 +368,14 @@ def _in_one_round(updates: Sequence[RowUpdate]) -> Results:
     docs/performance.md. A loop carries different arrays, and XLA cannot know that this one has
     a single round: it does not count.
     """
+    if len(x.tables) == 1:
+        return _fused(x)
 
-    def one_round(carried: tuple[jax.Array, Results]) -> tuple[jax.Array, Results]:
+    def one_round(carried: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, Tables]:
         is_open, tables = carried
-        new = [
-            _fused(dataclasses.replace(x, tables=arrays))
-            for arrays, x in zip(tables, updates, strict=True)
-        ]
-        return jnp.zeros_like(is_open), new
+        return jnp.zeros_like(is_open), _fused(dataclasses.replace(x, tables=tables))
 
-    carried = (zero_of(updates[0].ids[0]) == 0, [list(x.tables) for x in updates])
+    carried = (zero_of(x.ids[0]) == 0, list(x.tables))
     return lax.while_loop(lambda carried: carried[0], one_round, carried)[1]
 
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from jax import lax
 
 import jmask
-from jmask._kernels import bag_sum as module
 from jmask._kernels import tuning
 from jmask._kernels.bag_sum import BagSum, bag_sum
 from jmask._kernels.gather import Gather
@@ -120,17 +119,6 @@ def test_rows_are_read_once_and_not_written():
     program = jax.jit(squares).lower(table, ids).compile()
     assert program.memory_analysis().temp_size_in_bytes < 2e6  # the sums; all rows are 2.6 MB
     assert len(re.findall(r" gather\(", program.as_text())) == 5
-
-
-def test_bags_that_are_too_long_are_summed_in_blocks():
-    assert module.most_columns(1) == 64
-    assert module.most_columns(26) == 19
-    assert module.most_columns(1000) == 0
-    equal = lambda k: BagSum(None, jnp.zeros((2, k)), None, None, None, 2, 0)
-    assert module.is_short(equal(3), 3)
-    assert not module.is_short(equal(4), 3)
-    ragged = BagSum(None, jnp.zeros(6), jnp.zeros(6), None, None, 2, 0)
-    assert not module.is_short(ragged, 3)
 
 
 # --- gathers --------------------------------------------------------------------------

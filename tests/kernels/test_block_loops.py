@@ -1,7 +1,6 @@
 """Loops side by side: what each gives alone, whatever their lengths.
 
-The ways to sum rows of equal ids agree bit for bit, and are exact whatever the hash does;
-what is known of rows goes with them.
+The ways to sum rows of equal ids agree bit for bit; what is known of rows goes with them.
 """
 
 import functools
@@ -14,7 +13,7 @@ import pytest
 
 import jmask
 from jmask._kernels import coalesce, tuning
-from jmask._kernels.coalesce import RowsOfTable, summed_by_hashing, summed_by_sorting
+from jmask._kernels.coalesce import RowsOfTable, summed_by_sorting
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows, as_array
 from jmask._kernels.row_blocks import block_size
 from tests.compiled_step import compiled_step, temporary_bytes
@@ -240,77 +239,40 @@ def tables_of(seed):
         )
 
 
-def check(tables, summed):
-    for (ids, values, rows), (unique, sums) in zip(tables, summed, strict=True):
-        assert unique.dtype == ids.dtype
-        assert sums.dtype == values.dtype
-        ids, values = np.asarray(ids), np.asarray(values, np.float64)
-        _, first = np.unique(ids, return_index=True)
-        is_first = np.isin(np.arange(ids.size), first) & (ids < rows)
-        np.testing.assert_array_equal(unique, np.where(is_first, ids, rows))
-        for i in np.flatnonzero(is_first):
-            total = values[ids == ids[i]].sum(0)
-            np.testing.assert_array_equal(sums[i], total.astype(sums.dtype))
-
-
-FORMS = {
-    "hashing": summed_by_hashing,
-    "sorting": lambda tables: list(map(summed_by_sorting, tables)),
-}
+def check(ids, values, rows):
+    summed = jax.jit(lambda *x: summed_by_sorting(RowsOfTable(*x, rows)))
+    unique, sums = summed(ids, values)
+    assert unique.dtype == ids.dtype
+    assert sums.dtype == values.dtype
+    ids, values = np.asarray(ids), np.asarray(values, np.float64)
+    _, first = np.unique(ids, return_index=True)
+    is_first = np.isin(np.arange(ids.size), first) & (ids < rows)
+    np.testing.assert_array_equal(unique, np.where(is_first, ids, rows))
+    for i in np.flatnonzero(is_first):
+        total = values[ids == ids[i]].sum(0)
+        np.testing.assert_array_equal(sums[i], total.astype(sums.dtype))
 
 
 @pytest.mark.parametrize("block", [1, 7, 256])
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("form", FORMS)
-def test_several_tables(monkeypatch, form, seed, block):
+def test_rows_summed_into_the_first(monkeypatch, seed, block):
     monkeypatch.setattr(tuning, "LATER_ROWS", block)
-    monkeypatch.setattr(tuning, "BLOCK_ROWS", (1, block))
-    monkeypatch.setattr(tuning, "COPIED_SUMS", (0, 200, 2**22)[seed % 3])
-    tables = list(tables_of(seed))
-    rows = [rows for *_, rows in tables]
-
-    @jax.jit
-    def summed(arrays):
-        return FORMS[form]([RowsOfTable(*x, n) for x, n in zip(arrays, rows, strict=True)])
-
-    check(tables, summed([x[:2] for x in tables]))
+    for ids, values, rows in tables_of(seed):
+        check(ids, values, rows)
 
 
-@pytest.mark.parametrize("copied", [0, 2**22])
-@pytest.mark.parametrize("form", FORMS)
-def test_sums_are_in_order(monkeypatch, form, copied):
+def test_sums_are_in_order():
     """The first value is added to, in the order in which others came."""
-    monkeypatch.setattr(tuning, "COPIED_SUMS", copied)
     values = jnp.asarray([1e8, 3, -1e8, 5e8, 1e-3])[:, None]
     ids = jnp.asarray([7, 7, 7, 2, 7], jnp.int32)
-    ((_, sums),) = FORMS[form]([RowsOfTable(ids, values, V)])
+    _, sums = summed_by_sorting(RowsOfTable(ids, values, V))
     expected = np.float32(0)
     for x in np.asarray(values)[[0, 1, 2, 4], 0]:
         expected += x
     assert sums[0, 0] == expected
 
 
-@pytest.mark.parametrize("buckets", [1, 2, 4])
-def test_whatever_the_hash_does(monkeypatch, buckets):
-    # Each round finds one id of a bucket.
-    monkeypatch.setattr(
-        coalesce, "_hash", lambda ids, number: ids.astype("int32") & (buckets - 1)
-    )
-    tables = list(tables_of(0))
-    check(tables, summed_by_hashing([RowsOfTable(*x) for x in tables]))
-
-
-def test_few_rounds():
-    ids = jnp.asarray(np.random.default_rng(0).integers(0, 2**31 - 1, 100_000), jnp.int32)
-    hashes = [np.asarray(coalesce._hash(ids, jnp.int32(number))) for number in range(3)]
-    buckets = [np.unique(x & (2**19 - 1)).size for x in hashes]
-    # As many as of random numbers: 2**19 * (1 - exp(-100_000 / 2**19)).
-    np.testing.assert_allclose(buckets, 91_000, rtol=0.02)
-
-
-def test_ids_of_64_bits_of_several_tables():
+def test_ids_of_64_bits_summed_into_the_first():
     with jax.enable_x64(True):
         ids = jnp.asarray([2**40, 5, 2**40 + 2**32, 5, 2**40, 2**41])
-        tables = [(ids, jnp.ones((6, 2), "float32"), 2**41), (ids[:2] % 7, jnp.ones((2, 1)), 7)]
-        for summed in FORMS.values():
-            check(tables, summed([RowsOfTable(*x) for x in tables]))
+        check(ids, jnp.ones((6, 2), "float32"), 2**41)

@@ -28,7 +28,7 @@ from tests.stored_tables import STEPS
 
 pytestmark = pytest.mark.dtype_promotion
 
-# Equal ids are found by sorting or hashing in large tables, by marking in small ones.
+# Equal ids are found by sorting in large tables, by marking in small ones.
 LARGE_TABLE, SMALL_TABLE, WIDTH = 40, 8, 4
 
 
