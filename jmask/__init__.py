@@ -20,6 +20,7 @@ from jmask._embedding.pad_bags import pad_bags as pad_bags
 from jmask._gradcheck.check import gradcheck as gradcheck
 from jmask._gradcheck.check import is_masked_function as is_masked_function
 from jmask._gradcheck.message import GradcheckError as GradcheckError
+from jmask._kernels.keep_memory import keep_memory as keep_memory
 from jmask._kernels.stochastic_rounding import stochastic_round as stochastic_round
 from jmask._lazy.lazy import lazy as lazy
 from jmask._ops import indexing as _indexing  # noqa: F401

@@ -37,7 +37,7 @@ PAGES = {
     ),
     "gradients": (
         "Gradients",
-        "value_and_grad grad explain gradcheck GradcheckError is_masked_function",
+        "value_and_grad grad explain gradcheck GradcheckError is_masked_function keep_memory",
     ),
     "optimizers": (
         "Optimizers",

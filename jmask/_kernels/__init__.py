@@ -13,5 +13,6 @@ scatter_update          one scatter whose combiner is an optimizer
 tpu_rows                updates by row DMAs on TPUs, and which updates are made so
 lines                   narrow rows packed in lines of 128 lanes
 tuning                  thresholds between two ways to compute the same, and why
+keep_memory             freed memory stays with the process, on CPUs
 stochastic_rounding     sums rounded to a narrow dtype, right on average
 """

@@ -371,7 +371,9 @@ def _in_one_round(x: RowUpdate) -> list[jax.Array]:
     if len(x.tables) == 1:
         return _fused(x)
 
-    def one_round(carried: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, Tables]:
+    def one_round(
+        carried: tuple[jax.Array, list[jax.Array]],
+    ) -> tuple[jax.Array, list[jax.Array]]:
         is_open, tables = carried
         return jnp.zeros_like(is_open), _fused(dataclasses.replace(x, tables=tables))
 
