@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jmask._kernels import tpu_rows
+from jmask._kernels._tpu import row_updates
 
 # GHz and GB/s, as the Cloud TPU documentation has bandwidths; clocks as libtpu has them.
 GENERATIONS = {"v5e": (1.5, 819), "v6e": (1.75, 1640), "v5p": (1.75, 2765)}
@@ -140,8 +140,8 @@ def _kernel(name: str, bundles: list[str]) -> Kernel:
 def _with_full_blocks(bundles: list[str], loop: _Loop) -> _Loop:
     """A loop of a kernel of jmask, with the rounds of full blocks if it copies rows."""
     body = " ".join(bundles[loop.first : loop.last + 1])
-    if loop.rounds is None and len(_COPY.findall(body)) >= tpu_rows._UNROLL:
-        return dataclasses.replace(loop, rounds=tpu_rows._BLOCK // tpu_rows._UNROLL)
+    if loop.rounds is None and len(_COPY.findall(body)) >= row_updates._UNROLL:
+        return dataclasses.replace(loop, rounds=row_updates._BLOCK // row_updates._UNROLL)
     return loop
 
 

@@ -10,9 +10,9 @@ bag_sum                 sums of rows that are not materialised
 row_blocks              loops over blocks of rows, and sums of equal ids in them
 update_rows             tables updated at unique ids: a primitive that knows the device
 scatter_update          one scatter whose combiner is an optimizer
-tpu_rows                updates by row DMAs on TPUs, and which updates are made so
 lines                   narrow rows packed in lines of 128 lanes
 tuning                  thresholds between two ways to compute the same, and why
 keep_memory             freed memory stays with the process, on CPUs
 stochastic_rounding     sums rounded to a narrow dtype, right on average
+_tpu/                   kernels of row DMAs, and which updates they make
 """

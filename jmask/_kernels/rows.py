@@ -30,10 +30,7 @@ from jmask._base.array_types import (
 from jmask._base.lowering import in_one_device, lower, primitive
 from jmask._base.row_ids import Order, widen
 from jmask._base.shards import Shards, entry, gathered
-from jmask._base.types import Shaped
-from jmask._kernels import tpu_rows, tuning
 from jmask._kernels.gather import BITS, Gather, zero_of
-from jmask._kernels.lines import LANES, inserted, joined_in_lines, picked
 
 _CLIP = lax.GatherScatterMode.CLIP
 _DROP = lax.GatherScatterMode.FILL_OR_DROP
@@ -146,9 +143,9 @@ def _write(kind, table, ids, rows, order):
     if shards is not None and is_ambiguous(table, ids, rows):
         return _written_on_shards(shards, kind, table, ids, rows, order)
     if order == "any" or shards is not None or not ids.shape[0]:
-        return _scattered(table, ids, rows, kind, order)
+        return scattered(table, ids, rows, kind, order)
     operands = varying_alike(table, ids, rows)
-    return _write_rows_p.bind(*operands, how=Write(kind, order, in_one_device()))[0]
+    return WRITE.bind(*operands, how=Write(kind, order, in_one_device()))[0]
 
 
 def is_routed(shards: Shards, ids: jax.Array, order: Order) -> bool:
@@ -177,7 +174,7 @@ def _written_on_shards(
     return shards.run(written, table, ids, rows, specs=specs, out=shards.spec)
 
 
-def _scattered(
+def scattered(
     table: jax.Array, ids: jax.Array, rows: jax.Array, kind: Kind, order: Order
 ) -> jax.Array:
     """Bind one scatter.
@@ -236,52 +233,12 @@ def _unique_padding(ids: jax.Array, rows: int) -> tuple[jax.Array, bool]:
 def _written_as_promised(
     table: jax.Array, ids: jax.Array, rows: jax.Array, *, how: Write
 ) -> list[jax.Array]:
-    return [_scattered(table, ids, rows, how.kind, how.order)]
+    return [scattered(table, ids, rows, how.kind, how.order)]
 
 
-_write_rows_p = primitive(
+WRITE = primitive(
     "jmask_write_rows", _written_as_promised, shapes=lambda table, ids, rows, **_: [table]
 )
-
-
-def sorted_pays(table: Shaped, ids: Shaped) -> bool:
-    """Decide whether a TPU gains by the promise of sorted ids."""
-    rows, count = table.shape[0], ids.shape[0]
-    return is_known(rows, count) and rows <= tuning.SORTED_PAYS * count
-
-
-def _written_on_tpus(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, *, how: Write
-) -> list[jax.Array]:
-    if how.is_alone:
-        return _written_on_a_tpu(table, ids, rows, how=how)
-    return [_written_by_xla(table, ids, rows, how)]
-
-
-def _written_by_xla(table: jax.Array, ids: jax.Array, rows: jax.Array, how: Write) -> jax.Array:
-    pays = how.order == "sorted" and sorted_pays(table, ids)
-    return _scattered(table, ids, rows, how.kind, "sorted" if pays else "any")
-
-
-def _written_on_a_tpu(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, *, how: Write
-) -> list[jax.Array]:
-    is_sorted = how.order == "sorted"
-    if _is_in_lines(table, ids):
-        if not is_sorted:
-            _, row = sorted_with(ids, rows.reshape(ids.shape))
-            ids, _ = sorted_with(ids, entries_of(ids))  # as the rows were read
-            rows = row.reshape(rows.shape)
-        return [_written_in_lines(table, ids, rows, how.kind)]
-    if is_sorted and tpu_rows.accepts_pairs(table, ids):
-        return [_written_in_pairs(table, ids, rows, how.kind)]
-    if not tpu_rows.accepts([table], ids, [rows]):
-        return [_written_by_xla(table, ids, rows, how)]
-    if how.kind == "set":
-        body, read = lambda old, new: [new], []
-    else:
-        body, read = lambda old, step: [old + step], [0]
-    return tpu_rows.update(body, [table], ids, [rows], padding_last=is_sorted, read=read)
 
 
 def _written_on_gpus(
@@ -293,96 +250,7 @@ def _written_on_gpus(
     return _written_as_promised(table, ids, rows, how=how)
 
 
-lower(_write_rows_p, _written_on_a_tpu, _written_on_tpus, platform="tpu")
-lower(_write_rows_p, _written_on_gpus, platform="gpu")
-
-
-# --- rows of 16 bits ---------------------------------------------------------------------
-
-
-def _written_in_pairs(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, kind: Kind
-) -> jax.Array:
-    """Write rows of a 16-bit table (V, width), which share words of 32 bits in pairs."""
-    if kind == "add":
-        rows = gather_rows(table, ids, coalesced=True) + rows
-    bits = lax.bitcast_convert_type(rows, jnp.uint16).astype(jnp.int32)
-    is_upper = (ids % 2 == 1)[:, None]
-    words = jnp.where(is_upper, bits << 16, bits)
-    mask = jnp.where(is_upper, jnp.int32(-(2**16)), jnp.int32(2**16 - 1))
-    target, words, mask = joined_in_lines(ids // 2, table.shape[0] // 2, 2, words, mask)
-    (table,) = tpu_rows.update(
-        lambda old, new, mask: [(old & ~mask) | new],
-        [table],
-        target,
-        [words, jnp.broadcast_to(mask, words.shape)],
-        padding_last=False,
-    )
-    return table
-
-
-# --- one entry for each row --------------------------------------------------------------
-
-# On a TPU an array (V, 1) lies in memory as V entries in a row. XLA's gathers and scatters copy
-# it to shape (V,) first. A reshape to (1, V) copies nothing, and of that the kernels read and
-# write lines of 128 entries.
-
-
-def _is_in_lines(table: jax.Array, ids: jax.Array) -> bool:
-    """Decide whether a table (V, 1, ..., 1) is read and written by lines on a TPU."""
-    in_one_row = jax.ShapeDtypeStruct((1, LANES), table.dtype)
-    return (
-        table.ndim > 1
-        and table.size == table.shape[0]
-        and not sorted_pays(table, ids)
-        and tpu_rows.accepts([in_one_row], ids, [])
-    )
-
-
-def _written_in_lines(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, kind: Kind
-) -> jax.Array:
-    n, start = ids.shape[0], table.shape[0] // LANES * LANES
-    lines, old = _lines_and_entries(table, ids)
-    new = rows.reshape(n) + old if kind == "add" else rows.reshape(n)
-    line, lines = inserted(lines, ids, new, start)
-    (flat,) = tpu_rows.update(
-        lambda old, new: [new],
-        [table.reshape(1, -1)],
-        line,
-        [lines],
-        padding_last=False,
-        read=[],
-    )
-    rest, rest_ids = _last_line(table, ids)
-    if not rest.shape[0]:
-        return flat.reshape(table.shape)
-    # Ids are sorted: those in the last, partial line come right before the padding.
-    few = min(n, LANES)
-    first = jnp.maximum(jnp.sum(ids < table.shape[0], dtype=jnp.int32) - few, 0)
-    rest_ids, new = (lax.dynamic_slice_in_dim(x, first, few) for x in (rest_ids, new))
-    new = new.reshape(few, *table.shape[1:])
-    rest = _scattered(rest, rest_ids, new, "set", "any")
-    return lax.dynamic_update_slice_in_dim(flat.reshape(table.shape), rest, start, axis=0)
-
-
-def _last_line(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the entries of a table (V, 1, ..., 1) that fill no line, and the ids in them."""
-    start = table.shape[0] // LANES * LANES
-    rest = lax.slice_in_dim(table, start, None)
-    return rest, jnp.where(ids < start, rest.shape[0], ids - start)
-
-
-def _lines_and_entries(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Read the lines (n, 128) of ids in a table (V, 1, ..., 1), and their entries (n,)."""
-    line = jnp.minimum(ids // LANES, table.shape[0] // LANES - 1)
-    lines = tpu_rows.read_lines(table.reshape(1, -1), line)
-    entries = picked(lines, ids % LANES, 1).reshape(-1)
-    rest, rest_ids = _last_line(table, ids)
-    if not rest.shape[0]:
-        return lines, entries
-    is_rest = rest_ids < rest.shape[0]
-    return lines, jnp.where(is_rest, gather_rows(rest, rest_ids).reshape(-1), entries)
+lower(WRITE, _written_on_gpus, platform="gpu")
 
 
 def gather_unique_rows(table: jax.Array, ids: jax.Array, order: Order) -> jax.Array:
@@ -403,41 +271,20 @@ def gather_unique_rows(table: jax.Array, ids: jax.Array, order: Order) -> jax.Ar
     if not has_lines or shards is not None:
         return gather_rows(table, ids, coalesced=order == "sorted")
     table, ids = varying_alike(table, ids)
-    return _read_rows_p.bind(table, ids, order=order, is_alone=in_one_device())[0]
+    return READ.bind(table, ids, order=order, is_alone=in_one_device())[0]
 
 
-def _read(table: jax.Array, ids: jax.Array, *, order: Order, is_alone: bool) -> list[jax.Array]:
+def read_rows(
+    table: jax.Array, ids: jax.Array, *, order: Order, is_alone: bool
+) -> list[jax.Array]:
     del is_alone
     return [gather_rows(table, ids, coalesced=order == "sorted")]
 
 
-def _read_on_a_tpu(
-    table: jax.Array, ids: jax.Array, *, order: Order, is_alone: bool
-) -> list[jax.Array]:
-    if not _is_in_lines(table, ids):
-        return _read(table, ids, order=order, is_alone=is_alone)
-    # Sorted as `_written_on_a_tpu` sorts them, so that XLA reads the lines once for both.
-    entry = entries_of(ids)
-    if order != "sorted":
-        ids, entry = sorted_with(ids, entry)
-    _, entries = _lines_and_entries(table, ids)
-    if order != "sorted":
-        _, entries = sorted_with(entry, entries)
-    return [entries.reshape(-1, *table.shape[1:])]
-
-
-def _read_on_tpus(
-    table: jax.Array, ids: jax.Array, *, order: Order, is_alone: bool
-) -> list[jax.Array]:
-    read = _read_on_a_tpu if is_alone else _read
-    return read(table, ids, order=order, is_alone=is_alone)
-
-
-_read_rows_p = primitive(
+READ = primitive(
     "jmask_read_rows",
-    _read,
+    read_rows,
     shapes=lambda table, ids, **_: [
         table.update(shape=(*ids.shape, *table.shape[1:]), weak_type=False)
     ],
 )
-lower(_read_rows_p, _read_on_a_tpu, _read_on_tpus, platform="tpu")

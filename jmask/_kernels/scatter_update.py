@@ -26,9 +26,9 @@ from jmask._base.forms import aval_of
 from jmask._base.jaxprs import evaluate, only_arithmetic
 from jmask._base.row_ids import Order
 from jmask._base.types import ArraysFunction, LoweringContext, Shaped
-from jmask._kernels import tpu_rows
+from jmask._kernels._tpu import choice, row_updates
 from jmask._kernels.gathered_rows import Rows
-from jmask._kernels.rows import gather_unique_rows, never_alone, set_rows, sorted_pays
+from jmask._kernels.rows import gather_unique_rows, never_alone, set_rows
 from jmask._kernels.update_rows import OnUniqueRows, RowUpdate, UniqueRows, Update
 
 Combiner = ArraysFunction
@@ -109,7 +109,7 @@ def _by_kernel(program: ClosedJaxpr, update: Update) -> OnUniqueRows:
         tables, ids, grad, others, _ = call
         rows = [grad, *(jnp.broadcast_to(x, grad.shape) for x in others if x.ndim)]
         scalars = [x for x in others if not x.ndim]
-        if not tpu_rows.accepts(tables, ids, rows, scalars, program.jaxpr):
+        if not choice.accepts(tables, ids, rows, scalars, program.jaxpr):
             return update.fastest(call)
         is_scalar = [not x.ndim for x in others]
         count = len(tables)
@@ -120,12 +120,12 @@ def _by_kernel(program: ClosedJaxpr, update: Update) -> OnUniqueRows:
             others = (next(scalars if alone else arrays) for alone in is_scalar)
             return rule(*old, grad, *others)
 
-        read = [i for i in range(count) if tpu_rows.is_used(program.jaxpr, i)]
-        return tpu_rows.update(
+        read = [i for i in range(count) if choice.is_used(program.jaxpr, i)]
+        return row_updates.update(
             body, tables, ids, rows, scalars, padding_last=call.is_sorted, read=read
         )
 
-    rule = entry_by_entry(lambda *entries: tpu_rows.evaluate(program, *entries))
+    rule = entry_by_entry(lambda *entries: choice.evaluate(program, *entries))
     return updated
 
 
@@ -208,7 +208,7 @@ def _lowered_for_tpus(
     is_sorted: bool,
 ) -> Sequence[mlir.ir.Value]:
     table, ids = ctx.avals_in[0], ctx.avals_in[len(operands) // 2]
-    is_sorted = is_sorted and sorted_pays(table, ids)
+    is_sorted = is_sorted and choice.sorted_pays(table, ids)
     return _lowered(ctx, *operands, program=program, is_sorted=is_sorted)
 
 

@@ -31,7 +31,7 @@ from jmask._base.lowering import GroupedPrimitive, Results, in_one_device, switc
 from jmask._base.row_ids import Order
 from jmask._base.shards import Shards, entry
 from jmask._base.types import PyTreeDef, Table
-from jmask._kernels import tpu_rows
+from jmask._kernels._tpu import choice, narrow_rows, row_updates  # noqa: F401
 from jmask._kernels.coalesce import (
     RowsOfTable,
     are_large,
@@ -85,7 +85,7 @@ class Update:
     Attributes:
         definition: in operations that can be batched and differentiated.
         fused: the same for XLA's compilers for CPUs and TPUs, if there is another form.
-        kernel: the same as a kernel for one TPU, if there is one; see `tpu_rows`.
+        kernel: the same as a kernel for one TPU, if there is one; see `_tpu.row_updates`.
         captures: whether it holds tracers, which no primitive may keep.
         additive: whether ids need not be unique: rows of equal ids may come one at a time.
     """
@@ -251,10 +251,10 @@ def _added(x: UniqueRows) -> list[jax.Array]:
 
 
 def _added_by_kernel(x: UniqueRows) -> list[jax.Array]:
-    if not tpu_rows.accepts(x.tables, x.ids, [x.rows]):
+    if not choice.accepts(x.tables, x.ids, [x.rows]):
         return _added(x)
     rows = x.rows.astype(x.tables[0].dtype)
-    return tpu_rows.update(
+    return row_updates.update(
         lambda old, step: [old + step], x.tables, x.ids, [rows], padding_last=x.is_sorted
     )
 
@@ -282,13 +282,13 @@ _update_rows = GroupedPrimitive("jmask_update_rows", _by_definition, lambda x: l
 
 def _on_one_tpu(updates: Sequence[RowUpdate]) -> Results:
     for x in updates:
-        tpu_rows.warn_if_copied(x.tables[0])
+        choice.warn_if_copied(x.tables[0])
     return [_on_a_tpu(x) for x in updates]
 
 
 def _on_a_tpu(x: RowUpdate) -> list[jax.Array]:
     # XLA's scatters gain from sorted ids where tables are small, and the kernel never does.
-    if x.order == "any" and are_large(x.values) and tpu_rows.accepts(x.tables[:1], x.ids, []):
+    if x.order == "any" and are_large(x.values) and choice.accepts(x.tables[:1], x.ids, []):
         x = x.with_unique(*summed_by_sorting(x.gradient()))
     return x.done_by(x.update.kernel or x.update.fastest)
 

@@ -17,7 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 import jmask
-from jmask._kernels import rows, scatter_update, tpu_rows, tuning, update_rows
+from jmask._kernels import rows, scatter_update, tuning, update_rows
+from jmask._kernels._tpu import choice, narrow_rows, row_updates
 from tests.expressions import functions
 from tests.oracle import assert_close
 from tests.stored_tables import update_and_apply
@@ -33,7 +34,7 @@ V = 60
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     for name, value in (("_BLOCK", 16), ("_CHUNK", 8), ("_UNROLL", 4)):
-        monkeypatch.setattr(tpu_rows, name, value)
+        monkeypatch.setattr(row_updates, name, value)
 
 
 @pytest.fixture
@@ -174,7 +175,7 @@ def test_sets_and_sums(kind, order, monkeypatch):
         update = update_rows._prepared(x)
         assert_same(update, run(update_rows._on_one_tpu, update))
     elif order != "any":
-        how = functools.partial(rows._written_on_a_tpu, how=rows.Write("set", order))
+        how = functools.partial(narrow_rows._written_on_a_tpu, how=rows.Write("set", order))
         (written,) = jax.jit(how)(table, ids, new)
         expected, exists = np.array(table), np.asarray(ids) < V
         expected[np.asarray(ids)[exists]] = np.asarray(new)[exists]
@@ -203,7 +204,7 @@ def test_one_entry_for_each_row(count, dtype, shape):
         new = np.array(numbers(rng, (len(ids), *shape), dtype))
         exists = ids < count
         for kind in ("set", "add"):
-            how = functools.partial(rows._written_on_a_tpu, how=rows.Write(kind, order))
+            how = functools.partial(narrow_rows._written_on_a_tpu, how=rows.Write(kind, order))
             (written,) = jax.jit(how)(table, jnp.asarray(ids, jnp.int32), new)
             expected = table.copy()
             if kind == "set":
@@ -211,7 +212,7 @@ def test_one_entry_for_each_row(count, dtype, shape):
             else:
                 expected[ids[exists]] += new[exists]
             assert written.tobytes() == expected.tobytes()
-        how = functools.partial(rows._read_on_a_tpu, order=order, is_alone=True)
+        how = functools.partial(narrow_rows._read_on_a_tpu, order=order, is_alone=True)
         (read,) = jax.jit(how)(table, jnp.asarray(ids, jnp.int32))
         assert read[exists].tobytes() == table[ids[exists]].tobytes()
 
@@ -225,7 +226,7 @@ def test_rows_of_16_bits(kind, width, dtype):
     rng = np.random.default_rng(0)
     table = np.array(numbers(rng, (V, width), dtype))
     table[::7], table[1::7], table[2::7] = np.nan, -0.0, np.inf
-    how = functools.partial(rows._written_on_a_tpu, how=rows.Write(kind, "sorted"))
+    how = functools.partial(narrow_rows._written_on_a_tpu, how=rows.Write(kind, "sorted"))
     for ids in (
         np.r_[np.arange(1, 40), [V] * 2],
         np.r_[np.arange(0, V, 2), [V] * 30],
@@ -282,7 +283,7 @@ def test_control_equal_ids_race(places, capfd):
     @jax.jit
     def run(table, ids):
         new = jnp.ones((40, 128))
-        return tpu_rows.update(lambda x, y: [x + y], [table], ids, [new], padding_last=True)
+        return row_updates.update(lambda x, y: [x + y], [table], ids, [new], padding_last=True)
 
     def verdict():
         try:
@@ -410,7 +411,7 @@ def test_one_export_holds_the_kernel_and_scatters():
 
 
 def test_narrow_tables_are_said_once():
-    tpu_rows._warn_of_copies.cache_clear()
+    choice._warn_of_copies.cache_clear()
     with pytest.warns(UserWarning, match=r"jmask.packed\(table\)"):
         kernels_of(jmask.adagrad(), (10**6, 64))
     kernels_of(jmask.adagrad(), (10**6, 64))  # not again, nor of small tables
