@@ -2,7 +2,7 @@
 
 rows                    gathers and scatters of whole rows
 gather                  a lookup as XLA's CPU compiler vectorizes it
-coalesce                rows of equal ids summed: in order, or where the first of them is
+coalesce                rows of equal ids summed, into as many slots as there are ids
 exchange                rows sent to the shards that own them, by all-to-all
 sharded_rows            lookups in sharded tables, and rows brought to the shards
 gathered_rows           rows of another array, scaled, that are not materialised

@@ -29,7 +29,7 @@ from jmask._base.types import ArraysFunction, LoweringContext, Shaped
 from jmask._kernels._tpu import choice, row_updates
 from jmask._kernels.gathered_rows import Rows
 from jmask._kernels.rows import gather_unique_rows, never_alone, set_rows
-from jmask._kernels.update_rows import OnUniqueRows, RowUpdate, UniqueRows, Update
+from jmask._kernels.update_rows import Form, RowUpdate, Update
 
 Combiner = ArraysFunction
 
@@ -75,10 +75,10 @@ def update_elementwise(
     return RowUpdate(update, tables, ids, grad, others, order)
 
 
-def _by_parts(combiner: Combiner) -> OnUniqueRows:
+def _by_parts(combiner: Combiner) -> Form:
     """Make the definition: what a single scatter computes, in three operations."""
 
-    def update(x: UniqueRows) -> list[jax.Array]:
+    def update(x: RowUpdate) -> list[jax.Array]:
         old = [gather_unique_rows(table, x.ids, x.order) for table in x.tables]
         new = combiner(*old, x.rows, *x.scalars)
         return [
@@ -90,7 +90,7 @@ def _by_parts(combiner: Combiner) -> OnUniqueRows:
 
 
 def _one_scatter(program: ClosedJaxpr) -> Update:
-    def scattered(x: UniqueRows) -> list[jax.Array]:
+    def scattered(x: RowUpdate) -> list[jax.Array]:
         rows = [jnp.broadcast_to(y, x.rows.shape) for y in (x.rows, *x.scalars)]
         # A scatter takes as many updates as operands: room that is left over is filled.
         rows += [rows[0]] * (len(x.tables) - len(rows))
@@ -102,11 +102,11 @@ def _one_scatter(program: ClosedJaxpr) -> Update:
     return Update(_by_parts(rule), scattered)
 
 
-def _by_kernel(program: ClosedJaxpr, update: Update) -> OnUniqueRows:
+def _by_kernel(program: ClosedJaxpr, update: Update) -> Form:
     """Return the update as a kernel for TPUs, where there is one."""
 
-    def updated(call: UniqueRows) -> list[jax.Array]:
-        tables, ids, grad, others, _ = call
+    def updated(call: RowUpdate) -> list[jax.Array]:
+        tables, ids, grad, others = call.tables, call.ids, call.rows, call.scalars
         rows = [grad, *(jnp.broadcast_to(x, grad.shape) for x in others if x.ndim)]
         scalars = [x for x in others if not x.ndim]
         if not choice.accepts(tables, ids, rows, scalars, program.jaxpr):

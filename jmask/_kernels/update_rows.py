@@ -20,7 +20,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +31,8 @@ from jmask._base.row_ids import Order
 from jmask._base.shards import Shards, entry
 from jmask._base.types import PyTreeDef, Table
 from jmask._kernels._tpu import choice, narrow_rows, row_updates  # noqa: F401
-from jmask._kernels.coalesce import (
-    RowsOfTable,
-    are_large,
-    coalesce_rows,
-    summed_by_sorting,
-)
+from jmask._kernels._tpu.equal_ids import summed_where_first
+from jmask._kernels.coalesce import are_large, coalesce_rows
 from jmask._kernels.exchange import with_own_rows
 from jmask._kernels.gather import zero_of
 from jmask._kernels.gathered_rows import GatheredRows, Rows, as_array
@@ -54,28 +49,8 @@ from jmask._kernels.sharded_rows import routed
 Tables = Sequence[jax.Array]
 
 
-class UniqueRows(NamedTuple):
-    """Hold what one form of an update takes, as `RowUpdate` has it.
-
-    Attributes:
-        ids: unique apart from padding, but for additive updates.
-        order: of the ids.
-    """
-
-    tables: Tables
-    ids: jax.Array
-    rows: jax.Array
-    scalars: Sequence[jax.Array]
-    order: Order
-
-    @property
-    def is_sorted(self) -> bool:
-        """True if ids are sorted, with padding last."""
-        return self.order == "sorted"
-
-
-OnUniqueRows = Callable[[UniqueRows], list[jax.Array]]
-"""What the tables become."""
+Form = Callable[["RowUpdate"], list[jax.Array]]
+"""What the tables become, by an update of unique ids and summed rows."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,14 +65,14 @@ class Update:
         additive: whether ids need not be unique: rows of equal ids may come one at a time.
     """
 
-    definition: OnUniqueRows
-    fused: OnUniqueRows | None = None
-    kernel: OnUniqueRows | None = None
+    definition: Form
+    fused: Form | None = None
+    kernel: Form | None = None
     captures: bool = False
     additive: bool = False
 
     @property
-    def fastest(self) -> OnUniqueRows:
+    def fastest(self) -> Form:
         return self.fused or self.definition
 
 
@@ -129,28 +104,31 @@ class RowUpdate:
     order: Order
     is_alone: bool = False
 
+    @property
+    def rows(self) -> jax.Array:
+        """The values as one array."""
+        return as_array(self.values)
+
+    @property
+    def is_sorted(self) -> bool:
+        """True if ids are sorted, with padding last."""
+        return self.order == "sorted"
+
     def summed(self) -> "RowUpdate":
         """Return the same update with the rows of equal ids summed."""
         if self.order != "any":
             return self
-        ids, rows = coalesce_rows(*self.gradient())
+        ids, rows = coalesce_rows(self.ids, self.rows, self.tables[0].shape[0])
         return dataclasses.replace(self, ids=ids, values=rows, order="sorted")
 
-    def gradient(self) -> RowsOfTable:
-        return RowsOfTable(self.ids, as_array(self.values), self.tables[0].shape[0])
-
-    def with_unique(self, ids: jax.Array, values: jax.Array) -> "RowUpdate":
-        return dataclasses.replace(self, ids=ids, values=values, order="unique")
-
-    def done_by(self, form: OnUniqueRows, duplicates: bool = False) -> list[jax.Array]:
+    def done_by(self, form: Form, duplicates: bool = False) -> list[jax.Array]:
         """Return the tables, updated in a form of the update.
 
         Args:
             form: a form of `Update`.
             duplicates: whether an additive update may take equal ids as they come.
         """
-        x = self if duplicates and self.update.additive else self.summed()
-        return form(UniqueRows(x.tables, x.ids, as_array(x.values), x.scalars, x.order))
+        return form(self if duplicates and self.update.additive else self.summed())
 
 
 def updated(updates: Sequence[RowUpdate | list[Table]]) -> list[list[Table]]:
@@ -183,7 +161,7 @@ def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]
 
     What the gradient has of them crosses the network once, for all tables.
     """
-    ids, values = x.ids, as_array(x.values)
+    ids, values = x.ids, x.rows
     # What is traced outside cannot be used on each device, and a sum along a row, one number of
     # which is kept, needs all of its columns.
     is_per_row = any(y.shape != x.tables[0].shape for y in x.tables)
@@ -246,11 +224,11 @@ def add_to_rows(
     return total
 
 
-def _added(x: UniqueRows) -> list[jax.Array]:
+def _added(x: RowUpdate) -> list[jax.Array]:
     return [add_rows(x.tables[0], x.ids, x.rows, x.order) if x.ids.shape[0] else x.tables[0]]
 
 
-def _added_by_kernel(x: UniqueRows) -> list[jax.Array]:
+def _added_by_kernel(x: RowUpdate) -> list[jax.Array]:
     if not choice.accepts(x.tables, x.ids, [x.rows]):
         return _added(x)
     rows = x.rows.astype(x.tables[0].dtype)
@@ -289,7 +267,8 @@ def _on_one_tpu(updates: Sequence[RowUpdate]) -> Results:
 def _on_a_tpu(x: RowUpdate) -> list[jax.Array]:
     # XLA's scatters gain from sorted ids where tables are small, and the kernel never does.
     if x.order == "any" and are_large(x.values) and choice.accepts(x.tables[:1], x.ids, []):
-        x = x.with_unique(*summed_by_sorting(x.gradient()))
+        ids, rows = summed_where_first(x.ids, x.rows, x.tables[0].shape[0])
+        x = dataclasses.replace(x, ids=ids, values=rows, order="unique")
     return x.done_by(x.update.kernel or x.update.fastest)
 
 
@@ -302,18 +281,7 @@ def _on_tpus(updates: Sequence[RowUpdate]) -> Results:
 def _on_one_gpu(updates: Sequence[RowUpdate]) -> Results:
     # A scatter of several tables is one kernel since jaxlib 0.12, and a loop over rows before.
     is_one_kernel = jax.__version_info__ >= (0, 12) and switched_on()
-    return list(map(_in_separate_buffers if is_one_kernel else _defined, updates))
-
-
-def _in_separate_buffers(x: RowUpdate) -> list[jax.Array]:
-    """Do an update as `_fused`; the tables are buffers of their own.
-
-    XLA makes two slots of zeros one array, as they are where a state is made in the program of
-    its first step, and its GPU compiler (jaxlib 0.12.0) then writes both results into one
-    buffer. Behind a barrier they are two.
-    """
-    first, *others = x.tables
-    return _fused(dataclasses.replace(x, tables=[first, *lax.optimization_barrier(others)]))
+    return list(map(_behind_a_barrier if is_one_kernel else _defined, updates))
 
 
 def _summed_if_sharded(updates: Sequence[RowUpdate]) -> list[RowUpdate]:
@@ -349,7 +317,9 @@ def _loop(x: RowUpdate, size: int) -> BlockLoop:
     order: Order = "any" if x.update.additive else "unique"
 
     def block(tables: list[jax.Array], ids: jax.Array, rows: jax.Array) -> list[jax.Array]:
-        return x.update.fastest(UniqueRows(tables, ids, rows, x.scalars, order))
+        return x.update.fastest(
+            dataclasses.replace(x, tables=tables, ids=ids, values=rows, order=order)
+        )
 
     kind = rows_in_blocks if x.update.additive else sums_in_blocks
     return kind(block, list(x.tables), x.ids, x.values, size)
@@ -359,14 +329,24 @@ def _bytes_of_row(values: Rows) -> int:
     return math.prod(values.shape[1:]) * values.dtype.itemsize
 
 
-def _in_one_round(x: RowUpdate) -> list[jax.Array]:
-    """Do an update as `_fused`, in a loop of one round: several tables are different buffers.
+# --- several tables, each in a buffer of its own --------------------------------------------
+#
+# XLA makes two slots of zeros one array, as they are where a state is made in the program of
+# its first step. A scatter that is passed an array twice is then wrong: its GPU compiler
+# (jaxlib 0.12.0) writes both results into one buffer, its CPU compiler (0.10.0 to 0.12.0) gives
+# them the wrong ones. tests/lazy/test_lazy_one_pass.py runs the smallest program that shows it.
 
-    XLA's CPU compiler (jaxlib 0.10.0 to 0.12.0) gives the wrong buffers to a scatter that is
-    passed an array twice, as two slots of zeros are where a state is made in the program of its
-    first step; the smallest program that shows it, and one for loops in combiners, are in
-    docs/performance.md. A loop carries different arrays, and XLA cannot know that this one has
-    a single round: it does not count.
+
+def _behind_a_barrier(x: RowUpdate) -> list[jax.Array]:
+    """Do an update as `_fused`: arrays behind a barrier are two, on GPUs."""
+    first, *others = x.tables
+    return _fused(dataclasses.replace(x, tables=[first, *lax.optimization_barrier(others)]))
+
+
+def _in_one_round(x: RowUpdate) -> list[jax.Array]:
+    """Do an update as `_fused`, in a loop of one round: what a loop carries are two arrays.
+
+    XLA cannot know that this one has a single round: it does not count.
     """
     if len(x.tables) == 1:
         return _fused(x)

@@ -32,7 +32,7 @@ from jmask._base.types import Table, Value
 from jmask._kernels import tuning
 from jmask._kernels.gathered_rows import gathered, scaled
 from jmask._kernels.scatter_update import Combiner, entry_by_entry, update_elementwise
-from jmask._kernels.update_rows import ADDITION, RowUpdate, UniqueRows, Update, add_to_rows
+from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows
 from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import RowsAt, fitted, is_stored_table
 from jmask._tensors.row_sparse import RowSparse
@@ -91,7 +91,7 @@ def update_rows(
     if valid is not None:
         scalars = [*scalars, valid]
 
-    def on_unique_rows(x: UniqueRows) -> list[jax.Array]:
+    def on_unique_rows(x: RowUpdate) -> list[jax.Array]:
         at = RowsAt.in_arrays(x.ids, x.rows, x.order)
         others = x.scalars if valid is None else x.scalars[:-1]
         mask = None if valid is None else x.scalars[-1]

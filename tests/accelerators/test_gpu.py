@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jmask
 from benchmarks.collectives import collectives
 from jmask._kernels import scatter_update
-from jmask._kernels.update_rows import UniqueRows
+from jmask._kernels.update_rows import RowUpdate
 from tests.autodiff import test_stacked_lookups as stacked
 from tests.compiled_step import (
     Step,
@@ -221,7 +221,7 @@ def test_control_a_scatter_of_several_tables_is_a_loop_over_rows():
 
     def update(tables, ids, grad):
         update = scatter_update._one_scatter(program)
-        return update.fused(UniqueRows(tables, ids, grad, [], False))
+        return update.fused(RowUpdate(update, tables, ids, grad, [], "unique"))
 
     compiled = jax.jit(update, donate_argnums=0).lower(tables, ids, rows).compile()
     one_kernel = jax.__version_info__ >= (0, 12)

@@ -1,6 +1,6 @@
 """Loops side by side: what each gives alone, whatever their lengths.
 
-The ways to sum rows of equal ids agree bit for bit; what is known of rows goes with them.
+All ways to sum rows of equal ids give the same bits; what is known of rows goes with them.
 """
 
 import functools
@@ -13,7 +13,7 @@ import pytest
 
 import jmask
 from jmask._kernels import coalesce, tuning
-from jmask._kernels.coalesce import RowsOfTable, summed_by_sorting
+from jmask._kernels._tpu.equal_ids import summed_where_first
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows, as_array
 from jmask._kernels.row_blocks import block_size
 from tests.compiled_step import compiled_step, temporary_bytes
@@ -143,51 +143,57 @@ def test_tables_are_updated_in_place(tx):
 # --- rows of equal ids ----------------------------------------------------------------
 
 
-@pytest.mark.of_cpus
+@pytest.fixture(params=["cpu", "tpu", "cuda"])
+def as_on(request, monkeypatch):
+    """Each device sorts, numbers and sends back in a form of its own: all of them run here."""
+
+    def chosen(*operands, default, **forms):
+        return forms.get(request.param, default)(*operands)
+
+    monkeypatch.setattr(coalesce.lax, "platform_dependent", chosen)
+
+
+@pytest.mark.usefixtures("as_on")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize(
     ("rows", "count", "row"),
-    [(1000, 200, (3,)), (50, 7, (2, 2)), (10_000, 300, ()), (8, 1, (1,)), (2000, 100, (4,))],
+    [(1000, 200, (3,)), (50, 7, (2, 2)), (10_000, 300, ()), (8, 1, (1,)), (200, 100, (4,))],
 )
-def test_in_order_and_by_slots(rows, count, row, dtype):
+def test_rows_summed_into_slots(monkeypatch, rows, count, row, large, dtype):
+    """Bit by bit as one after the other, in whatever form."""
+    monkeypatch.setattr(tuning, "LARGE_SUMS", 0 if large else 2**24)
     rng = np.random.default_rng(0)
     ids = rng.integers(0, rows, count)
     ids[: count // 2] = rng.integers(0, 5, count // 2)  # many that are equal
     ids[count // 2 :: 3] = rows  # and padding among them
     values = jnp.asarray(rng.normal(size=(count, *row)), dtype)
     slots = min(count, rows)
-    given = jnp.asarray(ids, jnp.int32), values
-    for first, second in zip(
-        jax.jit(coalesce._summed_in_order, static_argnums=(0, 1))(slots, rows, *given),
-        jax.jit(coalesce._summed_by_slots, static_argnums=(0, 1))(slots, rows, *given),
-        strict=True,
-    ):
-        assert np.asarray(first).tobytes() == np.asarray(second).tobytes()
+    summed = jax.jit(lambda *x: coalesce.coalesce_rows(*x, rows))
+    unique, sums = summed(jnp.asarray(ids, jnp.int32), values)
+    distinct = np.unique(ids[ids < rows])
+    expected_ids = np.full(slots, rows)
+    expected_ids[: len(distinct)] = distinct
+    np.testing.assert_array_equal(unique, expected_ids)
+    expected = np.zeros((slots, *row), np.float32)
+    for i, value in zip(ids, np.asarray(values, np.float32), strict=True):
+        if i < rows:
+            expected[np.searchsorted(distinct, i)] += value
+    np.testing.assert_array_equal(sums, np.asarray(jnp.asarray(expected).astype(dtype)))
 
 
+@pytest.mark.usefixtures("as_on")
 @pytest.mark.parametrize("count", [1, 2, 37, 400])
-def test_slots_of_each_device(count):
-    """Each device sorts, numbers and sends back in a form of its own."""
+def test_slots_of_entries(count):
     rng, rows = np.random.default_rng(0), 3000
     ids = rng.integers(0, rows + 300, count).clip(0, rows)
     exists = ids < rows
     distinct = np.unique(ids[exists])
-    given = jnp.asarray(ids, jnp.int32)
-    for sort, numbered, back in (
-        (coalesce._sorted_in_one_array, coalesce._scattered_once, coalesce._scattered_back),
-        (coalesce._sorted_stably, coalesce._scattered_once, coalesce._scattered_back),
-        (coalesce.sorted_with, coalesce._sorted_again, coalesce._sorted_back),
-    ):
-        ordered, came_from = sort(given, jnp.arange(count, dtype=jnp.int32))
-        np.testing.assert_array_equal(ordered, np.sort(ids))
-        np.testing.assert_array_equal(given[came_from], ordered)
-        starts = coalesce.starts_of(ordered)
-        slot = coalesce._slots(starts)
-        slot_ids = numbered(count, rows, ordered, starts, slot)
-        np.testing.assert_array_equal(slot_ids[: len(distinct)], distinct)
-        assert (slot_ids[len(distinct) :] == rows).all()
-        expected = np.searchsorted(distinct, ids)[exists]
-        np.testing.assert_array_equal(back(came_from, slot)[exists], expected)
+    slot_ids, slot = coalesce.unique_slots(jnp.asarray(ids, jnp.int32), count, rows)
+    np.testing.assert_array_equal(slot_ids[: len(distinct)], distinct)
+    assert (slot_ids[len(distinct) :] == rows).all()
+    expected = np.where(exists, np.searchsorted(distinct, ids), count)
+    np.testing.assert_array_equal(slot, expected)
 
 
 D = 3
@@ -240,7 +246,7 @@ def tables_of(seed):
 
 
 def check(ids, values, rows):
-    summed = jax.jit(lambda *x: summed_by_sorting(RowsOfTable(*x, rows)))
+    summed = jax.jit(lambda *x: summed_where_first(*x, rows))
     unique, sums = summed(ids, values)
     assert unique.dtype == ids.dtype
     assert sums.dtype == values.dtype
@@ -265,7 +271,7 @@ def test_sums_are_in_order():
     """The first value is added to, in the order in which others came."""
     values = jnp.asarray([1e8, 3, -1e8, 5e8, 1e-3])[:, None]
     ids = jnp.asarray([7, 7, 7, 2, 7], jnp.int32)
-    _, sums = summed_by_sorting(RowsOfTable(ids, values, V))
+    _, sums = summed_where_first(ids, values, V)
     expected = np.float32(0)
     for x in np.asarray(values)[[0, 1, 2, 4], 0]:
         expected += x
