@@ -84,7 +84,8 @@ def lower(
     """Lower it as this, for one platform or for all others.
 
     Args:
-        on_several: on several devices, over which arrays may be sharded; None if as `on_one`.
+        on_several: on several devices, over which arrays may be sharded; None if as `on_one`,
+            as in a `shard_map` over all axes.
         platform: a name of JAX's, or "gpu" for those of all GPUs.
     """
 
@@ -99,14 +100,12 @@ def lower(
 
 
 def _is_for_one(ctx: mlir.LoweringRuleContext) -> bool:
-    # In a `shard_map` the context has axes and no number of devices.
-    return getattr(ctx.module_context.axis_context, "num_devices", None) == 1
-
-
-def in_one_device() -> bool:
-    """Decide whether the part of one device is traced, in a `shard_map` over all axes."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return bool(mesh.manual_axes) and set(mesh.manual_axes) == set(mesh.axis_names)
+    """Decide whether a program is for one device, or what one does in a `shard_map`."""
+    context: Value = ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)
+    if mesh is None:
+        return getattr(context, "num_devices", None) == 1
+    return set(context.manual_axes) == set(mesh.axis_names)
 
 
 def switched_on() -> bool:

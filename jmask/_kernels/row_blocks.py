@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.array_types import sum_dtype
+from jmask._base.array_types import sum_dtype, varying_alike
 from jmask._base.types import Index, PyTree
 from jmask._kernels import tuning
 from jmask._kernels.coalesce import in_order
@@ -114,6 +114,7 @@ def sums_in_blocks(
     plan = _plan(ids, tables[0].shape[0], min(size, ids.shape[0]))
     at_most, size = plan.entries.shape[0] - 1, plan.entries.shape[1]
     zero = jnp.zeros(values.shape[1:], sum_dtype(values.dtype))
+    zero = varying_alike(zero, ids)[0]
 
     def block(number: jax.Array, carried: tuple[Tables, jax.Array]) -> tuple[Tables, jax.Array]:
         tables, open_sum = carried

@@ -10,7 +10,7 @@ A padding id reads an existing row, not zeros: arithmetic on what it reads is th
 arithmetic of an ordinary row, so it cannot raise a division by zero that no row has.
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from jmask._base.array_types import (
     spec_of,
     varying_alike,
 )
-from jmask._base.lowering import in_one_device, lower, primitive
+from jmask._base.lowering import lower, primitive
 from jmask._base.row_ids import Order, widen
 from jmask._base.shards import Shards, entry, gathered
 from jmask._kernels.gather import BITS, Gather, zero_of
@@ -120,20 +120,6 @@ Kind = Literal["set", "add"]
 _SCATTERS = {"set": lax.scatter, "add": lax.scatter_add}
 
 
-class Write(NamedTuple):
-    """A write of rows at unique ids, without its arrays.
-
-    Attributes:
-        kind: a key of `_SCATTERS`.
-        order: of the ids.
-        is_alone: whether it runs on one device in a `shard_map`.
-    """
-
-    kind: Kind
-    order: Order
-    is_alone: bool = False
-
-
 def _write(kind, table, ids, rows, order):
     # There is no row, or no id. A sum without terms still depends on them, as a gradient.
     if table.shape[0] == 0 or (kind == "set" and 0 in ids.shape):
@@ -145,7 +131,7 @@ def _write(kind, table, ids, rows, order):
     if order == "any" or shards is not None or not ids.shape[0]:
         return scattered(table, ids, rows, kind, order)
     operands = varying_alike(table, ids, rows)
-    return WRITE.bind(*operands, how=Write(kind, order, in_one_device()))[0]
+    return WRITE.bind(*operands, kind=kind, order=order)[0]
 
 
 def is_routed(shards: Shards, ids: jax.Array, order: Order) -> bool:
@@ -231,9 +217,9 @@ def _unique_padding(ids: jax.Array, rows: int) -> tuple[jax.Array, bool]:
 
 
 def _written_as_promised(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, *, how: Write
+    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: Kind, order: Order
 ) -> list[jax.Array]:
-    return [scattered(table, ids, rows, how.kind, how.order)]
+    return [scattered(table, ids, rows, kind, order)]
 
 
 WRITE = primitive(
@@ -242,12 +228,12 @@ WRITE = primitive(
 
 
 def _written_on_gpus(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, *, how: Write
+    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: Kind, order: Order
 ) -> list[jax.Array]:
     # XLA fuses the lookup of the old rows into the scatter that writes the new ones, and where
     # it does not see that both are of one buffer (stacked tables) it reads from a copy of it.
     rows = lax.optimization_barrier(rows)
-    return _written_as_promised(table, ids, rows, how=how)
+    return _written_as_promised(table, ids, rows, kind=kind, order=order)
 
 
 lower(WRITE, _written_on_gpus, platform="gpu")
@@ -271,13 +257,10 @@ def gather_unique_rows(table: jax.Array, ids: jax.Array, order: Order) -> jax.Ar
     if not has_lines or shards is not None:
         return gather_rows(table, ids, coalesced=order == "sorted")
     table, ids = varying_alike(table, ids)
-    return READ.bind(table, ids, order=order, is_alone=in_one_device())[0]
+    return READ.bind(table, ids, order=order)[0]
 
 
-def read_rows(
-    table: jax.Array, ids: jax.Array, *, order: Order, is_alone: bool
-) -> list[jax.Array]:
-    del is_alone
+def read_rows(table: jax.Array, ids: jax.Array, *, order: Order) -> list[jax.Array]:
     return [gather_rows(table, ids, coalesced=order == "sorted")]
 
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmask._base.array_types import spec_of, varying_alike
-from jmask._base.lowering import GroupedPrimitive, Results, in_one_device, switched_on
+from jmask._base.lowering import GroupedPrimitive, Results, switched_on
 from jmask._base.row_ids import Order
 from jmask._base.shards import Shards, entry
 from jmask._base.types import PyTreeDef, Table
@@ -79,7 +79,7 @@ class Update:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["tables", "ids", "values", "scalars"],
-    meta_fields=["update", "order", "is_alone"],
+    meta_fields=["update", "order"],
 )
 @dataclasses.dataclass(frozen=True)
 class RowUpdate:
@@ -93,7 +93,6 @@ class RowUpdate:
         scalars: passed on to the update. If ids are unique, there may be arrays among them
             that belong to the entries, which then stay where they are.
         order: of the ids.
-        is_alone: whether it runs on one device in a `shard_map`. Set by `updated`.
     """
 
     update: Update
@@ -102,7 +101,6 @@ class RowUpdate:
     values: Rows
     scalars: Sequence[jax.Array]
     order: Order
-    is_alone: bool = False
 
     @property
     def rows(self) -> jax.Array:
@@ -208,7 +206,7 @@ def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]
 def _prepared(x: RowUpdate) -> RowUpdate:
     x = dataclasses.replace(x, tables=list(x.tables), scalars=list(x.scalars))
     tree: PyTreeDef
-    operands, tree = jax.tree.flatten(dataclasses.replace(x, is_alone=in_one_device()))
+    operands, tree = jax.tree.flatten(x)
     return tree.unflatten(varying_alike(*operands))
 
 
@@ -275,7 +273,7 @@ def _on_a_tpu(x: RowUpdate) -> list[jax.Array]:
 def _on_tpus(updates: Sequence[RowUpdate]) -> Results:
     # XLA cannot shard a kernel over devices, and it is believed to add rows faster that are
     # promised to be distinct.
-    return [_on_one_tpu([x])[0] if x.is_alone else x.done_by(x.update.fastest) for x in updates]
+    return [x.done_by(x.update.fastest) for x in updates]
 
 
 def _on_one_gpu(updates: Sequence[RowUpdate]) -> Results:
@@ -284,21 +282,16 @@ def _on_one_gpu(updates: Sequence[RowUpdate]) -> Results:
     return list(map(_behind_a_barrier if is_one_kernel else _defined, updates))
 
 
-def _summed_if_sharded(updates: Sequence[RowUpdate]) -> list[RowUpdate]:
-    """Sum rows of equal ids on several devices.
-
-    XLA adds sharded rows that come one at a time to a table of zeros on each device, and sums
-    these tables over devices: it moves as much as the table holds.
-    """
-    return [x if x.is_alone else x.summed() for x in updates]
+# XLA adds sharded rows that come one at a time to a table of zeros on each device, and sums
+# these tables over devices: it moves as much as the table holds. So equal ids are summed first.
 
 
 def _summed_by_definition(updates: Sequence[RowUpdate]) -> Results:
-    return _by_definition(_summed_if_sharded(updates))
+    return [x.done_by(x.update.definition) for x in updates]
 
 
 def _on_cpus(updates: Sequence[RowUpdate]) -> Results:
-    return list(map(_in_one_round, _summed_if_sharded(updates)))
+    return [_in_one_round(x.summed()) for x in updates]
 
 
 def _on_one_cpu(updates: Sequence[RowUpdate]) -> Results:

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 import jmask
-from jmask._kernels import rows, scatter_update, tuning, update_rows
+from jmask._kernels import scatter_update, tuning, update_rows
 from jmask._kernels._tpu import choice, narrow_rows, row_updates
 from tests.expressions import functions
 from tests.oracle import assert_close
@@ -175,7 +175,7 @@ def test_sets_and_sums(kind, order, monkeypatch):
         update = update_rows._prepared(x)
         assert_same(update, run(update_rows._on_one_tpu, update))
     elif order != "any":
-        how = functools.partial(narrow_rows._written_on_a_tpu, how=rows.Write("set", order))
+        how = functools.partial(narrow_rows._written_on_a_tpu, kind="set", order=order)
         (written,) = jax.jit(how)(table, ids, new)
         expected, exists = np.array(table), np.asarray(ids) < V
         expected[np.asarray(ids)[exists]] = np.asarray(new)[exists]
@@ -204,7 +204,7 @@ def test_one_entry_for_each_row(count, dtype, shape):
         new = np.array(numbers(rng, (len(ids), *shape), dtype))
         exists = ids < count
         for kind in ("set", "add"):
-            how = functools.partial(narrow_rows._written_on_a_tpu, how=rows.Write(kind, order))
+            how = functools.partial(narrow_rows._written_on_a_tpu, kind=kind, order=order)
             (written,) = jax.jit(how)(table, jnp.asarray(ids, jnp.int32), new)
             expected = table.copy()
             if kind == "set":
@@ -212,7 +212,7 @@ def test_one_entry_for_each_row(count, dtype, shape):
             else:
                 expected[ids[exists]] += new[exists]
             assert written.tobytes() == expected.tobytes()
-        how = functools.partial(narrow_rows._read_on_a_tpu, order=order, is_alone=True)
+        how = functools.partial(narrow_rows._read_on_a_tpu, order=order)
         (read,) = jax.jit(how)(table, jnp.asarray(ids, jnp.int32))
         assert read[exists].tobytes() == table[ids[exists]].tobytes()
 
@@ -226,7 +226,7 @@ def test_rows_of_16_bits(kind, width, dtype):
     rng = np.random.default_rng(0)
     table = np.array(numbers(rng, (V, width), dtype))
     table[::7], table[1::7], table[2::7] = np.nan, -0.0, np.inf
-    how = functools.partial(narrow_rows._written_on_a_tpu, how=rows.Write(kind, "sorted"))
+    how = functools.partial(narrow_rows._written_on_a_tpu, kind=kind, order="sorted")
     for ids in (
         np.r_[np.arange(1, 40), [V] * 2],
         np.r_[np.arange(0, V, 2), [V] * 30],

@@ -16,7 +16,6 @@ from jmask._kernels.rows import (
     READ,
     WRITE,
     Kind,
-    Write,
     entries_of,
     gather_rows,
     read_rows,
@@ -25,34 +24,28 @@ from jmask._kernels.rows import (
 )
 
 
-def _written_on_tpus(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, *, how: Write
+def _written_by_xla(
+    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: Kind, order: Order
 ) -> list[jax.Array]:
-    if how.is_alone:
-        return _written_on_a_tpu(table, ids, rows, how=how)
-    return [_written_by_xla(table, ids, rows, how)]
-
-
-def _written_by_xla(table: jax.Array, ids: jax.Array, rows: jax.Array, how: Write) -> jax.Array:
-    pays = how.order == "sorted" and sorted_pays(table, ids)
-    return scattered(table, ids, rows, how.kind, "sorted" if pays else "any")
+    pays = order == "sorted" and sorted_pays(table, ids)
+    return [scattered(table, ids, rows, kind, "sorted" if pays else "any")]
 
 
 def _written_on_a_tpu(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, *, how: Write
+    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: Kind, order: Order
 ) -> list[jax.Array]:
-    is_sorted = how.order == "sorted"
+    is_sorted = order == "sorted"
     if _is_in_lines(table, ids):
         if not is_sorted:
             _, row = sorted_with(ids, rows.reshape(ids.shape))
             ids, _ = sorted_with(ids, entries_of(ids))  # as the rows were read
             rows = row.reshape(rows.shape)
-        return [_written_in_lines(table, ids, rows, how.kind)]
+        return [_written_in_lines(table, ids, rows, kind)]
     if is_sorted and accepts_pairs(table, ids):
-        return [_written_in_pairs(table, ids, rows, how.kind)]
+        return [_written_in_pairs(table, ids, rows, kind)]
     if not accepts([table], ids, [rows]):
-        return [_written_by_xla(table, ids, rows, how)]
-    if how.kind == "set":
+        return _written_by_xla(table, ids, rows, kind=kind, order=order)
+    if kind == "set":
         body, read = lambda old, new: [new], []
     else:
         body, read = lambda old, step: [old + step], [0]
@@ -147,11 +140,9 @@ def _lines_and_entries(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax
     return lines, jnp.where(is_rest, gather_rows(rest, rest_ids).reshape(-1), entries)
 
 
-def _read_on_a_tpu(
-    table: jax.Array, ids: jax.Array, *, order: Order, is_alone: bool
-) -> list[jax.Array]:
+def _read_on_a_tpu(table: jax.Array, ids: jax.Array, *, order: Order) -> list[jax.Array]:
     if not _is_in_lines(table, ids):
-        return read_rows(table, ids, order=order, is_alone=is_alone)
+        return read_rows(table, ids, order=order)
     # Sorted as `_written_on_a_tpu` sorts them, so that XLA reads the lines once for both.
     entry = entries_of(ids)
     if order != "sorted":
@@ -162,12 +153,5 @@ def _read_on_a_tpu(
     return [entries.reshape(-1, *table.shape[1:])]
 
 
-def _read_on_tpus(
-    table: jax.Array, ids: jax.Array, *, order: Order, is_alone: bool
-) -> list[jax.Array]:
-    read = _read_on_a_tpu if is_alone else read_rows
-    return read(table, ids, order=order, is_alone=is_alone)
-
-
-lower(WRITE, _written_on_a_tpu, _written_on_tpus, platform="tpu")
-lower(READ, _read_on_a_tpu, _read_on_tpus, platform="tpu")
+lower(WRITE, _written_on_a_tpu, _written_by_xla, platform="tpu")
+lower(READ, _read_on_a_tpu, read_rows, platform="tpu")
