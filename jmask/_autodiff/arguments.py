@@ -22,11 +22,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jmask._autodiff.values import Filled, RowSum, dense
 from jmask._autodiff.views import makes_view
-from jmask._base.array_types import explicit_sharding, varying_axes
 from jmask._base.fallback import collected, report_fallback
 from jmask._base.jaxprs import forwarded
 from jmask._base.lowering import lower, primitive
 from jmask._base.row_ids import mapped_words
+from jmask._base.shardings import explicit_sharding, varying_axes
 from jmask._base.types import (
     Function,
     Gradient,

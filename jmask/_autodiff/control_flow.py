@@ -33,7 +33,6 @@ from jmask._autodiff.interpreter import (
 from jmask._autodiff.rules import none_wanted, same_wanted
 from jmask._autodiff.values import IdsAndRows, RowSum, refuse, trial
 from jmask._autodiff.views import looks_up_views
-from jmask._base.array_types import varying_axes
 from jmask._base.fallback import muted
 from jmask._base.forms import (
     Opened,
@@ -45,6 +44,7 @@ from jmask._base.forms import (
 )
 from jmask._base.jaxprs import bound
 from jmask._base.row_ids import id_dtype
+from jmask._base.shardings import varying_axes
 from jmask._base.types import PyTree, Value
 
 # --- scan --------------------------------------------------------------------------------

@@ -27,8 +27,10 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jmask._base.array_types import ArrayFacts, explicit_sharding, joint_dtype, trailing, wide
+from jmask._base.array_facts import ArrayFacts
+from jmask._base.array_types import joint_dtype, trailing, wide
 from jmask._base.forms import aval_of, parameter
+from jmask._base.shardings import explicit_sharding
 from jmask._base.types import Atom, DType, HostArray, Shape, Value
 from jmask._kernels import tuning
 from jmask._kernels.bag_sum import are_many, bag_sum

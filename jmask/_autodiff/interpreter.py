@@ -33,7 +33,6 @@ from jmask._autodiff import views
 from jmask._autodiff.gathered_rows import FACTS, SUMS, Gathered, sum_of_lookups
 from jmask._autodiff.provenance import FOLLOWED, note_facts, note_uses
 from jmask._autodiff.values import RowSum, dense, is_symbolic
-from jmask._base.array_types import varying_axes, varying_like
 from jmask._base.fallback import Place, in_bytes, place_among, report_fallback
 from jmask._base.forms import (
     CALLS,
@@ -47,6 +46,7 @@ from jmask._base.forms import (
     within,
 )
 from jmask._base.jaxprs import read, side_by_side
+from jmask._base.shardings import varying_axes, varying_like
 from jmask._base.types import Atom, Shape, Value
 from jmask._kernels import sharded_rows
 from jmask._kernels.bag_sum import BAG_SUM

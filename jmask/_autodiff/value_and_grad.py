@@ -30,9 +30,9 @@ from jmask._autodiff.rules import EQUATION_RULES
 from jmask._autodiff.uses import refined_reports
 from jmask._autodiff.values import Filled, RowSum, dense, is_symbolic
 from jmask._autodiff.views import note_tables
-from jmask._base.array_types import on_explicit_mesh
 from jmask._base.fallback import collected, expect_dense, report_fallback
 from jmask._base.forms import drops_rules
+from jmask._base.shardings import on_explicit_mesh
 from jmask._base.types import Function, Gradients, Options, PyTree, PyTreeDef, Value
 from jmask._base.validation import (
     KEEP_ARRAYS,

@@ -26,9 +26,10 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jmask._base.array_types import is_known, varying_alike
+from jmask._base.array_types import is_known
 from jmask._base.fallback import LARGE
 from jmask._base.row_ids import id_dtype
+from jmask._base.shardings import varying_alike
 from jmask._base.types import ArrayFunction, DType, Shape, Value
 from jmask._kernels import tuning
 from jmask._kernels.coalesce import coalesce_rows

@@ -27,10 +27,12 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jmask._base.array_types import ArrayFacts, explicit_sharding, is_known, trailing
+from jmask._base.array_facts import ArrayFacts
+from jmask._base.array_types import is_known, trailing
 from jmask._base.forms import aval_of, bodies_of, name_of, parameter
 from jmask._base.jaxprs import interpret
 from jmask._base.row_ids import id_dtype, numbered, positions_of, widen
+from jmask._base.shardings import explicit_sharding
 from jmask._base.types import Index, Shape, Shaped, Value
 from jmask._kernels import tuning
 from jmask._kernels.bag_sum import BAG_SUM, BagSum

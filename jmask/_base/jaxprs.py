@@ -13,8 +13,8 @@ from typing import TypeVar
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from jmask._base.array_types import varying_alike
 from jmask._base.forms import CALLS, REMATS, called, name_of, names_in
+from jmask._base.shardings import varying_alike
 from jmask._base.types import Atom, Value
 
 _Value = TypeVar("_Value")

@@ -27,7 +27,7 @@ from jax import lax
 from jax.extend.random import define_prng_impl
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import ArrayFacts
+from jmask._base.array_facts import ArrayFacts
 from jmask._base.types import DType
 
 INT32_MAX = np.iinfo(np.int32).max

@@ -18,8 +18,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jmask._base.array_types import explicit_sharding, placed, spec_of
 from jmask._base.row_ids import id_dtype
+from jmask._base.shardings import explicit_sharding, placed, spec_of
 from jmask._base.types import ArrayFunction, Function, MeshAxes, PyTree
 
 Spec = tuple[MeshAxes, ...]

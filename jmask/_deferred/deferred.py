@@ -23,9 +23,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jmask._base.array_types import automatically, explicit_sharding, trailing, wide
+from jmask._base.array_types import trailing, wide
 from jmask._base.fallback import muted
 from jmask._base.row_ids import Order, id_dtype
+from jmask._base.shardings import automatically, explicit_sharding
 from jmask._base.shards import Shards, entry
 from jmask._base.types import (
     Function,

@@ -27,15 +27,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.array_types import (
-    explicit_sharding,
-    joint_dtype,
-    sum_dtype,
-    trailing,
-    varying_axes,
-    with_whole_rows,
-)
+from jmask._base.array_types import joint_dtype, sum_dtype, trailing
 from jmask._base.row_ids import canonical
+from jmask._base.shardings import explicit_sharding, varying_axes, with_whole_rows
 from jmask._base.types import DType, Ids, Numbers, Scalar, Table, TensorLike
 from jmask._base.validation import (
     check_flag,

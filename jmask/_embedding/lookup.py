@@ -19,18 +19,10 @@ from jax.experimental import checkify
 from jax.experimental.sparse import JAXSparse
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import (
-    fewer,
-    flat,
-    placed_like,
-    real_dtype,
-    spec_of,
-    trailing,
-    wide,
-    with_whole_rows,
-)
+from jmask._base.array_types import fewer, real_dtype, trailing, wide
 from jmask._base.hashed import COLUMNS, position_of
 from jmask._base.row_ids import canonical, id_dtype, widen
+from jmask._base.shardings import flat, placed_like, spec_of, with_whole_rows
 from jmask._base.shards import Shards
 from jmask._base.types import HostArray, Ids, Mask, Numbers, Scalar, Table, TensorLike
 from jmask._base.validation import (

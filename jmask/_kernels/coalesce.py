@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.array_types import fewer, is_known, sum_dtype, with_whole_rows
+from jmask._base.array_types import fewer, is_known, sum_dtype
+from jmask._base.shardings import with_whole_rows
 from jmask._base.types import Shaped
 from jmask._kernels import tuning
 from jmask._kernels.rows import add_rows, entries_of, gather_rows, set_rows, sorted_with

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmask._base.array_types import (
+from jmask._base.lowering import lower, primitive
+from jmask._base.shardings import (
     automatically,
     explicit_sharding,
     spec_of,
@@ -32,8 +33,7 @@ from jmask._base.array_types import (
     varying_alike,
     without_repetition,
 )
-from jmask._base.lowering import lower, primitive
-from jmask._base.types import ArrayFunction, Function, PyTree, Scalar, Shaped, Value
+from jmask._base.types import ArrayFunction, Scalar, Shaped, Value
 from jmask._kernels import tuning
 
 # Integers of as many bytes as a floating entry has.
@@ -120,12 +120,6 @@ class Gather:
             and math.prod(self.slice_sizes) in tuning.UNROLLED_WIDTHS
         )
 
-    def vectorized(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
-        """Return the gather in a branch of its own."""
-        if not indices.size:
-            return self.plain(operand, indices)
-        return in_branch(indices, self.on_bits, operand, indices)
-
     def on_bits(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
         """Return the gather of the entries' bits, with zeros added to each."""
         bits = BITS[operand.dtype.itemsize]
@@ -149,21 +143,6 @@ class Gather:
         return lax.bitcast_convert_type(rows, operand.dtype)
 
 
-def in_branch(indices: jax.Array, function: Function, *operands: PyTree) -> PyTree:
-    """Call `function(*operands)` in a branch that is always taken: XLA fuses nothing in.
-
-    Args:
-        indices: integers, one at least, that XLA does not know.
-    """
-
-    def zeros(*operands: PyTree) -> PyTree:
-        """Return the branch that is never taken: the least there is to compile."""
-        results = jax.eval_shape(function, *operands)
-        return jax.tree.map(lambda x: typed_like(jnp.zeros(x.shape, x.dtype), x), results)
-
-    return lax.cond(zero_of(indices.reshape(-1)[0]) == 0, function, zeros, *operands)
-
-
 def zero_of(number: jax.Array) -> jax.Array:
     """Return zeros that neither XLA nor LLVM knows to be zeros, of the shape of integers."""
     # lax, not operators of arrays: these take several times as long to trace.
@@ -181,7 +160,15 @@ def _by_definition(
 
 
 def _on_a_cpu(operand: jax.Array, indices: jax.Array, *, gather: Gather) -> list[jax.Array]:
-    return [gather.vectorized(operand, indices)]
+    if not indices.size:
+        return [gather.plain(operand, indices)]
+
+    def never_taken(operand: jax.Array, indices: jax.Array) -> jax.Array:
+        rows = jax.eval_shape(gather.plain, operand, indices)
+        return typed_like(jnp.zeros(rows.shape, rows.dtype), rows)
+
+    is_taken = zero_of(indices.reshape(-1)[0]) == 0
+    return [lax.cond(is_taken, gather.on_bits, never_taken, operand, indices)]
 
 
 def _shapes(operand: Value, indices: Value, *, gather: Gather) -> list[Shaped]:

@@ -22,7 +22,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import ArrayFacts, is_known, joint_dtype, trailing, varying_alike
+from jmask._base.array_facts import ArrayFacts
+from jmask._base.array_types import is_known, joint_dtype, trailing
+from jmask._base.shardings import varying_alike
 from jmask._base.types import DType
 from jmask._kernels import tuning
 from jmask._kernels.gather import Gather

@@ -28,7 +28,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.array_types import sum_dtype, varying_alike
+from jmask._base.array_types import sum_dtype
+from jmask._base.shardings import varying_alike
 from jmask._base.types import Index, PyTree
 from jmask._kernels import tuning
 from jmask._kernels.coalesce import in_order

@@ -17,18 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmask._base.array_types import (
+from jmask._base.array_types import is_complex, is_known, real_dtype
+from jmask._base.lowering import lower, primitive
+from jmask._base.row_ids import Order, widen
+from jmask._base.shardings import (
     explicit_sharding,
     is_ambiguous,
-    is_complex,
-    is_known,
     placed_like,
-    real_dtype,
     spec_of,
     varying_alike,
 )
-from jmask._base.lowering import lower, primitive
-from jmask._base.row_ids import Order, widen
 from jmask._base.shards import Shards, entry, gathered
 from jmask._kernels.gather import BITS, Gather, zero_of
 

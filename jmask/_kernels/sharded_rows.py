@@ -19,9 +19,10 @@ from jax.interpreters import ad, batching
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jmask._base.array_types import fewer, placed, spec_of, trailing, without_repetition
+from jmask._base.array_types import fewer, trailing
 from jmask._base.lowering import primitive
 from jmask._base.row_ids import id_dtype
+from jmask._base.shardings import placed, spec_of, without_repetition
 from jmask._base.shards import Shards, Spec, entry, names
 from jmask._base.types import JvpArgs, Shape, Shaped, Value
 from jmask._kernels.coalesce import coalesce_rows

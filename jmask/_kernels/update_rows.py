@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.array_types import spec_of, varying_alike
 from jmask._base.lowering import GroupedPrimitive, Results, switched_on
 from jmask._base.row_ids import Order
+from jmask._base.shardings import spec_of, varying_alike
 from jmask._base.shards import Shards, entry
 from jmask._base.types import PyTreeDef, Table
 from jmask._kernels._tpu import choice, narrow_rows, row_updates  # noqa: F401
@@ -171,36 +171,34 @@ def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]
         return _defined(_prepared(dataclasses.replace(x, values=values)))
     is_there, count = is_routed(shards, x.ids, x.order), x.ids.shape[0]
     batch = entry(shards.rows) if is_there else shards.batch(x.ids)
-    of_entries = [jnp.ndim(y) > 0 for y in x.scalars]
-    like_rows = [
-        values,
-        *(y for y, is_one in zip(x.scalars, of_entries, strict=True) if is_one),
-    ]
-    numbers = [y for y, is_one in zip(x.scalars, of_entries, strict=True) if not is_one]
+    of_entries = {i: y for i, y in enumerate(x.scalars) if jnp.ndim(y)}
+    numbers = {i: y for i, y in enumerate(x.scalars) if not jnp.ndim(y)}
 
     def updated_here(
-        tables: list[jax.Array], ids: jax.Array, rows: list[jax.Array], numbers: list[jax.Array]
+        tables: list[jax.Array],
+        ids: jax.Array,
+        rows: list[jax.Array],
+        numbers: dict[int, jax.Array],
     ) -> list[jax.Array]:
         axes, size = None if is_there else batch, tables[0].shape[0]
 
         def with_all(
             ids: jax.Array, rows: list[jax.Array], tables: list[jax.Array]
         ) -> list[jax.Array]:
-            (values, *more), others = rows, iter(numbers)
-            arrays = iter(more)
-            scalars = [next(arrays if is_one else others) for is_one in of_entries]
-            places = shards.local(ids, size)
+            values, *more = rows
+            scalars = numbers | dict(zip(of_entries, more, strict=True))
+            own = [scalars[i] for i in range(len(scalars))]
             order: Order = "any" if x.order == "any" else "unique"
-            (new,) = updated([RowUpdate(x.update, tables, places, values, scalars, order)])
+            places = shards.local(ids, size)
+            (new,) = updated([RowUpdate(x.update, tables, places, values, own, order)])
             return new
 
         return with_own_rows(shards, axes, ids, rows, size, count, with_all, tables)
 
     specs = [shards.spec, (batch,), shards.spec_of_rows(batch), ()]
+    rows = [values, *of_entries.values()]
     out = [shards.spec] * len(x.tables)
-    return shards.run(
-        updated_here, list(x.tables), x.ids, like_rows, numbers, specs=specs, out=out
-    )
+    return shards.run(updated_here, list(x.tables), x.ids, rows, numbers, specs=specs, out=out)
 
 
 def _prepared(x: RowUpdate) -> RowUpdate:

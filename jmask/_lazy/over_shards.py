@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.array_types import varying_axes
+from jmask._base.shardings import varying_axes
 from jmask._base.types import Gradient, Table
 
 

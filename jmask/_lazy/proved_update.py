@@ -23,8 +23,9 @@ import optax
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from jmask._base.array_types import automatically, explicit_sharding, has_8_bits, spec_of
+from jmask._base.array_types import has_8_bits
 from jmask._base.jaxprs import evaluate, origins
+from jmask._base.shardings import automatically, explicit_sharding, spec_of
 from jmask._base.types import (
     ArraysFunction,
     Gradient,

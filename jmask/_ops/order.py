@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jmask._base.array_types import is_nonzero, typed_like
+from jmask._base.array_types import is_nonzero
+from jmask._base.shardings import typed_like
 from jmask._base.types import Argument, Function, Mask, PyTree, Scalar, Tensor, TensorLike
 from jmask._ops.lift import adopted, dense, extends
 from jmask._ops.reduce import checked_axes, result_dtype, valid_entries

@@ -26,19 +26,11 @@ from jax.experimental.sparse import BCOO, BCSR
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import (
-    adds_when_cast,
-    explicit_sharding,
-    spec_of,
-    sum_dtype,
-    trailing,
-    varying_alike,
-    wide,
-    without_repetition,
-)
+from jmask._base.array_types import adds_when_cast, sum_dtype, trailing, wide
 from jmask._base.fallback import report_fallback
 from jmask._base.lowering import lower, primitive
 from jmask._base.row_ids import canonical
+from jmask._base.shardings import explicit_sharding, spec_of, varying_alike, without_repetition
 from jmask._base.types import Tensor, TensorLike
 from jmask._base.validation import check_flag, checked_choice
 from jmask._kernels.bag_sum import bag_sum

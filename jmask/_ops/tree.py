@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.array_types import joint_dtype, varying_alike, varying_axes
+from jmask._base.array_types import joint_dtype
+from jmask._base.shardings import varying_alike, varying_axes
 from jmask._base.types import Function, PyTree, Scalar, Tensor, TensorLike
 from jmask._base.validation import abstract_leaf, check_flag, check_leaves, shown
 from jmask._ops.lift import entrywise

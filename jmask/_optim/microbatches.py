@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jmask._base.array_types import on_every_device, real_dtype, typed_like, wide
+from jmask._base.array_types import real_dtype, wide
+from jmask._base.shardings import on_every_device, typed_like
 from jmask._base.types import Gradient, Gradients, KeyPath, OptState, PyTree, PyTreeDef
 from jmask._base.validation import check_flag, leaf_name
 from jmask._lazy.one_pass import OnePassTransformation

@@ -25,14 +25,8 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import (
-    complex_dtype,
-    is_complex,
-    joint_dtype,
-    real_dtype,
-    sharding_of_rows,
-    wide,
-)
+from jmask._base.array_types import complex_dtype, is_complex, joint_dtype, real_dtype, wide
+from jmask._base.shardings import sharding_of_rows
 from jmask._base.types import Table
 from jmask._base.validation import check_flag
 from jmask._lazy.lazy import densified, lazy

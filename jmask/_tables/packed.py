@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jmask._base.array_types import explicit_sharding
+from jmask._base.shardings import explicit_sharding
 from jmask._base.types import DType, Numbers, PyTree, Scalar, Shaped, Table
 from jmask._base.validation import as_table, checked_choice
 from jmask._kernels.lines import LANES, entries_and_mask, inserted, per_line, picked, placed

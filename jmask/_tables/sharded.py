@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jmask._base.array_types import automatically, by_rows, explicit_sharding
 from jmask._base.hashed import COLUMNS, id_of
 from jmask._base.row_ids import id_dtype
+from jmask._base.shardings import automatically, by_rows, explicit_sharding
 from jmask._base.types import Numbers, Table
 from jmask._base.validation import as_table, check_flag, shown
 from jmask._tables.packed import checked_floating

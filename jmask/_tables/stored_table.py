@@ -22,16 +22,9 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import (
-    added,
-    is_complex,
-    is_narrow,
-    joint_dtype,
-    spec_of,
-    trailing,
-    wide,
-)
+from jmask._base.array_types import added, is_complex, is_narrow, joint_dtype, trailing, wide
 from jmask._base.row_ids import Order, hide, id_dtype
+from jmask._base.shardings import spec_of
 from jmask._base.shards import Shards
 from jmask._base.types import (
     DType,

@@ -26,8 +26,9 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 from jax.typing import ArrayLike
 
-from jmask._base.array_types import added, explicit_sharding, is_known, is_narrow, trailing
+from jmask._base.array_types import added, is_known, is_narrow, trailing
 from jmask._base.jaxprs import bound, interpret
+from jmask._base.shardings import explicit_sharding
 from jmask._base.types import Table, Value
 from jmask._kernels import tuning
 from jmask._kernels.gathered_rows import gathered, scaled

@@ -34,18 +34,6 @@ _COMPUTED = {*_GIVEN, jnp.dtype(bool)}
 # Pallas lowers the others for all generations (jax 0.12); tests/accelerators compile each.
 _LOWERED = ON_SCALARS - {"cbrt", "expm1"}
 
-_NEEDED = (
-    "bitcast",
-    "CompilerParams",
-    "HBM",
-    "PrefetchScalarGridSpec",
-    "SMEM",
-    "SemaphoreType",
-    "VMEM",
-    "make_async_copy",
-    "with_memory_space_constraint",
-)
-
 
 @functools.cache
 def _warn_of_copies(shape: tuple[int, ...], dtype: DTypeLike) -> None:
@@ -98,7 +86,6 @@ def accepts_pairs(table: Shaped, ids: jax.Array) -> bool:
 def _fits(table: Shaped, ids: jax.Array, arrays: int) -> bool:
     return (
         switched_on()
-        and _is_available()
         # Mosaic (JAX 0.12) lowers Python numbers to 64 bits then, which do not fit int32 ids.
         and not jax.config.read("jax_enable_x64")
         # XLA keeps other widths transposed or padded, and would copy the table for the kernel.
@@ -109,16 +96,6 @@ def _fits(table: Shaped, ids: jax.Array, arrays: int) -> bool:
         and ids.shape[0] > 0
         and block_size(arrays, table.shape[1], ids.shape[0]) > 0
     )
-
-
-@functools.cache
-def _is_available() -> bool:
-    """Decide whether this JAX has all that the kernel is written with."""
-    try:
-        from jax.experimental.pallas import tpu as pltpu
-    except ImportError:
-        return False
-    return all(hasattr(pltpu, name) for name in _NEEDED)
 
 
 def _is_lowered(program: Jaxpr) -> bool:

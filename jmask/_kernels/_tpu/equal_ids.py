@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.array_types import sum_dtype, varying_alike
+from jmask._base.array_types import sum_dtype
+from jmask._base.shardings import varying_alike
 from jmask._kernels import tuning
 from jmask._kernels.coalesce import Runs, in_stable_order
 from jmask._kernels.rows import add_rows, entries_of, gather_rows, sorted_with
