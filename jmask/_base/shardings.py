@@ -89,7 +89,7 @@ def by_rows(mesh: Mesh | AbstractMesh, axes: MeshAxes, ndim: int) -> NamedShardi
     return NamedSharding(mesh, P(axes, *(None,) * (ndim - 1 if is_explicit else 0)))
 
 
-def placed(array: jax.Array, like: NamedSharding, spec: Sequence[MeshAxes]) -> jax.Array:
+def resharded(array: jax.Array, like: NamedSharding, spec: Sequence[MeshAxes]) -> jax.Array:
     """Shard the array over the axes `spec` of the mesh of `like`, as its type will say."""
     if explicit_sharding(array) is not None and spec_of(array) == tuple(spec):
         return array
@@ -101,14 +101,14 @@ def with_whole_rows(array: jax.Array, d: int = 0) -> jax.Array:
     sharding, spec = explicit_sharding(array), spec_of(array)
     if sharding is None or not any(spec[d : d + 1]):
         return array
-    return placed(array, sharding, (*spec[:d], None, *spec[d + 1 :]))
+    return resharded(array, sharding, (*spec[:d], None, *spec[d + 1 :]))
 
 
 def flat(ids: jax.Array) -> jax.Array:
     """Return ids in one dimension, sharded if their first dimension alone is."""
     sharding = explicit_sharding(ids)
     if sharding is not None and any(spec_of(ids)[1:]):
-        ids = placed(ids, sharding, (None,) * ids.ndim)
+        ids = resharded(ids, sharding, (None,) * ids.ndim)
     return ids.reshape(-1)
 
 
@@ -123,7 +123,7 @@ def placed_like(rows: jax.Array, ids: jax.Array) -> jax.Array:
     sharding = explicit_sharding(ids)
     if sharding is None:
         return rows
-    return placed(rows, sharding, spec_of(ids) + spec_of(rows)[ids.ndim :])
+    return resharded(rows, sharding, spec_of(ids) + spec_of(rows)[ids.ndim :])
 
 
 def automatically(
@@ -174,14 +174,14 @@ def typed_like(x: jax.Array, shape: Shaped) -> jax.Array:
     """Return a replicated array, typed as `shape` says: varying, or sharded."""
     sharding = _sharding_of_type(shape)
     if sharding is not None:
-        x = placed(x, sharding, _whole_spec(sharding, x.ndim))
+        x = resharded(x, sharding, _whole_spec(sharding, x.ndim))
     return varying_like(x, shape)
 
 
 def on_every_device(x: jax.Array, shape: Shaped) -> jax.Array:
     """Return an array on all devices of the mesh that the type `shape` names, if any."""
     sharding = _sharding_of_type(shape)
-    return x if sharding is None else placed(x, sharding, (None,) * x.ndim)
+    return x if sharding is None else resharded(x, sharding, (None,) * x.ndim)
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:

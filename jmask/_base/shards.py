@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmask._base.row_ids import id_dtype
-from jmask._base.shardings import explicit_sharding, placed, spec_of
+from jmask._base.shardings import explicit_sharding, resharded, spec_of
 from jmask._base.types import ArrayFunction, Function, MeshAxes, PyTree
 
 Spec = tuple[MeshAxes, ...]
@@ -117,10 +117,10 @@ class Shards:
 
     def put(self, spec: Spec) -> ArrayFunction:
         """Return the function that shards arrays by `spec`, as their types will say."""
-        return functools.partial(placed, like=NamedSharding(self.mesh, P()), spec=spec)
+        return functools.partial(resharded, like=NamedSharding(self.mesh, P()), spec=spec)
 
 
-def gathered(axes: MeshAxes, *arrays: jax.Array) -> list[jax.Array]:
+def all_gathered(axes: MeshAxes, *arrays: jax.Array) -> list[jax.Array]:
     """Return arrays (n, ...) of all devices along the axes, one after the other."""
     if not axes or not arrays[0].shape[0]:  # XLA gathers no empty arrays
         return list(arrays)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmask._base.array_types import fewer, is_known
-from jmask._base.shards import Shards, gathered, names
+from jmask._base.shards import Shards, all_gathered, names
 from jmask._base.types import Function, MeshAxes, PyTree
 from jmask._kernels import tuning
 from jmask._kernels.coalesce import coalesce_rows, unique_slots
@@ -126,7 +126,7 @@ def with_own_rows(
     """
 
     def by_all_gather(*operands: PyTree) -> PyTree:
-        every, *more = gathered(batch, ids, *rows)
+        every, *more = all_gathered(batch, ids, *rows)
         return function(every, more, *operands)
 
     capacity = capacity_of(shards, batch, count)
@@ -142,7 +142,7 @@ def with_own_rows(
         received = _swapped(shards, sent.reshape(*outbox.entries.shape, *summed.shape[1:]))
         first = lax.axis_index(shards.rows).astype(ids.dtype) * size
         own = jnp.where(places < size, places + first, shards.count * size)
-        own, received = gathered(others, own, received.reshape(-1, *summed.shape[1:]))
+        own, received = all_gathered(others, own, received.reshape(-1, *summed.shape[1:]))
         return function(own, [received], *operands)
 
     return lax.cond(outbox.excess > 0, by_all_gather, by_exchange, *operands)

@@ -27,7 +27,7 @@ from jmask._base.shardings import (
     spec_of,
     varying_alike,
 )
-from jmask._base.shards import Shards, entry, gathered
+from jmask._base.shards import Shards, all_gathered, entry
 from jmask._kernels.gather import BITS, Gather, zero_of
 
 _CLIP = lax.GatherScatterMode.CLIP
@@ -150,7 +150,7 @@ def _written_on_shards(
     batch = entry(shards.rows) if is_there else shards.batch(ids)
 
     def written(block: jax.Array, ids: jax.Array, rows: jax.Array) -> jax.Array:
-        ids, rows = gathered(None if is_there else batch, ids, rows)
+        ids, rows = all_gathered(None if is_there else batch, ids, rows)
         places = shards.local(ids, block.shape[0])
         return _write(kind, block, places, rows, order if order == "any" else "unique")
 

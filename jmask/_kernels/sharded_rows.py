@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jmask._base.array_types import fewer, trailing
 from jmask._base.lowering import primitive
 from jmask._base.row_ids import id_dtype
-from jmask._base.shardings import placed, spec_of, without_repetition
+from jmask._base.shardings import resharded, spec_of, without_repetition
 from jmask._base.shards import Shards, Spec, entry, names
 from jmask._base.types import JvpArgs, Shape, Shaped, Value
 from jmask._kernels.coalesce import coalesce_rows
@@ -43,8 +43,8 @@ def looked_up(table: jax.Array, ids: jax.Array) -> jax.Array:
     assert shards is not None
     like = NamedSharding(shards.mesh, P())
     wanted = without_repetition((*spec_of(ids), *shards.columns))
-    return placed(
-        _bound(shards, table, placed(ids, like, _spec_of_ids(shards, spec_of(ids)))),
+    return resharded(
+        _bound(shards, table, resharded(ids, like, _spec_of_ids(shards, spec_of(ids)))),
         like,
         wanted,
     )
@@ -66,7 +66,7 @@ def _lookup(table: jax.Array, ids: jax.Array, *, sharding: NamedSharding) -> lis
     shards, spec = _shards(table, ids), spec_of(ids)
     if not ids.size:
         zeros = jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
-        return [placed(zeros, sharding, tuple(sharding.spec))]
+        return [resharded(zeros, sharding, tuple(sharding.spec))]
     batch, count = next(iter(spec), None), math.prod(ids.shape)
     capacity = None if any(spec[1:]) else capacity_of(shards, batch, count)
     shared = [tuple(axis for axis in names(axes) if axis in shards.rows) for axes in spec]
@@ -113,7 +113,7 @@ def _shards(*arrays: Value) -> Shards:
 def _add(
     ids: jax.Array, rows: jax.Array, *, shape: Shape, sharding: NamedSharding
 ) -> list[jax.Array]:
-    zeros = placed(jnp.zeros(shape, rows.dtype), sharding, tuple(sharding.spec))
+    zeros = resharded(jnp.zeros(shape, rows.dtype), sharding, tuple(sharding.spec))
     row = shape[1:]
     ids, rows = flat(ids, rows, len(row))
     return [add_rows(zeros, ids, rows)]
@@ -139,8 +139,8 @@ def flat(ids: jax.Array, rows: jax.Array, row: int) -> tuple[jax.Array, jax.Arra
     shards = _shards(ids, rows)
     spec, like = spec_of(ids)[:1], NamedSharding(shards.mesh, P())
     columns = spec_of(rows)[batch:]
-    ids = placed(ids, like, (*spec, *(None,) * (batch - 1)))
-    rows = placed(rows, like, (*spec, *(None,) * (batch - 1), *columns))
+    ids = resharded(ids, like, (*spec, *(None,) * (batch - 1)))
+    rows = resharded(rows, like, (*spec, *(None,) * (batch - 1), *columns))
     return ids.reshape(-1), rows.reshape(math.prod(ids.shape), *rows.shape[batch:])
 
 
