@@ -27,7 +27,6 @@ from jax import lax
 from jax.extend.random import define_prng_impl
 from jax.typing import DTypeLike
 
-from jmask._base.array_facts import ArrayFacts
 from jmask._base.types import DType
 
 INT32_MAX = np.iinfo(np.int32).max
@@ -76,10 +75,6 @@ def _opaque_dtype(words: int) -> Hashable:
 
 _IMPLEMENTATIONS = {4: _opaque_dtype(1), 8: _opaque_dtype(2)}
 
-# While a program is traced: the ids that an opaque leaf was made of. Rows that a loss and an
-# update read are then read at the same ids to XLA, which reads once.
-_HIDDEN: ArrayFacts[jax.Array] = ArrayFacts()
-
 
 def hide(ids: jax.Array) -> jax.Array:
     """Turn integer ids (...,) into the opaque leaf of the same shape."""
@@ -87,9 +82,7 @@ def hide(ids: jax.Array) -> jax.Array:
     words = lax.bitcast_convert_type(lax.bitwise_not(ids), np.uint32)
     if ids.dtype.itemsize == 4:
         words = lax.expand_dims(words, (ids.ndim,))
-    leaf = wrap(words)
-    _HIDDEN.note(leaf, ids)
-    return leaf
+    return wrap(words)
 
 
 def wrap(words: jax.Array) -> jax.Array:
@@ -101,9 +94,6 @@ def reveal(leaf: jax.Array) -> jax.Array:
     """Return the integer ids of an opaque leaf (...,), or of its shape their shape."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.eval_shape(reveal, leaf)
-    hidden = _HIDDEN.of(leaf)
-    if hidden is not None:
-        return hidden
     words = jax.random.key_data(leaf)
     if words.shape[-1] == 1:
         ids = lax.bitcast_convert_type(lax.squeeze(words, (words.ndim - 1,)), np.int32)

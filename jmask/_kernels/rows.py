@@ -118,7 +118,9 @@ Kind = Literal["set", "add"]
 _SCATTERS = {"set": lax.scatter, "add": lax.scatter_add}
 
 
-def _write(kind, table, ids, rows, order):
+def _write(
+    kind: Kind, table: jax.Array, ids: jax.Array, rows: jax.Array, order: Order
+) -> jax.Array:
     # There is no row, or no id. A sum without terms still depends on them, as a gradient.
     if table.shape[0] == 0 or (kind == "set" and 0 in ids.shape):
         return table
@@ -128,8 +130,9 @@ def _write(kind, table, ids, rows, order):
         return _written_on_shards(shards, kind, table, ids, rows, order)
     if order == "any" or shards is not None or not ids.shape[0]:
         return scattered(table, ids, rows, kind, order)
-    operands = varying_alike(table, ids, rows)
-    return WRITE.bind(*operands, kind=kind, order=order)[0]
+    written: jax.Array
+    (written,) = WRITE.bind(*varying_alike(table, ids, rows), kind=kind, order=order)
+    return written
 
 
 def is_routed(shards: Shards, ids: jax.Array, order: Order) -> bool:

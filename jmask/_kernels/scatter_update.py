@@ -91,7 +91,8 @@ def _by_parts(combiner: Combiner) -> Form:
 
 def _one_scatter(program: ClosedJaxpr) -> Update:
     def scattered(x: RowUpdate) -> list[jax.Array]:
-        rows = [jnp.broadcast_to(y, x.rows.shape) for y in (x.rows, *x.scalars)]
+        grad = x.rows
+        rows = [jnp.broadcast_to(y, grad.shape) for y in (grad, *x.scalars)]
         # A scatter takes as many updates as operands: room that is left over is filled.
         rows += [rows[0]] * (len(x.tables) - len(rows))
         ids, *rows = never_alone(x.tables[0].shape[0], x.ids, *rows)

@@ -225,9 +225,10 @@ def _added(x: RowUpdate) -> list[jax.Array]:
 
 
 def _added_by_kernel(x: RowUpdate) -> list[jax.Array]:
-    if not choice.accepts(x.tables, x.ids, [x.rows]):
+    rows = x.rows
+    if not choice.accepts(x.tables, x.ids, [rows]):
         return _added(x)
-    rows = x.rows.astype(x.tables[0].dtype)
+    rows = rows.astype(x.tables[0].dtype)
     return row_updates.update(
         lambda old, step: [old + step], x.tables, x.ids, [rows], padding_last=x.is_sorted
     )
