@@ -112,8 +112,8 @@ class BagSum:
         return self._over_bags(size) if self.is_short() else self._over_entries(size)
 
     def _over_bags(self, size: int) -> BlockLoop:
-        bags = min(max(size // self.positions.shape[1], 1), self.bags)
-        blocks = -(-self.bags // bags)
+        blocks = -(-self.bags // max(size // self.positions.shape[1], 1))
+        bags = -(-self.bags // blocks)
 
         def block(number: jax.Array, carried: tuple[jax.Array, None]) -> tuple[jax.Array, None]:
             first = number * bags  # a slice that would end past the last bag begins earlier
