@@ -53,7 +53,7 @@ from jmask._deferred.row_numbers import chosen_rows
 from jmask._kernels.rows import gather_rows, ids_after_reading, set_rows
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
-from jmask._lazy.proved_update import LazyCall, Leaf, proved, with_whole_rows
+from jmask._lazy.proved_update import LazyCall, Leaf, proved, proving_once, with_whole_rows
 from jmask._tables.stored_table import is_stored_table, shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import is_row_sparse
@@ -182,6 +182,9 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
     if checked_integer("window", window) < 2:
         raise ValueError(f"`window` must be 2 steps or more, got {window}.")
     inner = optax.with_extra_args_support(inner)
+    lifted = inner if isinstance(inner, OnePassTransformation) else lazy(inner)
+    assert isinstance(lifted, OnePassTransformation)
+    inner = lifted.inner or inner  # of arrays
 
     @functools.cache
     def forms_for(tree: PyTreeDef, likes: tuple[jax.ShapeDtypeStruct, ...]) -> list[Found]:
@@ -211,6 +214,7 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         clock = jnp.zeros((), jnp.int32)
         return DeferredState(inner.init(params), clock, tree.unflatten(tables))
 
+    @proving_once()
     def stepped(
         take: Function,
         grads: Gradients,
@@ -252,9 +256,6 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
             states[i] = TableState(last.reshape(table.last.shape), lines, carry, table.swept)
         results, new = take(tree.unflatten(leaves), state.inner, fit.params, **extra_args)
         return results, DeferredState(new, state.clock + 1, tree.unflatten(states))
-
-    lifted = inner if isinstance(inner, OnePassTransformation) else lazy(inner)
-    assert isinstance(lifted, OnePassTransformation)
 
     def update(
         updates: Gradients,

@@ -60,9 +60,11 @@ class OnePassTransformation(optax.GradientTransformationExtraArgs):
     Attributes:
         apply_gradients: (grads, state, params) -> (params, state), of gradients and parameters
             that have a `Fit`.
+        inner: the transformation of arrays that is lifted, if it is one.
     """
 
     apply_gradients: Function
+    inner: optax.GradientTransformationExtraArgs | None = None
 
 
 def applied_in_one_pass(update: ProvedUpdate) -> tuple[Params, OptState] | None:
@@ -190,9 +192,11 @@ def _rule(
         is_filled = parts.filled.issuperset(eqn.outvars)
         if is_filled and eqn.primitive.name == _FILL:
             return values[:1]
-        if eqn.primitive.name in ARITHMETIC and not is_filled:
+        if eqn.primitive.name not in ARITHMETIC:
+            return bound(sized(eqn), values)
+        if not is_filled and len({jnp.shape(x) for x in values} - {()}) > 1:
             values = list(jnp.broadcast_arrays(*values))
-        return bound(sized(eqn), values)
+        return bound(eqn, values)
 
     return rule
 

@@ -34,6 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import export
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
@@ -70,6 +71,25 @@ ELEMENTWISE = ARITHMETIC | frozenset(
     "name population_count real reshard shift_left shift_right_arithmetic "
     "shift_right_logical sinh".split()
 )
+# Operations that NumPy rounds as XLA does.
+_EXACT = {
+    "abs": np.abs,
+    "add": np.add,
+    "eq": np.equal,
+    "ge": np.greater_equal,
+    "gt": np.greater,
+    "le": np.less_equal,
+    "lt": np.less,
+    "max": np.maximum,
+    "min": np.minimum,
+    "mul": np.multiply,
+    "ne": np.not_equal,
+    "neg": np.negative,
+    "not": np.invert,
+    "square": np.square,
+    "sub": np.subtract,
+}
+_EXACT_OF_FLOATS = {"convert_element_type": np.asarray, "div": np.divide}
 # Reductions to which a value contributes nothing.
 NEUTRAL = {"reduce_sum": 0, "reduce_or": False, "reduce_and": True, "reduce_prod": 1}
 _IDEMPOTENT = ("reduce_or", "reduce_and", "reduce_max", "reduce_min")
@@ -80,6 +100,10 @@ def axes_of_rows(v: Atom) -> list[int]:
     """Return the axes along which a variable has rows of a table."""
     shape = getattr(aval_of(v), "shape", ())
     return [i for i, size in enumerate(shape) if export.is_symbolic_dim(size)]
+
+
+class RowWise(optax.GradientTransformationExtraArgs):
+    """A transformation that treats rows alike, however many they are, as it is written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +143,8 @@ def proved(
     shapes: Sequence[jax.ShapeDtypeStruct],
     tables: Sequence[int | None],
     are_gradients: Sequence[bool],
+    *,
+    is_row_wise: bool = False,
 ) -> RowLocal:
     """Return an update that is traced with open numbers of rows and proved.
 
@@ -127,15 +153,20 @@ def proved(
         shapes: of the arguments, of whole tables.
         tables: whose rows each argument has along its first axis, or None.
         are_gradients: which arguments are 0 in untouched rows.
+        is_row_wise: whether code of `function` asks for no number of rows.
 
     Raises:
         NotRowLocalError: with the first operation that mixes or counts rows.
     """
     rows, opened = open_shapes(shapes, tables)
+    dense = None
     with _without_explicit_mesh():
-        dense = jax.make_jaxpr(function)(*shapes)  # what is no matter of rows raises here
-        with refusing_counts("it"):
+        if is_row_wise:
             traced = jax.make_jaxpr(function)(*opened)
+        else:
+            dense = jax.make_jaxpr(function)(*shapes)  # what is no matter of rows raises here
+            with refusing_counts("it"):
+                traced = jax.make_jaxpr(function)(*opened)
     program = _needed(traced)
     inputs: list[Known] = [
         0 if is_gradient and table is not None else None
@@ -150,7 +181,7 @@ def proved(
                 f"number of rows: {x.shape} becomes {aval_of(v).shape}"
             )
     has_rows = all(shapes[i].shape[0] for i, table in enumerate(tables) if table is not None)
-    if has_rows and _operations(_needed(dense)) != _operations(program):
+    if dense and has_rows and _operations(_needed(dense)) != _operations(program):
         raise NotRowLocalError("it chooses other operations for a table of this size")
     return RowLocal(traced, program, known, rows)
 
@@ -334,8 +365,15 @@ def _of_entries(name: str, eqn: JaxprEqn, inputs: list[Known]) -> Known:
             return aval_of(eqn.outvars[0]).dtype.type(0)
         return None
     pairs = zip(inputs, eqn.invars, strict=True)
+    operands = [np.asarray(x, aval_of(v).dtype) for x, v in pairs]
+    dtype = aval_of(eqn.outvars[0]).dtype
+    if name == "integer_pow" and parameter(eqn, "y") == 2:
+        name = "square"
+    if name in _EXACT or (name in _EXACT_OF_FLOATS and jnp.issubdtype(dtype, jnp.floating)):
+        function = _EXACT.get(name) or _EXACT_OF_FLOATS[name]
+        with np.errstate(all="ignore"):  # and nothing is compiled
+            return np.asarray(function(*operands), dtype)
     with trial():
-        operands = [np.asarray(x, aval_of(v).dtype) for x, v in pairs]
         params = eqn.primitive.get_bind_params(eqn.params)
         # There and back explicitly, which jax.transfer_guard("disallow") lets pass.
         return jax.device_get(eqn.primitive.bind(*jax.device_put(operands), **params))

@@ -38,6 +38,7 @@ from jmask._kernels.coalesce import unique_slots
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.over_shards import agreed, counted
+from jmask._lazy.proved_update import proving_once
 from jmask._ops.norms import shortened
 from jmask._optim.hyperparameters import POSITIVE, check_number
 from jmask._tables.stored_table import fitted, is_stored_table
@@ -114,6 +115,10 @@ def _step_if(inner: optax.GradientTransformationExtraArgs) -> Function:
                 return inner.update(gradients, state, params, **extra)
 
         padded = noticed_as(gradients, _at_leaves(lambda x: _where_kept(take, x), gradients))
+        with proving_once():
+            return selected(step, take, padded, params, state, extra)
+
+    def selected(step, take, padded, params, state, extra):
         result, new_state = step(padded, params, state)
         tables = jax.tree.leaves((params, state), is_leaf=is_stored_table)
         # Containers have no such shapes, and are changed in the rows of a gradient alone.

@@ -37,11 +37,9 @@ from jmask._base.types import Table
 from jmask._base.validation import check_flag
 from jmask._lazy.lazy import densified, lazy
 from jmask._lazy.one_pass import OnePassTransformation
+from jmask._lazy.row_local import RowWise
 from jmask._optim.hyperparameters import check_state_dtype
 from jmask._tables.stored_table import is_stored_table, shape_of
-from jmask._updates.apply import Fit, dense_parameters
-from jmask._updates.checks import check_parameters, check_structure
-from jmask._updates.state_rows import check_made_by, check_state_type
 
 
 class Slot(NamedTuple):
@@ -101,15 +99,14 @@ def optimizer(rule: RowRule, lazy_update: bool) -> optax.GradientTransformationE
     assert isinstance(lifted, OnePassTransformation)
     named = NamedOptimizer(*lifted)
     named.rule, named.apply_gradients = rule, lifted.apply_gradients
+    named.inner = lifted.inner
     return named
 
 
-def dense_optimizer(rule: RowRule) -> optax.GradientTransformationExtraArgs:
+def dense_optimizer(rule: RowRule) -> RowWise:
     """Return the transformation that follows a rule on arrays."""
 
     def init(params):
-        check_parameters(params)
-        params = dense_parameters(params)
         slots = [
             jax.tree.map(functools.partial(_initial, rule, x), params, is_leaf=is_stored_table)
             for x in rule.slots.values()
@@ -119,11 +116,6 @@ def dense_optimizer(rule: RowRule) -> optax.GradientTransformationExtraArgs:
     def update(updates, state, params=None, **extra_args):
         if params is None and rule.needs_param:
             raise ValueError("`params` must be given to update(): the step depends on them.")
-        check_state_type(state, rule.state_type)
-        if params is not None:
-            params = Fit.unchecked(updates, params).params
-            check_structure(updates, params)
-            check_made_by(init, state, params)
         gradients, tree = jax.tree.flatten(updates)
         given = [None] * len(gradients) if params is None else tree.flatten_up_to(params)
         slots = [tree.flatten_up_to(slot) for slot in state[1:]]
@@ -132,7 +124,7 @@ def dense_optimizer(rule: RowRule) -> optax.GradientTransformationExtraArgs:
         steps, *new = (tree.unflatten([x[i] for x in results]) for i in range(1 + len(slots)))
         return steps, rule.state_type(optax.safe_increment(state.count), *new)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return RowWise(init, update)
 
 
 def changing_scalars(scalars: Sequence[Any]) -> tuple[list[jax.Array], Callable[..., Any]]:

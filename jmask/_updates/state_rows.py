@@ -8,7 +8,6 @@ number of rows of each table left open:
 
 import contextlib
 import functools
-import math
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -96,29 +95,32 @@ def rows_of_state(
             shapes depend on the tables in another way.
     """
     rows, opened = open_shapes(seen, [i if x else None for i, x in enumerate(is_table)])
-    usual = jax.eval_shape(init, param_tree.unflatten(params))
     with refusing_counts("its state"):
         made = jax.eval_shape(init, param_tree.unflatten(opened))
     table_of = {size: i for i, size in rows.items()}
     owners: list[tuple[int | None, Shape]] = []
-    for x, y in zip(jax.tree.leaves(usual), jax.tree.leaves(made), strict=True):
-        owner = table_of.get(y.shape[0]) if y.ndim else None
-        rows_seen = x.shape[:1] if owner is None else seen[owner].shape[:1]
-        is_stack = owner is not None and params[owner].shape != seen[owner].shape
-        if is_stack and x.size != math.prod(rows_seen + y.shape[1:]):
-            raise NotRowLocalError(
-                f"its state holds an array of shape {x.shape} for stacked tables, which has "
-                "not one entry for each of their rows",
-                "Make one table of them, `table.reshape(-1, table.shape[-1])`.",
-            )
-        wanted = y.shape if owner is None else x.shape[:1] + y.shape[1:]
-        if not is_stack and x.shape != wanted:
+    usual: list[jax.ShapeDtypeStruct] = []
+    for x in jax.tree.leaves(made):
+        owner = table_of.get(x.shape[0]) if x.ndim else None
+        row = x.shape if owner is None else x.shape[1:]
+        if any(map(export.is_symbolic_dim, row)):
             raise NotRowLocalError(
                 f"its state holds an array of shape {x.shape} that depends on the number of "
                 "rows of a table, but has not one entry for each of them"
             )
-        owners.append((owner, y.shape[1:]))
-    check_state(state, usual, [dtypes and owner is not None for owner, _ in owners])
+        owners.append((owner, x.shape[1:]))
+        usual.append(x if owner is None else x.update(shape=seen[owner].shape[:1] + row))
+    expected: OptState = jax.tree.unflatten(jax.tree.structure(made), usual)
+    if any(x.shape != y.shape for x, y in zip(params, seen, strict=True)):  # stacks
+        expected = jax.eval_shape(init, param_tree.unflatten(params))
+        for x, y in zip(jax.tree.leaves(expected), usual, strict=True):
+            if x.size != y.size:
+                raise NotRowLocalError(
+                    f"its state holds an array of shape {x.shape} for stacked tables, which "
+                    "has not one entry for each of their rows",
+                    "Make one table of them, `table.reshape(-1, table.shape[-1])`.",
+                )
+    check_state(state, expected, [dtypes and owner is not None for owner, _ in owners])
     return owners
 
 
@@ -176,10 +178,15 @@ def check_state(
             )
 
 
-def check_made_by(init: optax.TransformInitFn, state: OptState, params: Params) -> None:
-    """Refuse a state that is not as `init` makes it for these parameters."""
+def check_made_by(
+    init: optax.TransformInitFn, state: OptState, params: Params, *, dtypes: bool = True
+) -> None:
+    """Refuse a state that is not as `init` makes it for these parameters, if they are given."""
+    if params is None:
+        return
     shapes = jax.tree.map(shape_of, params, is_leaf=is_stored_table)
-    check_state(state, jax.eval_shape(init, shapes))
+    expected = jax.eval_shape(init, shapes)
+    check_state(state, expected, [dtypes] * len(jax.tree.leaves(expected)))
 
 
 def states_of(kinds: type | tuple[type, ...], state: OptState) -> list[OptState]:
