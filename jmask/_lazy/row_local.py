@@ -72,7 +72,7 @@ ELEMENTWISE = ARITHMETIC | frozenset(
     "shift_right_logical sinh".split()
 )
 # Operations that NumPy rounds as XLA does.
-_EXACT = {
+_EXACT: dict[str, Callable[..., Value]] = {
     "abs": np.abs,
     "add": np.add,
     "eq": np.equal,
@@ -89,7 +89,10 @@ _EXACT = {
     "square": np.square,
     "sub": np.subtract,
 }
-_EXACT_OF_FLOATS = {"convert_element_type": np.asarray, "div": np.divide}
+_EXACT_OF_FLOATS: dict[str, Callable[..., Value]] = {
+    "convert_element_type": np.asarray,
+    "div": np.divide,
+}
 # Reductions to which a value contributes nothing.
 NEUTRAL = {"reduce_sum": 0, "reduce_or": False, "reduce_and": True, "reduce_prod": 1}
 _IDEMPOTENT = ("reduce_or", "reduce_and", "reduce_max", "reduce_min")
@@ -372,7 +375,7 @@ def _of_entries(name: str, eqn: JaxprEqn, inputs: list[Known]) -> Known:
     if name in _EXACT or (name in _EXACT_OF_FLOATS and jnp.issubdtype(dtype, jnp.floating)):
         function = _EXACT.get(name) or _EXACT_OF_FLOATS[name]
         with np.errstate(all="ignore"):  # and nothing is compiled
-            return np.asarray(function(*operands), dtype)
+            return dtype.type(function(*operands))
     with trial():
         params = eqn.primitive.get_bind_params(eqn.params)
         # There and back explicitly, which jax.transfer_guard("disallow") lets pass.

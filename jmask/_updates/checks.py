@@ -87,7 +87,7 @@ def check_transformation(name: str, tx: object, order: str) -> None:
 
 
 def check_gradient(updates: Gradients, params: Params) -> None:
-    """Refuse a gradient, as of `as_gradients`, that does not fit arrays and table containers."""
+    """Refuse a gradient that does not fit arrays and table containers."""
     check_structure(updates, params)
     parameters = jax.tree.leaves(params, is_leaf=_is_leaf_or_none)
     for (path, gradient), param in zip(_leaves(updates), parameters, strict=True):
