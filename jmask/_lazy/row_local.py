@@ -53,7 +53,7 @@ from jmask._base.forms import (
     within,
 )
 from jmask._base.jaxprs import ARITHMETIC, inlined, needed_for, run
-from jmask._base.types import ArraysFunction, Atom, Scalar, Value
+from jmask._base.types import ArraysFunction, Atom, Function, Scalar, Value
 from jmask._ops.rows import trial
 from jmask._updates.checks import NotRowLocalError
 from jmask._updates.state_rows import Dimension, open_shapes, refusing_counts
@@ -72,7 +72,7 @@ ELEMENTWISE = ARITHMETIC | frozenset(
     "shift_right_logical sinh".split()
 )
 # Operations that NumPy rounds as XLA does.
-_EXACT: dict[str, Callable[..., Value]] = {
+_EXACT: dict[str, Function] = {
     "abs": np.abs,
     "add": np.add,
     "eq": np.equal,
@@ -89,7 +89,7 @@ _EXACT: dict[str, Callable[..., Value]] = {
     "square": np.square,
     "sub": np.subtract,
 }
-_EXACT_OF_FLOATS: dict[str, Callable[..., Value]] = {
+_EXACT_OF_FLOATS: dict[str, Function] = {
     "convert_element_type": np.asarray,
     "div": np.divide,
 }
