@@ -132,6 +132,20 @@ class RowLocal:
         jaxpr = with_sizes(self.traced.jaxpr, numbers)
         return ClosedJaxpr(jaxpr, self.traced.consts)
 
+    @functools.cached_property
+    def owners(self) -> dict[Var, int]:
+        """The table whose rows a variable has: their open number is in its shape."""
+        table_of: dict[Dimension, int] = {rows: i for i, rows in self.rows.items()}
+        owners: dict[Var, int] = {}
+        jaxpr = self.program.jaxpr
+        for v in (*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)):
+            for size in (aval_of(v).shape[axis] for axis in axes_of_rows(v)):
+                if size not in table_of:  # a multiple, of what is merged with rows
+                    multiples = (i for i, x in self.rows.items() if isinstance(size // x, int))
+                    table_of[size] = next(multiples)
+                owners[v] = table_of[size]
+        return owners
+
     def sums_over_rows(self) -> bool:
         """Decide whether a number of the update is a sum over rows."""
         return any(
