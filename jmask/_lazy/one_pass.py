@@ -286,12 +286,12 @@ def _of_fewer(
 
 
 def _scales(eqn: JaxprEqn, table_of: Mapping[Var, int]) -> bool:
-    """Decide whether an equation multiplies entries by a number, or parts complex ones."""
+    """Decide whether an equation multiplies entries by a number."""
     are_entries = [isinstance(v, Var) and v in table_of for v in eqn.invars]
     name = eqn.primitive.name
     if name in ("mul", "div"):
         return sum(are_entries) == 1 and (name == "mul" or are_entries[0])
-    return name in ("neg", "real", "imag", "complex") and all(are_entries)
+    return name == "neg" and all(are_entries)
 
 
 def _fits(update: ProvedUpdate, parts: Parts, combiner: Combiner) -> bool:

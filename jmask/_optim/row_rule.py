@@ -36,7 +36,6 @@ from jmask._base.array_types import (
 from jmask._base.types import Table
 from jmask._base.validation import check_flag
 from jmask._lazy.lazy import densified, lazy
-from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.row_local import RowWise
 from jmask._optim.hyperparameters import check_state_dtype
 from jmask._tables.stored_table import is_stored_table, shape_of
@@ -80,8 +79,8 @@ class RowRule:
     state_dtype: DTypeLike | None = None
 
 
-class NamedOptimizer(OnePassTransformation):
-    """A transformation that updates the rows of a gradient by a rule."""
+class RuledTransformation(RowWise):
+    """A transformation of arrays that follows a rule."""
 
     rule: RowRule
 
@@ -93,17 +92,10 @@ def optimizer(rule: RowRule, lazy_update: bool) -> optax.GradientTransformationE
     """
     check_flag("lazy_update", lazy_update)
     check_state_dtype(rule.state_dtype)
-    if not lazy_update:
-        return densified(dense_optimizer(rule))
-    lifted = lazy(dense_optimizer(rule))
-    assert isinstance(lifted, OnePassTransformation)
-    named = NamedOptimizer(*lifted)
-    named.rule, named.apply_gradients = rule, lifted.apply_gradients
-    named.inner = lifted.inner
-    return named
+    return (lazy if lazy_update else densified)(dense_optimizer(rule))
 
 
-def dense_optimizer(rule: RowRule) -> RowWise:
+def dense_optimizer(rule: RowRule) -> RuledTransformation:
     """Return the transformation that follows a rule on arrays."""
 
     def init(params):
@@ -124,7 +116,9 @@ def dense_optimizer(rule: RowRule) -> RowWise:
         steps, *new = (tree.unflatten([x[i] for x in results]) for i in range(1 + len(slots)))
         return steps, rule.state_type(optax.safe_increment(state.count), *new)
 
-    return RowWise(init, update)
+    transformation = RuledTransformation(init, update)
+    transformation.rule = rule
+    return transformation
 
 
 def changing_scalars(scalars: Sequence[Any]) -> tuple[list[jax.Array], Callable[..., Any]]:
@@ -168,13 +162,6 @@ def _step(rule: RowRule, entries: Sequence[Any], scalars: Sequence[Any]) -> list
     if are_pairs and param is not None:
         grad = grad.astype(joint_dtype(grad, param))
     old = [grad, *slots]
-    if are_pairs and not any(slot.per_row for slot in rule.slots.values()):
-        whole = grad, param, *slots
-        parts = (
-            _step(rule, [x if x is None else part(x) for x in whole], scalars)
-            for part in (jnp.real, jnp.imag)
-        )
-        return list(map(lax.complex, *parts))
     if are_pairs:
         grad, param, *slots = map(_pairs, (grad, param, *slots))
     floats = [x for x in (grad, param, *slots) if x is not None and _is_float(x)]
