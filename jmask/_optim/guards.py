@@ -107,6 +107,7 @@ def guarded(
 def _step_if(inner: optax.GradientTransformationExtraArgs) -> Function:
     """Return what `Guard.step_if` is, for a transformation that is no guard."""
 
+    @proving_once()
     def step_if(take, gradients, state, params, extra):
         def step(gradients, params, state):
             if extra is None:
@@ -115,10 +116,6 @@ def _step_if(inner: optax.GradientTransformationExtraArgs) -> Function:
                 return inner.update(gradients, state, params, **extra)
 
         padded = noticed_as(gradients, _at_leaves(lambda x: _where_kept(take, x), gradients))
-        with proving_once():
-            return selected(step, take, padded, params, state, extra)
-
-    def selected(step, take, padded, params, state, extra):
         result, new_state = step(padded, params, state)
         tables = jax.tree.leaves((params, state), is_leaf=is_stored_table)
         # Containers have no such shapes, and are changed in the rows of a gradient alone.

@@ -152,8 +152,14 @@ def check_state(
         )
     likes = jax.tree.leaves(expected)
     leaves = jax.tree.leaves_with_path(state, is_leaf=is_stored_table)
-    for (path, leaf), like in zip(leaves, likes, strict=True):
-        name, shape = leaf_name("state", path), shape_of(leaf).shape
+    for (path, leaf), like, is_checked in zip(
+        leaves, likes, dtypes or [True] * len(leaves), strict=True
+    ):
+        name, shape, dtype = (
+            leaf_name("state", path),
+            shape_of(leaf).shape,
+            shape_of(leaf).dtype,
+        )
         if is_stored_table(leaf) and len(shape) != len(like.shape):
             table = type(leaf).__name__
             raise ValueError(
@@ -165,13 +171,9 @@ def check_state(
             raise ValueError(
                 f"{name} has shape {shape}, expected {like.shape} for these parameters."
             )
-    for (path, leaf), like, is_checked in zip(
-        leaves, likes, dtypes or [True] * len(leaves), strict=True
-    ):
-        dtype = shape_of(leaf).dtype
         if is_checked and dtype != like.dtype:
             raise ValueError(
-                f"{leaf_name('state', path)} is {dtype}, and `init` of this transformation "
+                f"{name} is {dtype}, and `init` of this transformation "
                 f"makes {like.dtype} for these `params`: keep the dtype (`state_dtype`, "
                 "`mu_dtype`) that the state was made with, or cast the state, "
                 "jax.tree.map(lambda x, y: x.astype(y.dtype), state, tx.init(params))."
