@@ -19,7 +19,6 @@ import jax
 import optax
 from jax.core import Tracer
 
-from jmask._base.types import PyTree
 from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass, tables_by_rows
 from jmask._lazy.proved_update import (
     LazyCall,

@@ -152,14 +152,10 @@ def check_state(
         )
     likes = jax.tree.leaves(expected)
     leaves = jax.tree.leaves_with_path(state, is_leaf=is_stored_table)
-    for (path, leaf), like, is_checked in zip(
-        leaves, likes, dtypes or [True] * len(leaves), strict=True
-    ):
-        name, shape, dtype = (
-            leaf_name("state", path),
-            shape_of(leaf).shape,
-            shape_of(leaf).dtype,
-        )
+    checked = dtypes or [True] * len(leaves)
+    for (path, leaf), like, is_checked in zip(leaves, likes, checked, strict=True):
+        name, found = leaf_name("state", path), shape_of(leaf)
+        shape, dtype = found.shape, found.dtype
         if is_stored_table(leaf) and len(shape) != len(like.shape):
             table = type(leaf).__name__
             raise ValueError(
