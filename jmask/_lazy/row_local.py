@@ -71,10 +71,12 @@ ELEMENTWISE = ARITHMETIC | frozenset(
     "name population_count real reshard shift_left shift_right_arithmetic "
     "shift_right_logical sinh".split()
 )
-# Operations that NumPy rounds as XLA does.
+# Operations on real numbers that NumPy rounds as XLA does, with a result that is no integer.
 _EXACT: dict[str, Function] = {
     "abs": np.abs,
     "add": np.add,
+    "convert_element_type": np.asarray,
+    "div": np.divide,
     "eq": np.equal,
     "ge": np.greater_equal,
     "gt": np.greater,
@@ -88,10 +90,6 @@ _EXACT: dict[str, Function] = {
     "not": np.invert,
     "square": np.square,
     "sub": np.subtract,
-}
-_EXACT_OF_FLOATS: dict[str, Function] = {
-    "convert_element_type": np.asarray,
-    "div": np.divide,
 }
 # Reductions to which a value contributes nothing.
 NEUTRAL = {"reduce_sum": 0, "reduce_or": False, "reduce_and": True, "reduce_prod": 1}
@@ -386,10 +384,10 @@ def _of_entries(name: str, eqn: JaxprEqn, inputs: list[Known]) -> Known:
     dtype = aval_of(eqn.outvars[0]).dtype
     if name == "integer_pow" and parameter(eqn, "y") == 2:
         name = "square"
-    if name in _EXACT or (name in _EXACT_OF_FLOATS and jnp.issubdtype(dtype, jnp.floating)):
-        function = _EXACT.get(name) or _EXACT_OF_FLOATS[name]
+    are_real = not any(map(np.iscomplexobj, operands))
+    if name in _EXACT and are_real and not jnp.issubdtype(dtype, jnp.integer):
         with np.errstate(all="ignore"):  # and nothing is compiled
-            return dtype.type(function(*operands))
+            return dtype.type(_EXACT[name](*operands))
     with trial():
         params = eqn.primitive.get_bind_params(eqn.params)
         # There and back explicitly, which jax.transfer_guard("disallow") lets pass.
