@@ -53,7 +53,7 @@ from jmask._deferred.row_numbers import chosen_rows
 from jmask._kernels.rows import gather_rows, ids_after_reading, set_rows
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
-from jmask._lazy.proved_update import LazyCall, Leaf, proved, proving_once, with_whole_rows
+from jmask._lazy.proved_update import LazyCall, Leaf, proved, with_whole_rows
 from jmask._tables.stored_table import is_stored_table, shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import is_row_sparse
@@ -65,7 +65,7 @@ from jmask._updates.checks import (
     is_gradient_leaf,
     with_wide_rows,
 )
-from jmask._updates.state_rows import rows_of_state
+from jmask._updates.state_rows import one_step, rows_of_state
 
 # Rows of a block where all rows are caught up: temporaries are of the size of a block, not of
 # the table.
@@ -214,7 +214,7 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         clock = jnp.zeros((), jnp.int32)
         return DeferredState(inner.init(params), clock, tree.unflatten(tables))
 
-    @proving_once()
+    @one_step()
     def stepped(
         take: Function,
         grads: Gradients,

@@ -10,13 +10,11 @@ The plain update evaluates this program on gathered rows. The one pass makes its
 equations that compute rows.
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -60,7 +58,7 @@ from jmask._updates.checks import (
     summed,
     unchanged_where_masked,
 )
-from jmask._updates.state_rows import rows_of_state
+from jmask._updates.state_rows import once_a_step, rows_of_state
 
 # --- a call of `update`, and its leaves ---------------------------------------------------
 
@@ -379,42 +377,25 @@ class ProvedUpdate:
         return automatically(run, *arrays, like=sharding, spec=specs)
 
 
-_PROOFS = contextvars.ContextVar[dict[object, tuple[LazyCall, RowLocal]] | None](
-    "proofs", default=None
-)
-
-
-@contextlib.contextmanager
-def proving_once() -> Iterator[None]:
-    """Context of one step, in which calls of the same shapes are proved once.
-
-    A proof is kept no longer: what a transformation reads of Python may change.
-    """
-    proofs = _PROOFS.get()
-    token = _PROOFS.set({} if proofs is None else proofs)
-    try:
-        yield
-    finally:
-        _PROOFS.reset(token)
-
-
 def _proof(call: LazyCall) -> RowLocal:
     shapes, tables = call.shapes(), [leaf.table for leaf in call.leaves]
     of_shapes = [(x.shape, x.dtype, x.weak_type) for x in shapes]
     others = [(i, id(x)) for i, x in call.others.items()]
     key = (call.inner.update, call.trees, *of_shapes, *tables, *others)
-    proofs = _PROOFS.get()
-    proofs = {} if proofs is None else proofs
-    if key in proofs:
-        return proofs[key][1]
-    proof = row_local.proved(
-        call.run_flat(),
-        shapes,
-        tables,
-        [leaf.kind == "gradient" for leaf in call.leaves],
-        is_row_wise=isinstance(call.inner, RowWise),
+    kept = call.others  # while its proof is, so that no other object gets the same `id`
+    proof, _ = once_a_step(
+        key,
+        lambda: (
+            row_local.proved(
+                call.run_flat(),
+                shapes,
+                tables,
+                [leaf.kind == "gradient" for leaf in call.leaves],
+                is_row_wise=isinstance(call.inner, RowWise),
+            ),
+            kept,
+        ),
     )
-    proofs[key] = call, proof
     return proof
 
 

@@ -38,7 +38,6 @@ from jmask._kernels.coalesce import unique_slots
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.over_shards import agreed, counted
-from jmask._lazy.proved_update import proving_once
 from jmask._ops.norms import shortened
 from jmask._optim.hyperparameters import POSITIVE, check_number
 from jmask._tables.stored_table import fitted, is_stored_table
@@ -53,7 +52,7 @@ from jmask._updates.checks import (
     summed,
     with_wide_rows,
 )
-from jmask._updates.state_rows import check_state_type
+from jmask._updates.state_rows import check_state_type, one_step
 
 # --- a step under a predicate ------------------------------------------------------------
 
@@ -107,7 +106,7 @@ def guarded(
 def _step_if(inner: optax.GradientTransformationExtraArgs) -> Function:
     """Return what `Guard.step_if` is, for a transformation that is no guard."""
 
-    @proving_once()
+    @one_step()
     def step_if(take, gradients, state, params, extra):
         def step(gradients, params, state):
             if extra is None:

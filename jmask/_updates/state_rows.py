@@ -7,8 +7,10 @@ number of rows of each table left open:
 """
 
 import contextlib
+import contextvars
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar, cast
 
 import jax
 import optax
@@ -18,6 +20,34 @@ from jmask._base.types import OptState, Params, PyTreeDef, Shape, Value
 from jmask._base.validation import leaf_name
 from jmask._tables.stored_table import is_stored_table, shape_of
 from jmask._updates.checks import NotRowLocalError
+
+_T = TypeVar("_T")
+_OF_A_STEP = contextvars.ContextVar[dict[object, object] | None]("of a step", default=None)
+
+
+@contextlib.contextmanager
+def one_step() -> Iterator[None]:
+    """Context of a step, in which what is found of a transformation is found once.
+
+    It is kept no longer: what a transformation reads of Python may change.
+    """
+    found = _OF_A_STEP.get()
+    token = _OF_A_STEP.set({} if found is None else found)
+    try:
+        yield
+    finally:
+        _OF_A_STEP.reset(token)
+
+
+def once_a_step(key: object, find: Callable[[], _T]) -> _T:
+    """Return what `find` returns, or has returned in this step for the same key."""
+    found = _OF_A_STEP.get()
+    if found is None:
+        return find()
+    if key not in found:
+        found[key] = find()
+    return cast(_T, found[key])
+
 
 Dimension = Value
 """A size that `jax.export` leaves open: `rows0`, or a multiple of it."""
@@ -95,8 +125,13 @@ def rows_of_state(
             shapes depend on the tables in another way.
     """
     rows, opened = open_shapes(seen, [i if x else None for i, x in enumerate(is_table)])
-    with refusing_counts("its state"):
-        made = jax.eval_shape(init, param_tree.unflatten(opened))
+
+    def shapes() -> OptState:
+        with refusing_counts("its state"):
+            return jax.eval_shape(init, param_tree.unflatten(opened))
+
+    key = (init, param_tree, *((x.shape, x.dtype) for x in opened))
+    made = once_a_step(key, shapes)
     table_of = {size: i for i, size in rows.items()}
     owners: list[tuple[int | None, Shape]] = []
     usual: list[jax.ShapeDtypeStruct] = []
