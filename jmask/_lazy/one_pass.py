@@ -180,7 +180,10 @@ def _rule(
             return values[:1]
         if eqn.primitive.name not in ARITHMETIC:
             return bound(sized(eqn), values)
-        if not is_filled and len({jnp.shape(x) for x in values} - {()}) > 1:
+        # Arithmetic takes scalars beside arrays, but for what is selected or clamped.
+        shapes = {jnp.shape(x) for x in values}
+        shapes -= set() if eqn.primitive.name in ("clamp", "select_n") else {()}
+        if not is_filled and len(shapes) > 1:
             values = list(jnp.broadcast_arrays(*values))
         return bound(eqn, values)
 
