@@ -45,7 +45,7 @@ from jmask._base.types import (
 )
 from jmask._kernels.update_rows import updated
 from jmask._lazy.proved_update import Leaf, ProvedUpdate, with_row
-from jmask._lazy.row_local import sized
+from jmask._lazy.sizes import sized
 from jmask._tensors.storage import stored_values
 from jmask._updates.checks import keep_valid, unchanged_where_masked
 from jmask._updates.row_update import update_rows
