@@ -66,7 +66,7 @@ from jmask._updates.checks import (
     is_gradient_leaf,
     with_wide_rows,
 )
-from jmask._updates.state_rows import rows_of_state
+from jmask._updates.state_rows import one_step, rows_of_state
 
 # Rows of a block where all rows are caught up: temporaries are of the size of a block, not of
 # the table.
@@ -183,6 +183,9 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
     if checked_integer("window", window) < 2:
         raise ValueError(f"`window` must be 2 steps or more, got {window}.")
     inner = optax.with_extra_args_support(inner)
+    lifted = inner if isinstance(inner, OnePassTransformation) else lazy(inner)
+    assert isinstance(lifted, OnePassTransformation)
+    inner = lifted.inner or inner  # of arrays
 
     @functools.cache
     def forms_for(tree: PyTreeDef, likes: tuple[jax.ShapeDtypeStruct, ...]) -> list[Found]:
@@ -212,6 +215,7 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         clock = jnp.zeros((), jnp.int32)
         return DeferredState(inner.init(params), clock, tree.unflatten(tables))
 
+    @one_step()
     def stepped(
         take: Function,
         grads: Gradients,
@@ -253,9 +257,6 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
             states[i] = TableState(last.reshape(table.last.shape), lines, carry, table.swept)
         results, new = take(tree.unflatten(leaves), state.inner, fit.params, **extra_args)
         return results, DeferredState(new, state.clock + 1, tree.unflatten(states))
-
-    lifted = inner if isinstance(inner, OnePassTransformation) else lazy(inner)
-    assert isinstance(lifted, OnePassTransformation)
 
     def update(
         updates: Gradients,

@@ -1,5 +1,6 @@
 """`jmask.lazy`: the proof that an optax transformation may be run on the touched rows.
 
+sizes               numbers in the place of the open dimensions of a program
 row_local           the proof, from one trace with the number of rows open
 proved_update       the leaves of one update, and the update on rows
 one_pass            update and application in one pass over the rows

@@ -19,7 +19,6 @@ import jax
 import optax
 from jax.core import Tracer
 
-from jmask._base.types import PyTree
 from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass, tables_by_rows
 from jmask._lazy.proved_update import (
     LazyCall,
@@ -28,23 +27,25 @@ from jmask._lazy.proved_update import (
     proved,
     with_whole_rows,
 )
+from jmask._lazy.row_local import RowWise
 from jmask._updates.apply import (
     Fit,
-    apply_updates,
     check_no_tables,
     dense_parameters,
     noticing_dense_tables,
+    with_updates,
 )
 from jmask._updates.checks import (
     NotRowLocalError,
     check_parameters,
-    check_structure,
     check_transformation,
+    dense_gradient,
     has_16_bit_sums,
     has_gradients,
-    naming_structures,
+    is_gradient_leaf,
     with_wide_rows,
 )
+from jmask._updates.state_rows import check_made_by
 
 # What transformations hold back until a later step, by their states, and what to do instead. A
 # row held back need not be among the rows that the later step touches: it would be lost.
@@ -106,95 +107,78 @@ def lazy(
     check_transformation("inner", inner, "jmask.lazy(optax.adam(1e-3))")
     inner = optax.with_extra_args_support(inner)
 
-    def init(params: optax.Params) -> optax.OptState:
+    def init(params):
         check_parameters(params)
         state = inner.init(dense_parameters(params))
         _check_not_deferring(state)
         return state
 
     @jax.named_scope("jmask.lazy.update")
-    def update(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: PyTree,
-    ) -> tuple[optax.Updates, optax.OptState]:
-        _check_not_deferring(state)
-        check_parameters(params)
+    def update(updates, state, params=None, **extra_args):
         fit = Fit.of(updates, params)
-        updates, params = fit.gradients, fit.params
-        if not has_gradients(updates):
-            with naming_structures(updates, params):
-                return inner.update(updates, state, params, **extra_args)
         for name, value in extra_args.items():
             if has_gradients(value):
                 raise NotRowLocalError(
                     f"the extra argument `{name}` holds a row-sparse gradient, and what takes "
                     "whole gradients (a line search) is not row-local"
                 )
-        return prepared(updates, state, params, extra_args).update()
+        return updated(fit.gradients, state, fit.params, extra_args)
 
-    def prepared(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None,
-        extra_args: dict[str, PyTree],
-    ) -> LazyCall | ProvedUpdate:
+    def updated(updates, state, params, extra_args):
+        _check_not_deferring(state)
+        if has_gradients(updates):
+            return step_of(updates, state, params, extra_args).update()
+        if isinstance(inner, RowWise):
+            check_made_by(inner.init, state, params)
+        return inner.update(updates, state, params, **extra_args)
+
+    def step_of(updates, state, params, extra_args):
         """Return the call, proved if `inner` is to run on rows.
 
         Rows of 16 bits are summed in float32. An `inner` that does not take gradients wider
         than its state gets the sums in 16 bits, as from JAX: one branch of the `lax.cond` in
         `optax.novograd` has the dtype of the state, the other has the gradient's.
         """
+
+        def prove(updates, same_dtypes):
+            call = LazyCall.of(inner, updates, state, params, extra_args)
+            return proved(call, same_dtypes=same_dtypes) if call.has_rows() else call
+
+        def of_entries_or_rows(updates, same_dtypes):
+            if has_entries(updates):
+                try:
+                    step = prove(updates, same_dtypes)
+                    if not tables_by_rows(step):
+                        return step
+                except NotRowLocalError:  # as of a state with one number for each row
+                    pass
+            return prove(with_whole_rows(updates), same_dtypes)
+
         if has_16_bit_sums(updates):
             try:
-                return on_rows(with_wide_rows(updates), state, params, extra_args, True)
+                return of_entries_or_rows(with_wide_rows(updates), True)
             except TypeError:
                 pass
-        return on_rows(updates, state, params, extra_args, False)
+        return of_entries_or_rows(updates, False)
 
-    def on_rows(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None,
-        extra_args: dict[str, PyTree],
-        same_dtypes: bool,
-    ) -> LazyCall | ProvedUpdate:
-        """Return the proved call; of entries that were looked up, or of their rows."""
-        if has_entries(updates):
-            try:
-                step = proved(
-                    LazyCall.of(inner, updates, state, params, extra_args),
-                    same_dtypes=same_dtypes,
-                )
-                if not tables_by_rows(step):
-                    return step
-            except NotRowLocalError:  # as of a state with one number for each row
-                pass
-        updates = with_whole_rows(updates)
-        call = LazyCall.of(inner, updates, state, params, extra_args)
-        return proved(call, same_dtypes=same_dtypes) if call.has_rows() else call
-
-    def apply(
-        grads: optax.Updates, state: optax.OptState, params: optax.Params
-    ) -> tuple[optax.Params, optax.OptState]:
-        check_parameters(params)
+    def apply(grads, state, params):
         # Without rows there is nothing to gain from one pass, and nothing to prove. Outside jit
         # a scatter with the optimizer inside would be compiled anew in each step.
         is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((grads, state, params)))
-        if not is_traced or not has_gradients(grads):
-            updates, state = update(grads, state, params)
-            return apply_updates(params, updates), state
-        _check_not_deferring(state)
-        step = prepared(grads, state, params, {})
-        result = applied_in_one_pass(step) if isinstance(step, ProvedUpdate) else None
-        if result is not None:
-            return result
-        updates, state = step.update()
-        return apply_updates(params, updates), state
+        if is_traced and has_gradients(grads):
+            _check_not_deferring(state)
+            step = step_of(grads, state, params, {})
+            result = applied_in_one_pass(step) if isinstance(step, ProvedUpdate) else None
+            if result is not None:
+                return result
+            updates, state = step.update()
+        else:
+            updates, state = updated(grads, state, params, {})
+        return with_updates(params, updates), state
 
     lifted = OnePassTransformation(init, noticing_dense_tables(update))
     lifted.apply_gradients = noticing_dense_tables(apply)
+    lifted.inner = inner
     return lifted
 
 
@@ -208,13 +192,11 @@ def densified(
     init = lazy(tx).init
 
     def update(updates, state, params=None, **extra_args):
-        check_parameters(params)
         check_no_tables(params)
         fit = Fit.of(updates, params)
-        if params is not None:
-            check_structure(fit.gradients, fit.params)
-        call = LazyCall.of(tx, fit.gradients, state, fit.params, extra_args, on_rows=False)
-        return call.update()
+        check_made_by(tx.init, state, fit.params, dtypes=isinstance(tx, RowWise))
+        gradients = jax.tree.map(dense_gradient, fit.gradients, is_leaf=is_gradient_leaf)
+        return tx.update(gradients, state, fit.params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

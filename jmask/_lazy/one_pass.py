@@ -45,11 +45,10 @@ from jmask._base.types import (
 )
 from jmask._kernels.update_rows import updated
 from jmask._lazy.proved_update import Leaf, ProvedUpdate, with_row
-from jmask._lazy.row_local import axes_of_rows, sized
+from jmask._lazy.sizes import sized
 from jmask._tensors.storage import stored_values
 from jmask._updates.checks import keep_valid, unchanged_where_masked
 from jmask._updates.row_update import update_rows
-from jmask._updates.state_rows import Dimension
 
 _FILL = "broadcast_in_dim"
 
@@ -60,17 +59,21 @@ class OnePassTransformation(optax.GradientTransformationExtraArgs):
     Attributes:
         apply_gradients: (grads, state, params) -> (params, state), of gradients and parameters
             that have a `Fit`.
+        inner: the transformation of arrays that is lifted, if it is one.
     """
 
     apply_gradients: Function
+    inner: optax.GradientTransformationExtraArgs | None = None
 
 
 def applied_in_one_pass(update: ProvedUpdate) -> tuple[Params, OptState] | None:
     """Return new parameters and state, or None if it takes more than one pass."""
     leaves, gradients = update.call.leaves, update.call.gradients
     tables = [i for i, leaf in enumerate(gradients) if leaf.table is not None]
+    if any(gradients[i].value.nse == 0 for i in tables):
+        return None
     parts = _taken_apart(update)
-    if parts is None or any(gradients[i].value.nse == 0 for i in tables):
+    if parts is None:
         return None
     outputs = update.proof.program.jaxpr.outvars
     # What each leaf becomes; a parameter takes the output of its gradient.
@@ -116,7 +119,7 @@ def _taken_apart(update: ProvedUpdate) -> Parts | None:
     """Return the parts of an update, or None if it computes something shared of old rows."""
     jaxpr, leaves = update.proof.program.jaxpr, update.call.leaves
     inputs = list(zip(jaxpr.invars, leaves, strict=True))
-    owners = _owners(update)
+    owners = update.proof.owners
     parts = Parts(tables_by_rows(update), {}, set(), set(), set())
     for v, leaf in inputs:
         if leaf.table is not None:
@@ -147,7 +150,7 @@ def _taken_apart(update: ProvedUpdate) -> Parts | None:
 
 def tables_by_rows(update: ProvedUpdate) -> set[int]:
     """Return tables that are not updated entry by entry."""
-    jaxpr, owners = update.proof.program.jaxpr, _owners(update)
+    jaxpr, owners = update.proof.program.jaxpr, update.proof.owners
     shapes = {i: aval_of(jaxpr.invars[i]).shape for i in update.proof.rows}
     # What shared numbers are made of is computed before the pass.
     of_rows = {v for v in (*jaxpr.invars, *jaxpr.outvars) if isinstance(v, Var) and v in owners}
@@ -166,21 +169,6 @@ def tables_by_rows(update: ProvedUpdate) -> set[int]:
     return by_rows | {i for i, shape in sizes if shape != shapes[i] or 0 in shape}
 
 
-def _owners(update: ProvedUpdate) -> dict[Var, int]:
-    """Return the table whose rows a variable has: their open number is in its shape."""
-    jaxpr, rows = update.proof.program.jaxpr, update.proof.rows
-    inputs = zip(jaxpr.invars, update.call.leaves, strict=True)
-    owners = {v: leaf.table for v, leaf in inputs if leaf.table is not None}
-    for v in (v for eqn in jaxpr.eqns for v in eqn.outvars if axes_of_rows(v)):
-        owners[v] = next(i for i in rows if _has_rows(v, rows[i]))
-    return owners
-
-
-def _has_rows(v: Var, rows: Dimension) -> bool:
-    sizes = [aval_of(v).shape[axis] for axis in axes_of_rows(v)]
-    return any(x == rows or isinstance(x // rows, int) for x in sizes)
-
-
 def _rule(
     parts: Parts, sized: Callable[[JaxprEqn], JaxprEqn]
 ) -> Callable[[JaxprEqn, list[Value]], Sequence[Value]]:
@@ -190,9 +178,14 @@ def _rule(
         is_filled = parts.filled.issuperset(eqn.outvars)
         if is_filled and eqn.primitive.name == _FILL:
             return values[:1]
-        if eqn.primitive.name in ARITHMETIC and not is_filled:
+        if eqn.primitive.name not in ARITHMETIC:
+            return bound(sized(eqn), values)
+        # Arithmetic takes scalars beside arrays, but for what is selected or clamped.
+        shapes = {jnp.shape(x) for x in values}
+        shapes -= set() if eqn.primitive.name in ("clamp", "select_n") else {()}
+        if not is_filled and len(shapes) > 1:
             values = list(jnp.broadcast_arrays(*values))
-        return bound(sized(eqn), values)
+        return bound(eqn, values)
 
     return rule
 
@@ -296,12 +289,12 @@ def _of_fewer(
 
 
 def _scales(eqn: JaxprEqn, table_of: Mapping[Var, int]) -> bool:
-    """Decide whether an equation multiplies entries by a number, or parts complex ones."""
+    """Decide whether an equation multiplies entries by a number."""
     are_entries = [isinstance(v, Var) and v in table_of for v in eqn.invars]
     name = eqn.primitive.name
     if name in ("mul", "div"):
         return sum(are_entries) == 1 and (name == "mul" or are_entries[0])
-    return name in ("neg", "real", "imag", "complex") and all(are_entries)
+    return name == "neg" and all(are_entries)
 
 
 def _fits(update: ProvedUpdate, parts: Parts, combiner: Combiner) -> bool:

@@ -39,7 +39,7 @@ from jmask._base.types import (
 from jmask._kernels.rows import ids_after_reading
 from jmask._lazy import row_local
 from jmask._lazy.over_shards import is_block
-from jmask._lazy.row_local import RowLocal
+from jmask._lazy.row_local import RowLocal, RowWise
 from jmask._tables.stored_table import (
     RowsAt,
     StoredTable,
@@ -53,14 +53,13 @@ from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values
 from jmask._updates.checks import (
     NotRowLocalError,
-    dense_gradient,
     gradient_and_valid,
     is_gradient_leaf,
     keep_valid,
     summed,
     unchanged_where_masked,
 )
-from jmask._updates.state_rows import rows_of_state
+from jmask._updates.state_rows import once_a_step, rows_of_state
 
 # --- a call of `update`, and its leaves ---------------------------------------------------
 
@@ -139,10 +138,8 @@ class LazyCall:
         state: optax.OptState,
         params: optax.Params | None,
         extra_args: dict[str, PyTree],
-        *,
-        on_rows: bool = True,
     ) -> "LazyCall":
-        """Return the call of `inner` on rows, or on whole tables."""
+        """Return the call of `inner` on rows."""
         given, gradient_tree = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
         states, state_tree = jax.tree.flatten(state, is_leaf=is_stored_table)
         param_leaves, param_tree = jax.tree.flatten(params, is_leaf=is_stored_table)
@@ -158,14 +155,9 @@ class LazyCall:
             is_sharded = i not in stacks and is_row_sparse(flat[i]) and has_sharded_rows(param)
             if is_stored_table(param) or is_sharded:
                 flat[i] = fitted(param, flat[i])
-        if on_rows:
-            pairs = [(x, None) if is_row_sparse(x) else gradient_and_valid(x) for x in flat]
-        else:
-            pairs = [(dense_gradient(x), None) for x in flat]
+        pairs = [(x, None) if is_row_sparse(x) else gradient_and_valid(x) for x in flat]
         gradients, valid = [x for x, _ in pairs], [x for _, x in pairs]
-        is_table = [
-            i in stacks or (on_rows and is_gradient_leaf(x)) for i, x in enumerate(given)
-        ]
+        is_table = list(map(is_gradient_leaf, given))
         owners = rows_of_state(
             inner.init, shapes, seen, is_table, gradient_tree, state, params is not None
         )
@@ -256,7 +248,7 @@ class LazyCall:
         """Return updates and state.
 
         Args:
-            on_rows: the same program as `run_flat` for rows, if there are any.
+            on_rows: the same program as `run_flat` for rows.
             unordered: for each output that is written to rows it does not depend on, the leaf
                 that has these rows.
         """
@@ -386,6 +378,28 @@ class ProvedUpdate:
         return automatically(run, *arrays, like=sharding, spec=specs)
 
 
+def _proof(call: LazyCall) -> RowLocal:
+    shapes, tables = call.shapes(), [leaf.table for leaf in call.leaves]
+    of_shapes = [(x.shape, x.dtype, x.weak_type) for x in shapes]
+    others = [(i, id(x)) for i, x in call.others.items()]
+    key = (call.inner.update, call.trees, *of_shapes, *tables, *others)
+    kept = call.others  # while its proof is, so that no other object gets the same `id`
+    proof, _ = once_a_step(
+        key,
+        lambda: (
+            row_local.proved(
+                call.run_flat(),
+                shapes,
+                tables,
+                [leaf.kind == "gradient" for leaf in call.leaves],
+                is_row_wise=isinstance(call.inner, RowWise),
+            ),
+            kept,
+        ),
+    )
+    return proof
+
+
 def proved(call: LazyCall, *, same_dtypes: bool = False) -> ProvedUpdate:
     """Return the update of a call; refuse it unless it is exact on the touched rows.
 
@@ -397,12 +411,7 @@ def proved(call: LazyCall, *, same_dtypes: bool = False) -> ProvedUpdate:
         NotRowLocalError: with the first operation that mixes or counts rows.
         TypeError: from `inner`, or by `same_dtypes`.
     """
-    proof = row_local.proved(
-        call.run_flat(),
-        call.shapes(),
-        [leaf.table for leaf in call.leaves],
-        [leaf.kind == "gradient" for leaf in call.leaves],
-    )
+    proof = _proof(call)
     for leaf, new in zip(call.leaves, proof.program.out_avals, strict=False):
         old = shape_of_leaf(leaf)
         is_number = leaf.kind == "state" and leaf.table is None

@@ -28,15 +28,15 @@ import contextlib
 import dataclasses
 import functools
 import operator
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import export
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType
 
 from jmask._base.forms import (
@@ -52,7 +52,8 @@ from jmask._base.forms import (
     within,
 )
 from jmask._base.jaxprs import ARITHMETIC, inlined, needed_for, run
-from jmask._base.types import ArraysFunction, Atom, Scalar, Value
+from jmask._base.types import ArraysFunction, Atom, Function, Scalar, Value
+from jmask._lazy.sizes import with_sizes
 from jmask._ops.rows import trial
 from jmask._updates.checks import NotRowLocalError
 from jmask._updates.state_rows import Dimension, open_shapes, refusing_counts
@@ -70,6 +71,26 @@ ELEMENTWISE = ARITHMETIC | frozenset(
     "name population_count real reshard shift_left shift_right_arithmetic "
     "shift_right_logical sinh".split()
 )
+# Operations on real numbers that NumPy rounds as XLA does, with a result that is no integer.
+_EXACT: dict[str, Function] = {
+    "abs": np.abs,
+    "add": np.add,
+    "convert_element_type": np.asarray,
+    "div": np.divide,
+    "eq": np.equal,
+    "ge": np.greater_equal,
+    "gt": np.greater,
+    "le": np.less_equal,
+    "lt": np.less,
+    "max": np.maximum,
+    "min": np.minimum,
+    "mul": np.multiply,
+    "ne": np.not_equal,
+    "neg": np.negative,
+    "not": np.invert,
+    "square": np.square,
+    "sub": np.subtract,
+}
 # Reductions to which a value contributes nothing.
 NEUTRAL = {"reduce_sum": 0, "reduce_or": False, "reduce_and": True, "reduce_prod": 1}
 _IDEMPOTENT = ("reduce_or", "reduce_and", "reduce_max", "reduce_min")
@@ -80,6 +101,10 @@ def axes_of_rows(v: Atom) -> list[int]:
     """Return the axes along which a variable has rows of a table."""
     shape = getattr(aval_of(v), "shape", ())
     return [i for i, size in enumerate(shape) if export.is_symbolic_dim(size)]
+
+
+class RowWise(optax.GradientTransformationExtraArgs):
+    """A transformation that treats rows alike, however many they are, as it is written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +130,20 @@ class RowLocal:
         jaxpr = with_sizes(self.traced.jaxpr, numbers)
         return ClosedJaxpr(jaxpr, self.traced.consts)
 
+    @functools.cached_property
+    def owners(self) -> dict[Var, int]:
+        """The table whose rows a variable has: their open number is in its shape."""
+        table_of: dict[Dimension, int] = {rows: i for i, rows in self.rows.items()}
+        owners: dict[Var, int] = {}
+        jaxpr = self.program.jaxpr
+        for v in (*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)):
+            for size in (aval_of(v).shape[axis] for axis in axes_of_rows(v)):
+                if size not in table_of:  # a multiple, of what is merged with rows
+                    multiples = (i for i, x in self.rows.items() if isinstance(size // x, int))
+                    table_of[size] = next(multiples)
+                owners[v] = table_of[size]
+        return owners
+
     def sums_over_rows(self) -> bool:
         """Decide whether a number of the update is a sum over rows."""
         return any(
@@ -119,6 +158,8 @@ def proved(
     shapes: Sequence[jax.ShapeDtypeStruct],
     tables: Sequence[int | None],
     are_gradients: Sequence[bool],
+    *,
+    is_row_wise: bool = False,
 ) -> RowLocal:
     """Return an update that is traced with open numbers of rows and proved.
 
@@ -127,15 +168,20 @@ def proved(
         shapes: of the arguments, of whole tables.
         tables: whose rows each argument has along its first axis, or None.
         are_gradients: which arguments are 0 in untouched rows.
+        is_row_wise: whether code of `function` asks for no number of rows.
 
     Raises:
         NotRowLocalError: with the first operation that mixes or counts rows.
     """
     rows, opened = open_shapes(shapes, tables)
+    dense = None
     with _without_explicit_mesh():
-        dense = jax.make_jaxpr(function)(*shapes)  # what is no matter of rows raises here
-        with refusing_counts("it"):
+        if is_row_wise:
             traced = jax.make_jaxpr(function)(*opened)
+        else:
+            dense = jax.make_jaxpr(function)(*shapes)  # what is no matter of rows raises here
+            with refusing_counts("it"):
+                traced = jax.make_jaxpr(function)(*opened)
     program = _needed(traced)
     inputs: list[Known] = [
         0 if is_gradient and table is not None else None
@@ -150,7 +196,7 @@ def proved(
                 f"number of rows: {x.shape} becomes {aval_of(v).shape}"
             )
     has_rows = all(shapes[i].shape[0] for i, table in enumerate(tables) if table is not None)
-    if has_rows and _operations(_needed(dense)) != _operations(program):
+    if dense and has_rows and _operations(_needed(dense)) != _operations(program):
         raise NotRowLocalError("it chooses other operations for a table of this size")
     return RowLocal(traced, program, known, rows)
 
@@ -186,75 +232,6 @@ def _without_explicit_mesh() -> contextlib.AbstractContextManager[object]:
     if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
-
-
-# --- with numbers in the place of open dimensions -----------------------------------------
-
-
-def with_sizes(jaxpr: Jaxpr, numbers: Mapping[Dimension, int]) -> Jaxpr:
-    """Return a jaxpr for arrays whose open dimensions have these sizes."""
-    variables: dict[Var, Var] = {}
-
-    def size(x: Value) -> Value:
-        if not export.is_symbolic_dim(x):
-            return x
-        for dimension, number in numbers.items():
-            if isinstance(times := x // dimension, int) and times * dimension == x:
-                return times * number
-        raise NotRowLocalError(f"it makes an array of {x} rows")
-
-    def var(v: Var) -> Var:
-        if v not in variables:
-            shape = getattr(v.aval, "shape", None)
-            sized = v.aval if shape is None else v.aval.update(shape=tuple(map(size, shape)))
-            variables[v] = Var(sized)
-        return variables[v]
-
-    def atom(v: Atom) -> Atom:
-        return v if isinstance(v, Literal) else var(v)
-
-    def parameter_of(x: Value) -> Value:
-        if isinstance(x, ClosedJaxpr):
-            return _closed_with_sizes(x, numbers)
-        if isinstance(x, Jaxpr):
-            return with_sizes(x, numbers)
-        return type(x)(map(parameter_of, x)) if type(x) in (tuple, list) else size(x)
-
-    def at_sizes(eqn: JaxprEqn) -> JaxprEqn:
-        params = {name: parameter_of(x) for name, x in eqn.params.items()}
-        invars, outvars = list(map(atom, eqn.invars)), list(map(var, eqn.outvars))
-        return eqn.replace(invars=invars, outvars=outvars, params=params)
-
-    return jaxpr.replace(
-        constvars=list(map(var, jaxpr.constvars)),
-        invars=list(map(var, jaxpr.invars)),
-        eqns=list(map(at_sizes, jaxpr.eqns)),
-        outvars=list(map(atom, jaxpr.outvars)),
-    )
-
-
-def sized(
-    jaxpr: Jaxpr, rows: Mapping[int, Dimension], sizes: Mapping[int, int]
-) -> Callable[[JaxprEqn], JaxprEqn]:
-    """Return a function of an equation of `jaxpr`: the same for these numbers of rows."""
-    numbers = {rows[i]: size for i, size in sizes.items()}
-    nothing = jaxpr.replace(constvars=[], invars=[], eqns=[], outvars=[])
-    return lambda eqn: with_sizes(nothing.replace(eqns=[eqn]), numbers).eqns[0]
-
-
-# JAX compiles a called jaxpr once, by its identity: outside jit in each update otherwise.
-_WITH_SIZES: weakref.WeakKeyDictionary[Jaxpr, dict[object, ClosedJaxpr]]
-_WITH_SIZES = weakref.WeakKeyDictionary()
-
-
-def _closed_with_sizes(x: ClosedJaxpr, numbers: Mapping[Dimension, int]) -> ClosedJaxpr:
-    if x.consts:  # which may be traced
-        return ClosedJaxpr(with_sizes(x.jaxpr, numbers), x.consts)
-    known = _WITH_SIZES.setdefault(x.jaxpr, {})
-    key = tuple(numbers.items())
-    if key not in known:
-        known[key] = ClosedJaxpr(with_sizes(x.jaxpr, numbers), ())
-    return known[key]
 
 
 # --- the proof ----------------------------------------------------------------------------
@@ -334,8 +311,15 @@ def _of_entries(name: str, eqn: JaxprEqn, inputs: list[Known]) -> Known:
             return aval_of(eqn.outvars[0]).dtype.type(0)
         return None
     pairs = zip(inputs, eqn.invars, strict=True)
+    operands = [np.asarray(x, aval_of(v).dtype) for x, v in pairs]
+    dtype = aval_of(eqn.outvars[0]).dtype
+    if name == "integer_pow" and parameter(eqn, "y") == 2:
+        name = "square"
+    are_real = not any(map(np.iscomplexobj, operands))
+    if name in _EXACT and are_real and not jnp.issubdtype(dtype, jnp.integer):
+        with np.errstate(all="ignore"):  # and nothing is compiled
+            return dtype.type(_EXACT[name](*operands))
     with trial():
-        operands = [np.asarray(x, aval_of(v).dtype) for x, v in pairs]
         params = eqn.primitive.get_bind_params(eqn.params)
         # There and back explicitly, which jax.transfer_guard("disallow") lets pass.
         return jax.device_get(eqn.primitive.bind(*jax.device_put(operands), **params))

@@ -19,6 +19,7 @@ import optax
 from jmask._base.array_types import added
 from jmask._base.types import OptState, Params, PyTree, Scalar
 from jmask._lazy.lazy import lazy
+from jmask._lazy.row_local import RowWise
 from jmask._optim import hyperparameters as hyper
 from jmask._optim.row_rule import RowRule, Slot, dense_optimizer
 from jmask._tables.plain_arrays import from_arrays, to_arrays
@@ -137,7 +138,7 @@ def ema(decay: Scalar) -> Ema:
         _, state = averages.update(new, state, params, **extra_args)
         return updates, state
 
-    lifted = lazy(optax.GradientTransformationExtraArgs(averages.init, update))
+    lifted = lazy(RowWise(averages.init, update))
     transformation = Ema(lifted.init, lifted.update)
     transformation.decay = decay
     return transformation

@@ -52,7 +52,7 @@ from jmask._updates.checks import (
     summed,
     with_wide_rows,
 )
-from jmask._updates.state_rows import check_state_type
+from jmask._updates.state_rows import check_state_type, one_step
 
 # --- a step under a predicate ------------------------------------------------------------
 
@@ -106,6 +106,7 @@ def guarded(
 def _step_if(inner: optax.GradientTransformationExtraArgs) -> Function:
     """Return what `Guard.step_if` is, for a transformation that is no guard."""
 
+    @one_step()
     def step_if(take, gradients, state, params, extra):
         def step(gradients, params, state):
             if extra is None:

@@ -147,11 +147,10 @@ def _parts(x: Gradient) -> Accumulated:
 
 
 def _empty(like: Gradient, room: Accumulated, every_k: int) -> Accumulated:
-    count = 1 if room.ids is None else every_k
-    size = lambda x: (count * x.shape[0], *x.shape[1:]) if x.shape else ()
-    zeros = jax.tree.map(lambda x: jnp.zeros(size(x), x.dtype), room)
     if room.ids is None:
-        return zeros
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), room)
+    size = lambda x: (every_k * x.shape[0], *x.shape[1:])
+    zeros = jax.tree.map(lambda x: jnp.zeros(size(x), x.dtype), room)
     padding = math.prod(like.shape[: _leading(like, room)])
     return zeros._replace(ids=jnp.full_like(zeros.ids, padding))
 
@@ -207,14 +206,14 @@ def _checked(
         )
     for (path, x), like, room in zip(leaves, likes, rooms, strict=True):
         rows = jax.eval_shape(_parts, x)
-        fits = x.shape == like.shape and jnp.promote_types(x.dtype, like.dtype) == like.dtype
-        kinds: list[PyTreeDef] = list(map(jax.tree.structure, (rows, room)))
-        fits = fits and kinds[0] == kinds[1]
-        # Of as many dimensions: rows of a table, or entries of it, at most those of `like`.
-        sizes = rows.values.shape, room.values.shape
-        fits = fits and len(sizes[0]) == len(sizes[1])
-        has_room = room.ids is None or sizes[0][:1] <= sizes[1][:1]
-        if not (fits and has_room):
+        kind, expected = (
+            # Rows of a table and entries of it have other numbers of dimensions.
+            (parts.ids is None, parts.valid is None, y.shape, parts.values.ndim)
+            for y, parts in ((x, rows), (like, room))
+        )
+        has_dtype = jnp.promote_types(x.dtype, like.dtype) == like.dtype
+        has_room = room.ids is None or rows.values.shape[:1] <= room.values.shape[:1]
+        if kind != expected or not has_dtype or not has_room:
             raise ValueError(
                 f"{leaf_name('updates', path)} is {_described(x)}, but `like` has "
                 f"{_described(like)} there: make multi_steps with the gradient of a "

@@ -30,12 +30,9 @@ from jmask._base.shardings import sharding_of_rows
 from jmask._base.types import Table
 from jmask._base.validation import check_flag
 from jmask._lazy.lazy import densified, lazy
-from jmask._lazy.one_pass import OnePassTransformation
+from jmask._lazy.row_local import RowWise
 from jmask._optim.hyperparameters import check_state_dtype
 from jmask._tables.stored_table import is_stored_table, shape_of
-from jmask._updates.apply import Fit, dense_parameters
-from jmask._updates.checks import check_parameters, check_structure
-from jmask._updates.state_rows import check_made_by, check_state_type
 
 
 class Slot(NamedTuple):
@@ -76,8 +73,8 @@ class RowRule:
     state_dtype: DTypeLike | None = None
 
 
-class NamedOptimizer(OnePassTransformation):
-    """A transformation that updates the rows of a gradient by a rule."""
+class RuledTransformation(RowWise):
+    """A transformation of arrays that follows a rule."""
 
     rule: RowRule
 
@@ -89,21 +86,13 @@ def optimizer(rule: RowRule, lazy_update: bool) -> optax.GradientTransformationE
     """
     check_flag("lazy_update", lazy_update)
     check_state_dtype(rule.state_dtype)
-    if not lazy_update:
-        return densified(dense_optimizer(rule))
-    lifted = lazy(dense_optimizer(rule))
-    assert isinstance(lifted, OnePassTransformation)
-    named = NamedOptimizer(*lifted)
-    named.rule, named.apply_gradients = rule, lifted.apply_gradients
-    return named
+    return (lazy if lazy_update else densified)(dense_optimizer(rule))
 
 
-def dense_optimizer(rule: RowRule) -> optax.GradientTransformationExtraArgs:
+def dense_optimizer(rule: RowRule) -> RuledTransformation:
     """Return the transformation that follows a rule on arrays."""
 
     def init(params):
-        check_parameters(params)
-        params = dense_parameters(params)
         slots = [
             jax.tree.map(functools.partial(_initial, rule, x), params, is_leaf=is_stored_table)
             for x in rule.slots.values()
@@ -113,11 +102,6 @@ def dense_optimizer(rule: RowRule) -> optax.GradientTransformationExtraArgs:
     def update(updates, state, params=None, **extra_args):
         if params is None and rule.needs_param:
             raise ValueError("`params` must be given to update(): the step depends on them.")
-        check_state_type(state, rule.state_type)
-        if params is not None:
-            params = Fit.unchecked(updates, params).params
-            check_structure(updates, params)
-            check_made_by(init, state, params)
         gradients, tree = jax.tree.flatten(updates)
         given = [None] * len(gradients) if params is None else tree.flatten_up_to(params)
         slots = [tree.flatten_up_to(slot) for slot in state[1:]]
@@ -126,7 +110,9 @@ def dense_optimizer(rule: RowRule) -> optax.GradientTransformationExtraArgs:
         steps, *new = (tree.unflatten([x[i] for x in results]) for i in range(1 + len(slots)))
         return steps, rule.state_type(optax.safe_increment(state.count), *new)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    transformation = RuledTransformation(init, update)
+    transformation.rule = rule
+    return transformation
 
 
 def changing_scalars(scalars: Sequence[Any]) -> tuple[list[jax.Array], Callable[..., Any]]:
@@ -170,13 +156,6 @@ def _step(rule: RowRule, entries: Sequence[Any], scalars: Sequence[Any]) -> list
     if are_pairs and param is not None:
         grad = grad.astype(joint_dtype(grad, param))
     old = [grad, *slots]
-    if are_pairs and not any(slot.per_row for slot in rule.slots.values()):
-        whole = grad, param, *slots
-        parts = (
-            _step(rule, [x if x is None else part(x) for x in whole], scalars)
-            for part in (jnp.real, jnp.imag)
-        )
-        return list(map(lax.complex, *parts))
     if are_pairs:
         grad, param, *slots = map(_pairs, (grad, param, *slots))
     floats = [x for x in (grad, param, *slots) if x is not None and _is_float(x)]

@@ -46,7 +46,7 @@ def row_optimizer(tx: optax.GradientTransformation) -> RowOptimizer:
         >>> row[0, 0], total[0, 0]
         (Array(0.5, dtype=float32), Array(1., dtype=float32))
     """
-    rule = getattr(tx, "rule", None)
+    rule = getattr(getattr(tx, "inner", None), "rule", None)
     if not isinstance(rule, RowRule):
         raise TypeError(
             "`tx` must be jmask.sgd, adam, adagrad or ftrl with lazy_update=True, got "

@@ -65,8 +65,8 @@ def from_torch_state(
             "`order` must be given: torch numbers parameters in its own order, "
             f"{list(entries)}, and shapes do not tell them apart. List the number of each leaf."
         )
-    for number, (path, like) in zip(numbers, leaves, strict=True):
-        of_torch = {k: np.asarray(x) for k, x in entries.get(number, {}).items()}
+    found = [{k: np.asarray(x) for k, x in entries.get(n, {}).items()} for n in numbers]
+    for number, of_torch, (path, like) in zip(numbers, found, leaves, strict=True):
         shapes = {k: x.shape for k, x in of_torch.items()}
         expected = {"step": (), **dict.fromkeys(keys, like.shape)}
         if shapes != expected:
@@ -75,29 +75,24 @@ def from_torch_state(
                 f"{shapes}, expected {expected}: is it of another optimizer, or one with "
                 "`amsgrad`? Say which is which by `order`."
             )
-        for key, x in of_torch.items():
-            if x.dtype.kind not in "iuf" and not jnp.issubdtype(x.dtype, jnp.floating):
-                raise TypeError(
-                    f"{key!r} of parameter {number!r} in `torch_state` must be real numbers, "
-                    f"got {x.dtype}."
-                )
-    steps = {float(np.asarray(entries[n]["step"])) for n in numbers} or {0.0}
+        if any(x.dtype.kind in "bcmMOSU" for x in of_torch.values()):
+            raise TypeError(
+                f"parameter {number!r} of `torch_state` must be of real numbers, got "
+                f"{ {k: x.dtype.name for k, x in of_torch.items()} }."
+            )
+    steps = {float(x["step"]) for x in found} or {0.0}
     (count, *others) = steps
     if others or not (count >= 0 and count.is_integer()):
         raise ValueError(
             f"'step' in `torch_state` must be one number of steps for all parameters, got "
             f"{sorted(steps)}."
         )
-    slots = [
-        jax.tree.unflatten(
-            jax.tree.structure(slot),
-            [
-                jnp.asarray(np.asarray(entries[n][key]), x.dtype)
-                for n, x in zip(numbers, jax.tree.leaves(slot), strict=True)
-            ],
-        )
-        for key, slot in zip(keys, old[1:], strict=True)
-    ]
+
+    def filled(key: str, slot: PyTree) -> PyTree:
+        arrays = iter([x[key] for x in found])
+        return jax.tree.map(lambda like: jnp.asarray(next(arrays), like.dtype), slot)
+
+    slots = map(filled, keys, old[1:])
     new = type(old)(jnp.asarray(count, old.count.dtype), *slots)
     return jax.tree.map(lambda x: new if x is old else x, state, is_leaf=lambda x: x is old)
 
@@ -141,8 +136,8 @@ def _only_state(state: OptState) -> tuple[OptState, tuple[str, ...]]:
             f"`state` must hold one state of jmask.adam or jmask.adagrad, found {len(states)} "
             f"in {jax.tree.structure(state)}."
         )
-    shapes = [list(map(jnp.shape, jax.tree.leaves(slot))) for slot in states[0][1:]]
-    if any(x != shapes[0] for x in shapes):
+    shapes = [jax.tree.map(jnp.shape, slot) for slot in states[0][1:]]
+    if shapes[0] != shapes[-1]:
         raise ValueError(
             "`state` has one number for each row, as jmask.rowwise_adam's, and torch has no "
             "such optimizer: it must be of jmask.adam or jmask.adagrad."

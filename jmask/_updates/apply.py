@@ -41,6 +41,8 @@ from jmask._updates.checks import (
     as_gradients,
     check_fits,
     check_gradient,
+    check_parameters,
+    check_structure,
     check_transformation,
     dense_gradient,
     gradient_and_valid,
@@ -48,7 +50,6 @@ from jmask._updates.checks import (
     is_full,
     is_gradient_leaf,
     model_of,
-    naming_structures,
     unchanged_where_masked,
 )
 
@@ -121,20 +122,31 @@ def apply_updates(
     """
     if key is not None:
         check_key(key)
-    keys = (None if key is None else jax.random.fold_in(key, i) for i in itertools.count())
     fit = Fit.unchecked(updates, params)
-    updates, params = fit.gradients, fit.params
 
-    def apply(path: KeyPath, update: Gradient, param: Table) -> Table:
-        leaf_key = next(keys)
+    def check(path: KeyPath, update: Gradient, param: Table) -> None:
         if update is None or param is None:
-            return param
+            return
         if is_gradient_leaf(param):
             raise TypeError(
                 f"{leaf_name('params', path)} is a {type(param).__name__}: parameters are "
                 "dense, or store all rows, and the order is apply_updates(params, updates)."
             )
         check_fits(path, update, param)
+
+    check_structure(fit.gradients, fit.params, "apply_updates(params, updates)")
+    jax.tree.map_with_path(check, fit.gradients, fit.params, is_leaf=_is_update)
+    return fit.as_given(with_updates(fit.params, fit.gradients, key))
+
+
+def with_updates(params: Params, updates: Gradients, key: jax.Array | None = None) -> Params:
+    """Return parameters with updates added, which fit them."""
+    keys = (None if key is None else jax.random.fold_in(key, i) for i in itertools.count())
+
+    def apply(update: Gradient, param: Table) -> Table:
+        leaf_key = next(keys)
+        if update is None or param is None:
+            return param
         if is_stored_table(param):
             return add_to_dense(param, update, leaf_key)
         if isinstance(update, MaskedTensor):
@@ -149,12 +161,11 @@ def apply_updates(
         exact = added(param.astype(wide(joint_dtype(param, update))), update)
         return stochastic_round(exact, param.dtype, leaf_key)
 
-    def is_leaf(x: object) -> bool:
-        return x is None or is_gradient_leaf(x)
+    return jax.tree.map(apply, updates, params, is_leaf=_is_update)
 
-    with naming_structures(updates, params, "apply_updates(params, updates)"):
-        new = jax.tree.map_with_path(apply, updates, params, is_leaf=is_leaf)
-    return fit.as_given(new)
+
+def _is_update(x: object) -> bool:
+    return x is None or is_gradient_leaf(x)
 
 
 @jax.named_scope("jmask.apply_gradients")
@@ -212,7 +223,7 @@ def apply_gradients(
         new, opt_state = one_pass(fit.gradients, opt_state, fit.params)
         return fit.as_given(new), opt_state
     tx, stored = optax.with_extra_args_support(tx), fit.model.parameters
-    with advising_lazy("tx", fit.gradients, stored):
+    with advising_lazy("tx", fit.gradients):
         updates, opt_state = tx.update(fit.gradients, opt_state, stored, **extra_args)
     return apply_updates(params, updates, key=key), opt_state
 
@@ -297,17 +308,10 @@ def is_table(x: object) -> bool:
 
 
 @contextlib.contextmanager
-def advising_lazy(
-    name: str, gradients: Gradients, params: Params | None = None
-) -> Iterator[None]:
-    """Add the way out to errors of the transformation `name`, which is called in this context.
-
-    It is added where gradients are sparse or masked, and where their structure differs from
-    the parameters'.
-    """
+def advising_lazy(name: str, gradients: Gradients) -> Iterator[None]:
+    """Add the way out to errors of the transformation `name`, which gets sparse gradients."""
     try:
-        with naming_structures(gradients, params):
-            yield
+        yield
     except (TypeError, ValueError, NotImplementedError) as error:
         if has_gradients(gradients):
             error.add_note(
@@ -352,6 +356,7 @@ class Fit:
     @classmethod
     def of(cls, gradients: Gradients, params: Params) -> "Fit":
         """Return gradients, and parameters that they fit, or None."""
+        check_parameters(params)
         fit = cls.unchecked(gradients, params)
         if params is not None:
             check_gradient(fit.gradients, fit.params)

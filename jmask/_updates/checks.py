@@ -1,8 +1,5 @@
 """Validation of parameters and gradients before anything is computed."""
 
-import contextlib
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
@@ -90,20 +87,22 @@ def check_transformation(name: str, tx: object, order: str) -> None:
 
 
 def check_gradient(updates: Gradients, params: Params) -> None:
-    """Refuse a gradient, as of `as_gradients`, that does not fit arrays and table containers.
-
-    Structures must be the same where a gradient is sparse or masked, or a table stored; else
-    that is left to optax.
-    """
-    gradients = jax.tree.leaves_with_path(updates, is_leaf=_is_leaf)
-    parameters = jax.tree.leaves(params, is_leaf=_is_leaf)
-    if any(map(is_gradient_leaf, parameters)):
-        return  # refused by name where parameters are looked at
-    if any(map(_is_leaf, (*parameters, *(x for _, x in gradients)))):
-        check_structure(updates, params)
-    elif _difference(updates, params) is not None:
-        return
-    for (path, gradient), param in zip(gradients, parameters, strict=True):
+    """Refuse a gradient that does not fit arrays and table containers."""
+    check_structure(updates, params)
+    parameters = jax.tree.leaves(params, is_leaf=_is_leaf_or_none)
+    for (path, gradient), param in zip(_leaves(updates), parameters, strict=True):
+        if gradient is None is not param:
+            raise ValueError(
+                f"{leaf_name('updates', path)} is None, and there is a parameter: give it a "
+                "gradient, or keep the parameter out with optax.partition or eqx.partition."
+            )
+        if param is None is not gradient:
+            raise ValueError(
+                f"{leaf_name('params', path)} is None, and there is a gradient for it. The "
+                f"order is {_ORDER}."
+            )
+        if param is None:
+            continue
         if is_stored_table(param) and not is_gradient_leaf(gradient):
             raise ValueError(
                 f"{leaf_name('updates', path)} is dense, and its parameter is a "
@@ -113,50 +112,23 @@ def check_gradient(updates: Gradients, params: Params) -> None:
         check_fits(path, gradient, param)
 
 
-def check_structure(updates: Gradients, params: Params) -> None:
-    """Refuse gradients whose tree differs from the parameters' tree."""
-    difference = _difference(updates, params)
-    if difference is not None:
-        raise ValueError(difference)
+def check_structure(updates: Gradients, params: Params, order: str = _ORDER) -> None:
+    """Refuse updates whose tree differs from that of the parameters; either may have None."""
+    given: PyTreeDef = jax.tree.structure(updates, is_leaf=_is_leaf_or_none)
+    expected: PyTreeDef = jax.tree.structure(params, is_leaf=_is_leaf_or_none)
+    if given != expected:
+        raise ValueError(
+            f"`updates` and `params` must have the same structure, got {given} and {expected}. "
+            f"The order is {order}."
+        )
 
 
-@contextlib.contextmanager
-def naming_structures(
-    updates: Gradients, params: Params, order: str = _ORDER
-) -> Iterator[None]:
-    """Context of what maps over both trees; its error says which structures they have."""
-    try:
-        yield
-    except ValueError as error:
-        if params is not None:
-            difference = _difference(updates, params, order)
-            if difference is not None:
-                raise ValueError(difference) from error
-        raise
+def _is_leaf_or_none(x: object) -> bool:
+    return x is None or _is_leaf(x)
 
 
-def _difference(updates: Gradients, params: Params, order: str = _ORDER) -> str | None:
-    """Describe how the trees differ; return None if each gradient has a parameter."""
-    given: PyTreeDef = jax.tree.structure(updates, is_leaf=_is_leaf)
-    expected: PyTreeDef = jax.tree.structure(params, is_leaf=_is_leaf)
-    if given == expected:
-        return None
-    # If all that differs is one leaf that is None, its name says more than two structures.
-    is_leaf = lambda x: x is None or _is_leaf(x)
-    leaves: list[tuple[KeyPath, Gradient]] = jax.tree.leaves_with_path(updates, is_leaf=is_leaf)
-    parameters: list[tuple[KeyPath, Table]] = jax.tree.leaves_with_path(params, is_leaf=is_leaf)
-    if [path for path, _ in leaves] == [path for path, _ in parameters]:
-        for (path, leaf), (_, param) in zip(leaves, parameters, strict=True):
-            if leaf is None is not param:
-                return (
-                    f"{leaf_name('updates', path)} is None, and there is a parameter: give it "
-                    "a gradient, or keep the parameter out with optax.partition or "
-                    "eqx.partition."
-                )
-    return (
-        f"`updates` and `params` must have the same structure, got {given} and {expected}. "
-        f"The order is {order}."
-    )
+def _leaves(tree: PyTree) -> list[tuple[KeyPath, PyTree]]:
+    return jax.tree.leaves_with_path(tree, is_leaf=_is_leaf_or_none)
 
 
 def check_fits(path: KeyPath, update: Gradient, param: Table) -> None:

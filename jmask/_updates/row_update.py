@@ -23,13 +23,10 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Var
-from jax.typing import ArrayLike
 
 from jmask._base.array_types import added, is_known, is_narrow, trailing
-from jmask._base.jaxprs import bound, interpret
 from jmask._base.shardings import explicit_sharding
-from jmask._base.types import Table, Value
+from jmask._base.types import Table
 from jmask._kernels import tuning
 from jmask._kernels.gathered_rows import gathered, scaled
 from jmask._kernels.scatter_update import Combiner, entry_by_entry, update_elementwise
@@ -83,7 +80,9 @@ def update_rows(
         new_entries = _new_entries(combiner, are_steps)
         new_entries = entry_by_entry(new_entries) if is_elementwise else new_entries
         dense = add_to_rows(jnp.zeros_like(table, gradient.dtype), ids, rows, order)
-        return _kept_where_untouched(new_entries, tables, ids, [dense, *scalars])
+        touched = jnp.zeros(table.shape[:1], bool).at[ids].set(True, mode="drop")
+        made = zip(new_entries(*tables, dense, *scalars), tables, strict=True)
+        return [jnp.where(trailing(touched, x.ndim), new, x) for new, x in made]
     if is_elementwise:
         if valid is not None:  # a number, as a scatter takes arrays of one dtype
             scalars = [*scalars, valid.astype(gradient.dtype)]
@@ -146,37 +145,3 @@ def is_saturated(gradient: RowSparse, tables: Sequence[jax.Array]) -> bool:
         and not is_narrow(gradient.dtype)
         and explicit_sharding(*tables) is None
     )
-
-
-def _kept_where_untouched(
-    new_entries: Combiner,
-    tables: Sequence[jax.Array],
-    ids: jax.Array,
-    others: Sequence[ArrayLike],
-) -> list[jax.Array]:
-    """Return `new_entries(*tables, *others)`, tables, and the old ones where no id is."""
-    touched = jnp.zeros(tables[0].shape[:1], bool).at[ids].set(True, mode="drop")
-    touched = trailing(touched, tables[0].ndim)
-    given = [*tables, *others]
-    program = jax.make_jaxpr(new_entries)(*given)
-    jaxpr = program.jaxpr
-    # What is computed from a new table is computed from the one that is kept. In rows that are
-    # touched they are the same, and XLA would copy the old one, which it needs to the end.
-    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
-    outputs = jaxpr.outvars
-    alone = [isinstance(v, Var) and v in made and outputs.count(v) == 1 for v in outputs]
-    places = zip(outputs, tables, alone, strict=True)
-    old = {v: table for v, table, is_alone in places if is_alone}
-
-    def kept(x: jax.Array, table: jax.Array) -> jax.Array:
-        return jnp.where(touched, x, table)
-
-    def kept_elsewhere(eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
-        results = zip(eqn.outvars, bound(eqn, inputs), strict=True)
-        return [kept(x, old[v]) if v in old else x for v, x in results]
-
-    # No equation makes an output that is an input or a number, as where the state is the last
-    # gradient; and one that is two outputs is kept in two ways.
-    results = interpret(jaxpr, program.consts, given, kept_elsewhere)
-    updates = zip(results, tables, alone, strict=True)
-    return [x if is_alone else kept(x, table) for x, table, is_alone in updates]

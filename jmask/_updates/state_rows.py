@@ -7,9 +7,10 @@ number of rows of each table left open:
 """
 
 import contextlib
+import contextvars
 import functools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar, cast
 
 import jax
 import optax
@@ -19,6 +20,34 @@ from jmask._base.types import OptState, Params, PyTreeDef, Shape, Value
 from jmask._base.validation import leaf_name
 from jmask._tables.stored_table import is_stored_table, shape_of
 from jmask._updates.checks import NotRowLocalError
+
+_T = TypeVar("_T")
+_OF_A_STEP = contextvars.ContextVar[dict[object, object] | None]("of a step", default=None)
+
+
+@contextlib.contextmanager
+def one_step() -> Iterator[None]:
+    """Context of a step, in which what is found of a transformation is found once.
+
+    It is kept no longer: what a transformation reads of Python may change.
+    """
+    found = _OF_A_STEP.get()
+    token = _OF_A_STEP.set({} if found is None else found)
+    try:
+        yield
+    finally:
+        _OF_A_STEP.reset(token)
+
+
+def once_a_step(key: object, find: Callable[[], _T]) -> _T:
+    """Return what `find` returns, or has returned in this step for the same key."""
+    found = _OF_A_STEP.get()
+    if found is None:
+        return find()
+    if key not in found:
+        found[key] = find()
+    return cast(_T, found[key])
+
 
 Dimension = Value
 """A size that `jax.export` leaves open: `rows0`, or a multiple of it."""
@@ -96,29 +125,37 @@ def rows_of_state(
             shapes depend on the tables in another way.
     """
     rows, opened = open_shapes(seen, [i if x else None for i, x in enumerate(is_table)])
-    usual = jax.eval_shape(init, param_tree.unflatten(params))
-    with refusing_counts("its state"):
-        made = jax.eval_shape(init, param_tree.unflatten(opened))
+
+    def shapes() -> OptState:
+        with refusing_counts("its state"):
+            return jax.eval_shape(init, param_tree.unflatten(opened))
+
+    key = (init, param_tree, *((x.shape, x.dtype) for x in opened))
+    made = once_a_step(key, shapes)
     table_of = {size: i for i, size in rows.items()}
     owners: list[tuple[int | None, Shape]] = []
-    for x, y in zip(jax.tree.leaves(usual), jax.tree.leaves(made), strict=True):
-        owner = table_of.get(y.shape[0]) if y.ndim else None
-        rows_seen = x.shape[:1] if owner is None else seen[owner].shape[:1]
-        is_stack = owner is not None and params[owner].shape != seen[owner].shape
-        if is_stack and x.size != math.prod(rows_seen + y.shape[1:]):
-            raise NotRowLocalError(
-                f"its state holds an array of shape {x.shape} for stacked tables, which has "
-                "not one entry for each of their rows",
-                "Make one table of them, `table.reshape(-1, table.shape[-1])`.",
-            )
-        wanted = y.shape if owner is None else x.shape[:1] + y.shape[1:]
-        if not is_stack and x.shape != wanted:
+    usual: list[jax.ShapeDtypeStruct] = []
+    for x in jax.tree.leaves(made):
+        owner = table_of.get(x.shape[0]) if x.ndim else None
+        row = x.shape if owner is None else x.shape[1:]
+        if any(map(export.is_symbolic_dim, row)):
             raise NotRowLocalError(
                 f"its state holds an array of shape {x.shape} that depends on the number of "
                 "rows of a table, but has not one entry for each of them"
             )
-        owners.append((owner, y.shape[1:]))
-    check_state(state, usual, [dtypes and owner is not None for owner, _ in owners])
+        owners.append((owner, x.shape[1:]))
+        usual.append(x if owner is None else x.update(shape=seen[owner].shape[:1] + row))
+    expected: OptState = jax.tree.unflatten(jax.tree.structure(made), usual)
+    if any(x.shape != y.shape for x, y in zip(params, seen, strict=True)):  # stacks
+        expected = jax.eval_shape(init, param_tree.unflatten(params))
+        for x, y in zip(jax.tree.leaves(expected), usual, strict=True):
+            if x.size != y.size:
+                raise NotRowLocalError(
+                    f"its state holds an array of shape {x.shape} for stacked tables, which "
+                    "has not one entry for each of their rows",
+                    "Make one table of them, `table.reshape(-1, table.shape[-1])`.",
+                )
+    check_state(state, expected, [dtypes and owner is not None for owner, _ in owners])
     return owners
 
 
@@ -150,8 +187,10 @@ def check_state(
         )
     likes = jax.tree.leaves(expected)
     leaves = jax.tree.leaves_with_path(state, is_leaf=is_stored_table)
-    for (path, leaf), like in zip(leaves, likes, strict=True):
-        name, shape = leaf_name("state", path), shape_of(leaf).shape
+    checked = dtypes or [True] * len(leaves)
+    for (path, leaf), like, is_checked in zip(leaves, likes, checked, strict=True):
+        name, found = leaf_name("state", path), shape_of(leaf)
+        shape, dtype = found.shape, found.dtype
         if is_stored_table(leaf) and len(shape) != len(like.shape):
             table = type(leaf).__name__
             raise ValueError(
@@ -163,23 +202,24 @@ def check_state(
             raise ValueError(
                 f"{name} has shape {shape}, expected {like.shape} for these parameters."
             )
-    for (path, leaf), like, is_checked in zip(
-        leaves, likes, dtypes or [True] * len(leaves), strict=True
-    ):
-        dtype = shape_of(leaf).dtype
         if is_checked and dtype != like.dtype:
             raise ValueError(
-                f"{leaf_name('state', path)} is {dtype}, and `init` of this transformation "
+                f"{name} is {dtype}, and `init` of this transformation "
                 f"makes {like.dtype} for these `params`: keep the dtype (`state_dtype`, "
                 "`mu_dtype`) that the state was made with, or cast the state, "
                 "jax.tree.map(lambda x, y: x.astype(y.dtype), state, tx.init(params))."
             )
 
 
-def check_made_by(init: optax.TransformInitFn, state: OptState, params: Params) -> None:
-    """Refuse a state that is not as `init` makes it for these parameters."""
+def check_made_by(
+    init: optax.TransformInitFn, state: OptState, params: Params, *, dtypes: bool = True
+) -> None:
+    """Refuse a state that is not as `init` makes it for these parameters, if they are given."""
+    if params is None:
+        return
     shapes = jax.tree.map(shape_of, params, is_leaf=is_stored_table)
-    check_state(state, jax.eval_shape(init, shapes))
+    expected = jax.eval_shape(init, shapes)
+    check_state(state, expected, [dtypes] * len(jax.tree.leaves(expected)))
 
 
 def states_of(kinds: type | tuple[type, ...], state: OptState) -> list[OptState]:

@@ -3,6 +3,8 @@
 Run on the touched rows it would compute with their number in place of that of the table.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from jax import lax
 
 import jmask
+from jmask._lazy.row_local import _EXACT
 from tests.expressions import functions
 
 pytestmark = pytest.mark.sampled
@@ -258,3 +261,55 @@ def test_the_proof_transfers_nothing_implicitly():
     tx = jmask.lazy(optax.adam(0.1))
     with jax.transfer_guard("disallow"):
         jax.eval_shape(lambda g, p: tx.update(g, tx.init(p), p), ROWS, TABLE)
+
+
+UNARY = {
+    "abs": jnp.abs,
+    "convert_element_type": lambda x: x.astype(jnp.float16),
+    "neg": lax.neg,
+    "not": lax.bitwise_not,
+    "square": lax.square,
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        ("bool", "not"),
+        *itertools.product(["float32", "bfloat16"], sorted(_EXACT.keys() - {"not"})),
+    ],
+)
+def test_numpy_rounds_as_xla_does(dtype, name):
+    """What is known of untouched rows is computed without compiling anything."""
+    values = np.array([0, -0.0, 1, 3, 0.1, -7e-3, 1e20, np.inf, np.nan])
+    function = UNARY.get(name) or getattr(lax, name)
+    with np.errstate(all="ignore"):
+        operands = [x.astype(dtype).ravel() for x in np.meshgrid(values, values)]
+        operands = operands[:1] if name in UNARY else operands
+        expected = function(*map(jnp.asarray, operands))
+        found = [expected.dtype.type(_EXACT[name](*x)) for x in zip(*operands, strict=True)]
+    np.testing.assert_array_equal(np.array(found, np.float32), np.float32(expected))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "most"),
+    [
+        (jmask.lazy, 2),
+        (lambda tx: jmask.skip_nonfinite(jmask.lazy(tx)), 2),
+        (jmask.deferred, 2),
+    ],
+)
+def test_a_step_traces_the_optimizer_twice_at_most(wrap, most):
+    """Once as it is, and once with the number of rows open."""
+    calls = []
+
+    def update(updates, state, params=None):
+        calls.append(updates)
+        return jax.tree.map(lambda x: -x, updates), state
+
+    tx = wrap(optax.GradientTransformation(optax.init_empty_state, update))
+    params, rows = jnp.ones((V, 3)), jmask.RowSparse([1, 2], jnp.ones((2, 3)), (V, 3))
+    state = tx.init(params)
+    calls.clear()
+    jax.eval_shape(lambda g, s, p: jmask.apply_gradients(tx, g, s, p), rows, state, params)
+    assert len(calls) == most
