@@ -32,7 +32,6 @@ from jmask._autodiff.values import Filled, RowSum, dense, is_symbolic
 from jmask._autodiff.views import note_tables
 from jmask._base.array_types import on_explicit_mesh
 from jmask._base.fallback import collected, expect_dense, report_fallback
-from jmask._base.forms import drops_rules
 from jmask._base.types import Function, Gradients, Options, PyTree, PyTreeDef, Value
 from jmask._base.validation import (
     KEEP_ARRAYS,
@@ -42,7 +41,7 @@ from jmask._base.validation import (
     leaf_name,
     not_an_array,
 )
-from jmask._tables.stored_table import is_tensor_or_table
+from jmask._tensors.masked_tensor import is_tensor
 
 _KEEP_ARRAYS = (
     f"{KEEP_ARRAYS}; jmask.nnx.value_and_grad and jmask.nnx.grad take a whole model of flax nnx"
@@ -212,17 +211,15 @@ def value_and_gradients(
     """
     finished = finished or _finished
     with on_explicit_mesh([args[i] for i in numbers]):
-        models = {
-            number: Model(args[number], is_tensor_or_table, allow_int) for number in numbers
-        }
+        models = {number: Model(args[number], is_tensor, allow_int) for number in numbers}
         fun = function_of_parameters(fun, models)
         args = tuple(models[i].parameters if i in models else x for i, x in enumerate(args))
         for number in numbers:
             _check_argument(fun, number, args[number])
         differentiate = functools.partial(_value_and_results, has_aux, kwargs, holomorphic)
         finish = functools.partial(jax.tree.map, finished, is_leaf=is_symbolic)
-        given = jax.tree.leaves([args[n] for n in numbers], is_leaf=is_tensor_or_table)
-        if any(map(is_tensor_or_table, given)):
+        given = jax.tree.leaves([args[n] for n in numbers], is_leaf=is_tensor)
+        if any(map(is_tensor, given)):
             value, results = tensor_gradients(fun, numbers, args, differentiate, finish)
         else:
             value, results = differentiate(fun, numbers, args)
@@ -251,12 +248,8 @@ def _value_and_results(
     fun: Function,
     numbers: tuple[int, ...],
     args: tuple[PyTree, ...],
-    nested: bool = False,
 ) -> tuple[PyTree, tuple[Gradients, ...]]:
-    """Return the value (and aux), and the gradients as the gradient program leaves them.
-
-    If it is `nested`, a further derivative of a table container will be taken.
-    """
+    """Return the value (and aux), and the gradients as the gradient program leaves them."""
     loss = checked_loss(fun, numbers, has_aux)
     stock = jax.value_and_grad(loss, numbers, has_aux, holomorphic=holomorphic)
     differentiated = tuple(args[number] for number in numbers)
@@ -281,12 +274,6 @@ def _value_and_results(
         is_leaf=is_symbolic,
     )
     program, outputs = jax.make_jaxpr(trace, return_shape=True)(*given)
-    if nested and drops_rules(program.jaxpr):
-        raise NotImplementedError(
-            "`jmask.grad` of `jmask.grad` of a PackedTable that is read inside "
-            "a `scan` needs JAX 0.12: before, JAX loses the second derivative. Use an array, "
-            "`table.todense()`, or unroll the scan."
-        )
     computed, gradients = outputs
     count = len(computed)
     wanted = [False] * count + [x.ndim > 0 for x in jax.tree.leaves(gradients)]
@@ -345,8 +332,8 @@ def _positions(argnums: int | Sequence[int], args: tuple[PyTree, ...]) -> tuple[
 
 def _check_argument(fun: Function, number: int, argument: PyTree) -> None:
     """Refuse a differentiated argument with leaves that have no gradient, by name."""
-    for path, leaf in jax.tree.leaves_with_path(argument, is_leaf=is_tensor_or_table):
-        if is_tensor_or_table(leaf):
+    for path, leaf in jax.tree.leaves_with_path(argument, is_leaf=is_tensor):
+        if is_tensor(leaf):
             continue
         array = abstract_leaf(leaf)
         if array is None:

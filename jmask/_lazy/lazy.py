@@ -31,7 +31,6 @@ from jmask._lazy.proved_update import (
 from jmask._updates.apply import (
     Fit,
     apply_updates,
-    check_no_tables,
     dense_parameters,
     noticing_dense_tables,
 )
@@ -173,7 +172,17 @@ def lazy(
                 pass
         updates = with_whole_rows(updates)
         call = LazyCall.of(inner, updates, state, params, extra_args)
-        return proved(call, same_dtypes=same_dtypes) if call.has_rows() else call
+        if not call.has_rows():
+            return call
+        step = proved(call, same_dtypes=same_dtypes)
+        if call.tables_in_lines() & tables_by_rows(step):
+            raise NotRowLocalError(
+                "it works row by row, and the table is packed: it would take lines of several "
+                "rows for rows",
+                "Leave the table unpacked, `jmask.embedding_lookup(lines, jnp.arange(V), "
+                "width=D)`, or use an optimizer that works entry by entry.",
+            )
+        return step
 
     def apply(
         grads: optax.Updates, state: optax.OptState, params: optax.Params
@@ -209,7 +218,6 @@ def densified(
 
     def update(updates, state, params=None, **extra_args):
         check_parameters(params)
-        check_no_tables(params)
         fit = Fit.of(updates, params)
         if params is not None:
             check_structure(fit.gradients, fit.params)

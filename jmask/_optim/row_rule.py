@@ -38,7 +38,7 @@ from jmask._base.validation import check_flag
 from jmask._lazy.lazy import densified, lazy
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._optim.hyperparameters import check_state_dtype
-from jmask._tables.stored_table import is_stored_table, shape_of
+from jmask._tables.stored_table import shape_of
 from jmask._updates.apply import Fit, dense_parameters
 from jmask._updates.checks import check_parameters, check_structure
 from jmask._updates.state_rows import check_made_by, check_state_type
@@ -111,7 +111,7 @@ def dense_optimizer(rule: RowRule) -> optax.GradientTransformationExtraArgs:
         check_parameters(params)
         params = dense_parameters(params)
         slots = [
-            jax.tree.map(functools.partial(_initial, rule, x), params, is_leaf=is_stored_table)
+            jax.tree.map(functools.partial(_initial, rule, x), params)
             for x in rule.slots.values()
         ]
         return rule.state_type(jnp.zeros((), jnp.int32), *slots)
@@ -157,8 +157,6 @@ def _initial(rule: RowRule, slot: Slot, param: Table) -> jax.Array:
         dtype = complex_dtype(dtype)
     if slot.initial is None:  # not the parameter itself, which may be donated beside it
         return jax.tree.map(lambda x: jnp.array(x, wide(dtype)), param)
-    if is_stored_table(param):
-        return param.full(shape[1:], slot.initial, dtype)
     if not slot.per_row:
         return jnp.full_like(param, slot.initial, dtype)
     return jnp.full(shape, slot.initial, dtype, device=sharding_of_rows(param))
