@@ -20,7 +20,12 @@ import optax
 from jax.core import Tracer
 
 from jmask._base.types import PyTree
-from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass, tables_by_rows
+from jmask._lazy.one_pass import (
+    OnePassTransformation,
+    applied_in_one_pass,
+    tables_by_rows,
+    tables_whose_rows_mix,
+)
 from jmask._lazy.proved_update import (
     LazyCall,
     ProvedUpdate,
@@ -175,7 +180,7 @@ def lazy(
         if not call.has_rows():
             return call
         step = proved(call, same_dtypes=same_dtypes)
-        if call.tables_in_lines() & tables_by_rows(step):
+        if call.tables_in_lines() & tables_whose_rows_mix(step):
             raise NotRowLocalError(
                 "it works row by row, and the table is packed: it would take lines of several "
                 "rows for rows",

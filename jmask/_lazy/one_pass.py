@@ -45,7 +45,7 @@ from jmask._base.types import (
 )
 from jmask._kernels.update_rows import updated
 from jmask._lazy.proved_update import Leaf, ProvedUpdate, with_row
-from jmask._lazy.row_local import axes_of_rows, sized
+from jmask._lazy.row_local import ELEMENTWISE, axes_of_rows, sized
 from jmask._tensors.storage import stored_values
 from jmask._updates.checks import keep_valid, unchanged_where_masked
 from jmask._updates.row_update import update_rows
@@ -164,6 +164,17 @@ def tables_by_rows(update: ProvedUpdate) -> set[int]:
             by_rows.update(owners[v] for v in eqn.outvars if v in owners)
     sizes = {(owners[v], aval_of(v).shape) for v in of_rows}
     return by_rows | {i for i, shape in sizes if shape != shapes[i] or 0 in shape}
+
+
+def tables_whose_rows_mix(update: ProvedUpdate) -> set[int]:
+    """Return tables whose entries are not updated each by itself: no lines of rows for these."""
+    jaxpr, owners = update.proof.program.jaxpr, _owners(update)
+    shapes = {i: aval_of(jaxpr.invars[i]).shape for i in update.proof.rows}
+    mixed = {i for v, i in owners.items() if aval_of(v).shape != shapes[i]}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name not in (*ELEMENTWISE, _FILL):
+            mixed.update(owners[v] for v in eqn.outvars if v in owners)
+    return mixed
 
 
 def _owners(update: ProvedUpdate) -> dict[Var, int]:
