@@ -11,7 +11,7 @@ IDS = jnp.array([1, 3, 1])
 ROWS = jmask.RowSparse([1, 3], jnp.ones((2, 2)), (6, 2))
 PARAMS, GRADS = {"t": TABLE}, {"t": ROWS}
 LAZY = jmask.lazy(optax.adam(0.1))
-packed = lambda: jmask.packed(TABLE, platform="tpu")
+packed = lambda: jmask.packed(TABLE)
 mesh = lambda: jax.make_mesh((1,), ("x",))
 looked_up = lambda table: jnp.sum(table[IDS])
 

@@ -21,6 +21,7 @@ Everything else is computed on gathered rows; see `row_update`.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -167,10 +168,18 @@ def tables_by_rows(update: ProvedUpdate) -> set[int]:
 
 
 def tables_whose_rows_mix(update: ProvedUpdate) -> set[int]:
-    """Return tables whose entries are not updated each by itself: no lines of rows for these."""
+    """Return tables of which some part of a step takes more than one entry of a row.
+
+    A number for each row is one more entry of rows that are updated whole, as by `jmask.ema`
+    after an optimizer, but not where some of their entries are masked.
+    """
     jaxpr, owners = update.proof.program.jaxpr, _owners(update)
-    shapes = {i: aval_of(jaxpr.invars[i]).shape for i in update.proof.rows}
-    mixed = {i for v, i in owners.items() if aval_of(v).shape != shapes[i]}
+    mixed = set()
+    for v, i in owners.items():
+        shape, row = aval_of(v).shape, aval_of(jaxpr.invars[i]).shape[1:]
+        is_whole = update.call.gradients[i].valid is None
+        if shape[1:] != row and not (is_whole and math.prod(shape[1:]) == 1):
+            mixed.add(i)
     for eqn in jaxpr.eqns:
         if eqn.primitive.name not in (*ELEMENTWISE, _FILL):
             mixed.update(owners[v] for v in eqn.outvars if v in owners)
