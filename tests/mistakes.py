@@ -14,6 +14,7 @@ LAZY = jmask.lazy(optax.adam(0.1))
 packed = lambda: jmask.packed(TABLE)
 mesh = lambda: jax.make_mesh((1,), ("x",))
 looked_up = lambda table: jnp.sum(table[IDS])
+in_lines = lambda lines: jnp.sum(jmask.embedding_lookup(lines, IDS, width=2))
 
 
 def step(tx, grads=GRADS, params=PARAMS):

@@ -148,7 +148,7 @@ def explain(
     Args:
         loss_fn: a function returning a scalar, or (scalar, aux) with `has_aux`.
         params: its first argument, which is differentiated: a tree of floating arrays or
-            their shapes, and `PackedTable`.
+            their shapes.
         *batch: its other arguments: arrays, `jax.ShapeDtypeStruct`, or anything else.
         has_aux: whether `loss_fn` returns auxiliary data with the scalar.
         platform: "cpu", "gpu" or "tpu", on which the step will run; `jax.default_backend()` by

@@ -29,9 +29,11 @@ def packed(table: Numbers) -> jax.Array:
 
     Rows are read by `jmask.embedding_lookup(lines, ids, width=D)` and `jmask.embedding_bag`, or
     by `lines.reshape(-1, D)[ids]` if D is a power of two. Optimizers update the rows that are
-    looked up, and no others of their lines, if they work entry by entry, as Adam does; one
-    that works row by row, as `jmask.rowwise_adagrad` or `jmask.max_row_norm` does, would see
-    lines in place of rows and is refused.
+    looked up, and no others of their lines, if they work entry by entry, as Adam does. One that
+    works row by row, as `jmask.rowwise_adagrad` or `jmask.max_row_norm` does, would see lines
+    in place of rows: it is refused where a line has several, and counts the zeros behind a row
+    that has a line to itself. `jmask.deferred` takes lines, too: its `catch_up` is given the
+    numbers of lines, `ids // k`.
 
     Args:
         table (V, D): an array.
