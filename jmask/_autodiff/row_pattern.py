@@ -303,7 +303,7 @@ def transposed(eqn: JaxprEqn, x: RowSum) -> RowSum | None:
         leading += 1
     if leading == len(x.shape) and x.row:
         return None
-    x = x.refined(leading)
+    x = x.refined(dataclasses.replace(x, leading=leading, parts=()))
     along_rows = [0, *(d - leading + 1 for d in order[leading:])]
 
     def move(positions: Positions) -> tuple[Positions, bool]:

@@ -165,8 +165,7 @@ class RowSum:
         self, each: int, leading: int, shape: Shape, width: int | None = None
     ) -> "RowSum":
         """Return an array of another shape, of which `each` rows are one of this."""
-        form = {"shape": shape, "leading": leading, "width": width}
-        finer = dataclasses.replace(self, **form, parts=())
+        finer = dataclasses.replace(self, shape=shape, leading=leading, width=width, parts=())
         rows = self.in_few_parts().parts
         parts = tuple(split_rows(*x, each, finer.count, finer.row) for x in rows)
         return dataclasses.replace(finer, parts=parts)
@@ -260,8 +259,14 @@ class RowSum:
     def to_row_sparse(self) -> RowSparse:
         """Return the parts as one `RowSparse`."""
         ids, values = self.joined() if self.parts else self.concatenated()
-        rows = {"leading": self.leading, "width": self.width}
-        return RowSparse.from_rows(ids, values, self.shape, coalesced=False, **rows)
+        return RowSparse.from_rows(
+            ids,
+            values,
+            self.shape,
+            coalesced=False,
+            leading=self.leading,
+            width=self.width,
+        )
 
 
 @functools.partial(

@@ -29,7 +29,7 @@ from jax.interpreters import batching
 
 from jmask._base.array_types import explicit_sharding, is_complex, varying_alike, wide
 from jmask._base.lowering import lower, primitive
-from jmask._base.types import Shape, Shaped
+from jmask._base.types import Shape, Shaped, Value
 from jmask._kernels.gather import Gather
 
 LANES = 128
@@ -70,7 +70,7 @@ def _with_lines(lines: jax.Array, ids: jax.Array, *, width: int) -> list[jax.Arr
     return [jnp.where(exists, rows, jnp.zeros_like(rows)).reshape(*ids.shape, width)]
 
 
-def _shapes(lines: Shaped, ids: Shaped, *, width: int) -> list[Shaped]:
+def _shapes(lines: Value, ids: Value, *, width: int) -> list[Shaped]:
     return [lines.update(shape=(*ids.shape, width), weak_type=False)]
 
 
@@ -78,11 +78,13 @@ LOOKUP = primitive("jmask_rows_of_lines", _by_definition, _shapes)
 """Rows (*n, width) of lines (L, 128) by canonical ids (*n,), zeros for padding."""
 lower(LOOKUP, _with_lines, platform="tpu")
 
+
 def _batched(
     operands: Sequence[jax.Array], dims: Sequence[int | None], *, width: int
 ) -> tuple[Sequence[jax.Array], list[int]]:
     lines, ids = operands
     if dims[0] is None:  # other ids of the same lines
+        assert dims[1] is not None
         return LOOKUP.bind(lines, jnp.moveaxis(ids, dims[1], 0), width=width), [0]
     mapped = jax.vmap(functools.partial(_by_definition, width=width), in_axes=tuple(dims))
     return mapped(lines, ids), [0]

@@ -37,7 +37,7 @@ from jmask._base.types import (
     Table,
 )
 from jmask._base.validation import abstract_leaf, checked_choice
-from jmask._kernels.lines import has_narrow_rows
+from jmask._kernels.lines import LANES, has_narrow_rows
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.checks import check_parameters, model_of
 
@@ -249,11 +249,13 @@ def _step(
     platform: str,
 ) -> ParameterStep:
     path, leaf = parameter
-    array: Shaped = abstract_leaf(leaf)
+    array: Shaped = jax.tree.map(abstract_leaf, leaf)
     shape, dtype = tuple(array.shape), jnp.dtype(array.dtype)
     is_rows = is_row_sparse(gradient) or (isinstance(gradient, RowSum) and gradient.is_rows)
     nse, leading = (gradient.nse, gradient.leading) if is_rows else (None, 1)
     flat = _flat(shape, leading)
+    if is_rows and gradient.width:  # of a packed table lines are read and written
+        leading, flat = 1, (math.prod(shape) // gradient.width, LANES)
     is_zero = isinstance(gradient, RowSum) and gradient.is_zero
     note = _note(flat, nse, uses, is_zero, shape in reported)
     if platform == "tpu" and nse and has_narrow_rows(flat):

@@ -156,6 +156,7 @@ def _empty(like: Gradient, room: Accumulated, every_k: int) -> Accumulated:
 
 def _rows(like: Gradient, kept: Accumulated) -> RowSparse:
     """Return what has accumulated as rows of a tensor like this one."""
+    assert kept.ids is not None
     if is_row_sparse(like):
         return like.with_leaves(hide(kept.ids), kept.values, order="any")
     return RowSparse.from_rows(kept.ids, kept.values, like.shape, coalesced=False)

@@ -257,14 +257,17 @@ class RowSparse(RowSparseMethods):
         """
         if self.leading == 1:
             return self
-        changes = {"shape": (self.row_count, *self.row), "leading": 1, "width": None}
-        return self.with_leaves(self.index_leaf, self.values, **changes)
+        shape = (self.row_count, *self.row)
+        return self.with_leaves(
+            self.index_leaf, self.values, shape=shape, leading=1, width=None
+        )
 
     def stacked_as(self, like: "RowSparse") -> "RowSparse":
         """Undo `flat`: return the tensor with the shape of `like`."""
         shape, _, leading, width = like._static
-        changes = {"shape": shape, "leading": leading, "width": width}
-        return self.with_leaves(self.index_leaf, self.values, **changes)
+        return self.with_leaves(
+            self.index_leaf, self.values, shape=shape, leading=leading, width=width
+        )
 
     def with_rows_of(self, like: "RowSparse") -> "RowSparse":
         """Return the same tensor with the smaller rows of `like`: each row is several then."""

@@ -112,7 +112,7 @@ def test_dense_parameters_are_pairs_too(optimizer):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("storage", STORAGES)
 def test_bags(combiner, max_norm, weighted, storage):
-    table, ids = numbers((40, 3), 0), jnp.array([[1, 7, 7], [39, 1, 40], [-1, -1, -1]])
+    table, ids = numbers((40, 3), 0), jnp.array([[1, 7, 7], [39, 1, 400], [-1, -1, -1]])
     weights = jnp.array([[1.0, 2, 3], [0.5, 0, 1], [1, 1, 1]]) if weighted else None
 
     def bags(table, weights):
@@ -144,7 +144,8 @@ def test_bags(combiner, max_norm, weighted, storage):
         gradient = jmask.grad(loss(bags))(kept, weights)
         dense = jax.grad(loss(expected))(table, weights)
         assert isinstance(gradient, jmask.RowSparse)
-        found = unpacked(gradient.todense(), kept, table.shape)
+        found = gradient.todense()
+        found = unpacked(found, kept, table.shape) if storage == "packed" else found
         np.testing.assert_allclose(found, dense, rtol=1e-5, atol=1e-6)
 
 
