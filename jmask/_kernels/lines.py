@@ -29,7 +29,7 @@ from jax.interpreters import batching
 
 from jmask._base.array_types import explicit_sharding, is_complex, varying_alike, wide
 from jmask._base.lowering import lower, primitive
-from jmask._base.types import Shape, Shaped, Value
+from jmask._base.types import DType, Shape, Shaped, Value
 from jmask._kernels.gather import Gather
 
 LANES = 128
@@ -149,8 +149,7 @@ def masked_lines(
     target, place = jnp.where(ids < count, ids // rows_per_line, lines), ids % rows_per_line
     # Rows are told from the zeros around them by their bits, of which none are 0: bits that
     # one nan has change places with 0. An entry that is this nan becomes another one.
-    integers = jnp.dtype(f"int{8 * rows.dtype.itemsize}")
-    absent = int(np.array(np.nan, rows.dtype).view(integers)) | 1
+    integers, absent = _absent(rows.dtype)
     bits = lax.bitcast_convert_type(rows, integers)
     words = jnp.where(bits == absent, absent + 1, bits) ^ absent
     if width == 1:
@@ -168,6 +167,30 @@ def masked_lines(
     mask = (words != 0) & (target < lines)[:, None]
     entries = lax.bitcast_convert_type(jnp.where(mask, words ^ absent, 0), rows.dtype)
     return target, entries.astype(dtype), mask
+
+
+def marked(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return floating values with their mask in them, as `unmarked` takes them apart.
+
+    A kernel reads one array in place of two; what is masked is a nan that no arithmetic makes.
+    """
+    integers, absent = _absent(values.dtype)
+    bits = lax.bitcast_convert_type(values, integers)
+    bits = jnp.where(bits == absent, absent + 1, bits)
+    return lax.bitcast_convert_type(jnp.where(mask, bits, absent), values.dtype)
+
+
+def unmarked(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return values, 0 where they are masked, and the mask."""
+    integers, absent = _absent(x.dtype)
+    mask = lax.bitcast_convert_type(x, integers) != absent
+    return jnp.where(mask, x, jnp.zeros_like(x)), mask
+
+
+def _absent(dtype: DType) -> tuple[DType, int]:
+    """Return integers of the size of a floating dtype, and a nan in them."""
+    integers = jnp.dtype(f"int{8 * dtype.itemsize}")
+    return integers, int(np.array(np.nan, dtype).view(integers)) | 1
 
 
 def inserted(

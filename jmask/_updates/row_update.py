@@ -24,11 +24,19 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 from jax.typing import ArrayLike
 
-from jmask._base.array_types import added, explicit_sharding, is_known, is_narrow, trailing
+from jmask._base.array_types import (
+    added,
+    explicit_sharding,
+    is_complex,
+    is_known,
+    is_narrow,
+    trailing,
+)
 from jmask._base.jaxprs import bound, interpret
 from jmask._base.types import Value
 from jmask._kernels import tuning
 from jmask._kernels.gathered_rows import gathered, scaled
+from jmask._kernels.lines import marked, unmarked
 from jmask._kernels.scatter_update import Combiner, entry_by_entry, update_elementwise
 from jmask._kernels.update_rows import ADDITION, RowUpdate, UniqueRows, Update, add_to_rows
 from jmask._tables.stored_table import RowsAt
@@ -72,6 +80,8 @@ def update_rows(
         new_entries = entry_by_entry(new_entries) if is_elementwise else new_entries
         dense = add_to_rows(jnp.zeros_like(table, gradient.dtype), ids, rows, order)
         return _kept_where_untouched(new_entries, tables, ids, [dense, *scalars])
+    if is_elementwise and valid is not None and order == "unique" and not is_complex(gradient):
+        return _lines_updated(combiner, tables, gradient, scalars, are_steps, valid)
     if is_elementwise:
         if valid is not None:  # a number, as a scatter takes arrays of one dtype
             scalars = [*scalars, valid.astype(gradient.dtype)]
@@ -87,6 +97,28 @@ def update_rows(
         return _updated_at(at, x.tables, combiner, others, are_steps, mask)
 
     return RowUpdate(Update(on_unique_rows), tables, ids, rows, scalars, order)
+
+
+def _lines_updated(
+    combiner: Combiner,
+    tables: Sequence[jax.Array],
+    gradient: RowSparse,
+    scalars: Sequence[jax.Array],
+    are_steps: Sequence[bool],
+    valid: jax.Array,
+) -> RowUpdate:
+    """Make the update of a packed table, whose mask is in the bits of its gradient."""
+    count, new_entries = len(tables), _new_entries(combiner, are_steps, is_masked=True)
+
+    def of_marked(*entries: jax.Array) -> list[jax.Array]:
+        old, (line, *rest) = entries[:count], entries[count:]
+        values, mask = unmarked(line)
+        return new_entries(*old, values, *rest, mask.astype(jnp.int32))
+
+    lines = marked(gradient.values, valid)
+    return update_elementwise(
+        of_marked, tables, gradient.row_ids(), lines, scalars, gradient.order
+    )
 
 
 def _new_entries(
