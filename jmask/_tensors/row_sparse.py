@@ -370,10 +370,11 @@ class RowSparse(RowSparseMethods):
         """
         self.check_single()
         if self.leading > 1:
+            kind = "packed" if self.width else "stacked"
             raise ValueError(
-                f"{self!r} is the gradient of stacked or packed tables, whose rows are no "
-                f"positions in dimension 0: use x.flat(), of shape "
-                f"{(self.row_count, *self.row)}, or x.todense()."
+                f"{self!r} is the gradient of {kind} tables, whose rows are no positions in "
+                f"dimension 0: use x.flat(), of shape {(self.row_count, *self.row)}, or "
+                "x.todense()."
             )
         if self.index_leaf.dtype == jax.dtypes.float0:
             raise TypeError(
