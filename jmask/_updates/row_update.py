@@ -113,7 +113,7 @@ def _lines_updated(
     def of_marked(*entries: jax.Array) -> list[jax.Array]:
         old, (line, *rest) = entries[:count], entries[count:]
         values, mask = unmarked(line)
-        return new_entries(*old, values, *rest, mask.astype(jnp.int32))
+        return list(new_entries(*old, values, *rest, mask.astype(jnp.int32)))
 
     lines = marked(gradient.values, valid)
     return update_elementwise(
