@@ -54,7 +54,6 @@ STEPS = {
     "rowwise": (jmask.rowwise_adagrad(0.1), jmask.apply_gradients, 1),
     "lazy(optax.adam)": (jmask.lazy(optax.adam(1e-3)), in_two_steps, 3),
     "packed adam": (jmask.adam(), jmask.apply_gradients, 3),
-    "packed rowwise": (jmask.rowwise_adagrad(0.1), jmask.apply_gradients, 1),
     "bfloat16 adagrad": (jmask.adagrad(0.1), jmask.apply_gradients, 2),
 }
 
@@ -71,7 +70,7 @@ def compiled_step(name: str, rows: int, lookups: int, generation: str) -> Any:
         (rows, PACKED_WIDTH if is_packed else WIDTH), dtype_of(name)
     )
     if is_packed:
-        table = jax.eval_shape(jmask.PackedTable.pack, table)
+        table = jax.eval_shape(jmask.packed, table)
     described = topologies.get_topology_desc(
         platform="tpu", topology_name=TOPOLOGIES[generation]
     )
@@ -82,7 +81,11 @@ def compiled_step(name: str, rows: int, lookups: int, generation: str) -> Any:
     )
 
     def step(table: Any, state: Any, ids: jax.Array) -> Any:
-        value, grads = jmask.value_and_grad(lambda t: jnp.sum(t[ids] ** 2))(table)
+        def loss(t: Any) -> jax.Array:
+            rows = jmask.embedding_lookup(t, ids, width=PACKED_WIDTH) if is_packed else t[ids]
+            return jnp.sum(rows**2)
+
+        value, grads = jmask.value_and_grad(loss)(table)
         return *apply(tx, grads, state, table), value
 
     return jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()

@@ -45,7 +45,6 @@ from jmask._optim.named import rowwise_adagrad as rowwise_adagrad
 from jmask._optim.named import sgd as sgd
 from jmask._optim.torch_state import from_torch_state as from_torch_state
 from jmask._optim.torch_state import to_torch_state as to_torch_state
-from jmask._tables.packed import PackedTable as PackedTable
 from jmask._tables.packed import packed as packed
 from jmask._tables.plain_arrays import from_arrays as from_arrays
 from jmask._tables.plain_arrays import to_arrays as to_arrays

@@ -41,6 +41,12 @@ linear = lambda params, ids: jnp.sum(params["table"][ids]) + jnp.sum(params["den
 squares = lambda params, ids: jnp.sum(jnp.square(params["table"][ids] * params["dense"][None]))
 
 
+def squares_of_lines(params, ids, D):
+    """`squares` of rows of a packed table."""
+    rows = jmask.embedding_lookup(params["table"], ids, width=D)
+    return jnp.sum(jnp.square(rows * params["dense"][None]))
+
+
 def squares_of_bags(params, ids):
     """`squares` of bags of four ids."""
     bags = jmask.embedding_bag(params["table"], ids.reshape(-1, 4))

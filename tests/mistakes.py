@@ -11,9 +11,10 @@ IDS = jnp.array([1, 3, 1])
 ROWS = jmask.RowSparse([1, 3], jnp.ones((2, 2)), (6, 2))
 PARAMS, GRADS = {"t": TABLE}, {"t": ROWS}
 LAZY = jmask.lazy(optax.adam(0.1))
-packed = lambda: jmask.packed(TABLE, platform="tpu")
+packed = lambda: jmask.packed(TABLE)
 mesh = lambda: jax.make_mesh((1,), ("x",))
 looked_up = lambda table: jnp.sum(table[IDS])
+in_lines = lambda lines: jnp.sum(jmask.embedding_lookup(lines, IDS, width=2))
 
 
 def step(tx, grads=GRADS, params=PARAMS):

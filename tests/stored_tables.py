@@ -1,7 +1,7 @@
 """Training runs on tables kept in other forms, and what must be the same as on arrays.
 
-    trained(x, tx, step)                         a run on the array x (V, *row)
-    trained(jmask.PackedTable.pack(x), tx, step) the same run
+    trained(x, tx, step)                            a run on the array x (V, *row)
+    trained(jmask.packed(x), tx, step, width=D)     the same run
 
 A run makes three steps with ids that come twice, that are padding and that share lines.
 """
@@ -35,8 +35,39 @@ STEPS = {"apply_gradients": jmask.apply_gradients, "update": update_and_apply}
 
 
 def stored(form, x):
-    """A table as "array" or "packed"."""
-    return x if form == "array" else jmask.PackedTable.pack(x)
+    """A table as "array" or, its rows in one dimension, as "packed"."""
+    return x if form == "array" else jmask.packed(x.reshape(len(x), -1))
+
+
+def of_lines(gradient, lines):
+    """The gradient of a packed table, of that of the table (V, *row)."""
+    size = int(np.prod(gradient.shape[1:]))
+    ids = jnp.where(gradient.row_ids() < gradient.shape[0], gradient.row_ids(), -1)
+    rows = gradient.values.reshape(ids.shape[0], size)
+    look = lambda t: jmask.embedding_lookup(t, ids, width=size, mode="zero")
+    # `row_sparse` has the rows as they are: nan in them, and numbers of any dtype.
+    like = jax.eval_shape(jmask.grad(lambda t: jnp.sum(jnp.real(look(t)))), lines)
+    if like.width is None:
+        wide = jnp.pad(rows, ((0, 0), (0, lines.shape[1] - size)))
+        return jmask.RowSparse(ids, wide, lines.shape)
+    wide = jnp.pad(rows, ((0, 0), (0, like.width - size)))
+    ids = jnp.where(ids < 0, like.row_count, ids)
+    form = {"leading": like.leading, "width": like.width, "coalesced": False}
+    return jmask.RowSparse.from_rows(ids, wide, lines.shape, **form)
+
+
+def unpacked(tree, lines, shape):
+    """The tree with arrays of the shape of `lines` as tables of this shape."""
+    rows, size = jnp.arange(shape[0]), int(np.prod(shape[1:]))
+
+    def rows_of(x):
+        if getattr(x, "shape", None) != lines.shape:
+            return x
+        # Whatever the dtype: by hand, and not by a lookup.
+        each = max(128 // (1 << (size - 1).bit_length()), 1)
+        return x.reshape(x.shape[0] * each, -1)[rows, :size].reshape(shape)
+
+    return jax.tree.map(rows_of, tree)
 
 
 def stepped(tx, params, gradients, step="apply_gradients", wrap=jax.jit):
@@ -59,15 +90,16 @@ class Run(NamedTuple):
     donated: list[jax.Array]
 
 
-def loss(params, ids):
-    rows = jmask.embedding_lookup(params["table"], ids, padding_id=-1)
+def loss(params, ids, width=None):
+    rows = jmask.embedding_lookup(params["table"], ids, padding_id=-1, width=width)
     return jnp.sum(jnp.sin(rows) * params["dense"][None, None])
 
 
-def trained(table, tx, step, steps=3, ids=IDS):
+def trained(table, tx, step, steps=3, ids=IDS, width=None):
     """Three steps on a table and a dense parameter, both donated."""
-    one_step = training_step(loss, tx, step)
-    dense = jnp.linspace(0.5, 1.5, int(np.prod(table.shape[1:]))).reshape(table.shape[1:])
+    one_step = training_step(functools.partial(loss, width=width), tx, step)
+    row = table.shape[1:] if width is None else (width,)
+    dense = jnp.linspace(0.5, 1.5, int(np.prod(row))).reshape(row)
     # Copied: the arguments of the first step are donated as well.
     params = jax.tree.map(jnp.copy, {"table": table, "dense": dense})
     params, state, losses = *replicated((params, tx.init(params)), table), []
@@ -147,21 +179,16 @@ def replicated(tree, table):
         return tree
 
     def put(x):
-        if is_table(x) or isinstance(x.sharding, NamedSharding):
+        if isinstance(x.sharding, NamedSharding):
             return x
         return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
-    return jax.tree.map(put, tree, is_leaf=is_table)
-
-
-is_table = lambda x: isinstance(x, jmask.PackedTable)
-# The tree with tables of all forms made arrays.
-as_arrays = lambda tree: jax.tree.map(np.asarray, tree, is_leaf=is_table)
+    return jax.tree.map(put, tree)
 
 
 def assert_same_run(actual, expected, rtol=2e-5):
     """Parameters, state and losses agree as far as float32 sums in another order do."""
-    ours, theirs = as_arrays(actual[:3]), as_arrays(expected[:3])
+    ours, theirs = (jax.tree.map(np.asarray, run[:3]) for run in (actual, expected))
     assert_close(ours, theirs, rtol=rtol, atol=2e-6)
     moved = np.asarray(actual.params["table"])[TOUCHED]
     assert np.isfinite(moved).all()
@@ -175,8 +202,8 @@ def assert_other_rows_untouched(run, initial):
     assert (
         (new[TOUCHED] != np.asarray(initial)[TOUCHED]).any(axis=tuple(range(1, new.ndim))).all()
     )
-    for x in jax.tree.leaves(run.state, is_leaf=is_table):
-        if is_table(x):
+    for x in jax.tree.leaves(run.state):
+        if x.ndim and x.shape[0] == initial.shape[0]:
             # Every slot starts out the same in all rows, and so they all stay equal.
             rows = bits(x)[others]
             np.testing.assert_array_equal(rows, np.broadcast_to(rows[:1], rows.shape))

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, Literal, Var
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jmask._autodiff.values import Filled, RowSum, dense
 from jmask._autodiff.views import makes_view
@@ -40,9 +39,8 @@ from jmask._base.types import (
 from jmask._base.validation import leaf_name
 from jmask._kernels.gathered_rows import GATHERED
 from jmask._kernels.rows import plus_zero, zero_after_reading
-from jmask._tables.stored_table import Placeholder, is_stored_table, is_tensor_or_table
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
-from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._tensors.row_sparse import is_row_sparse
 from jmask._tensors.specified import (
     placeholder_of,
     values_of,
@@ -156,17 +154,15 @@ def tensor_gradients(
     """Differentiate in the stored values of tensors, and in placeholders where those count.
 
     Args:
-        numbers: positions to differentiate, which hold tensors or tables.
-        differentiate: (function, positions, arguments, whether a further derivative of a
-            stored table will be taken) -> value, gradients as the gradient program leaves them.
+        numbers: positions to differentiate, which hold tensors.
+        differentiate: (function, positions, arguments) -> value, gradients as the gradient
+            program leaves them.
         finished: makes gradients in arrays what users get.
     """
     tree: PyTreeDef
-    leaves, tree = jax.tree.flatten([args[n] for n in numbers], is_leaf=is_tensor_or_table)
+    leaves, tree = jax.tree.flatten([args[n] for n in numbers], is_leaf=is_tensor)
     leaves = [_coalesced(x) for x in leaves]
-    tensors = {i: x for i, x in enumerate(leaves) if is_tensor_or_table(x)}
-    # A further derivative of a table is taken by a gradient program around this one.
-    nested = any(is_stored_table(x) and x.placeholder is not None for x in leaves)
+    tensors = {i: x for i, x in enumerate(leaves) if is_tensor(x)}
 
     def with_leaves(args: Sequence[PyTree], leaves: Sequence[Value]) -> list[PyTree]:
         new = dict(zip(numbers, tree.unflatten(leaves), strict=True))
@@ -180,10 +176,9 @@ def tensor_gradients(
         return fun(*with_leaves(args, leaves), **kwargs)
 
     def results(placeholders: list[Value]) -> tuple[PyTree, Sequence[Gradients]]:
-        stored = [() if is_stored_table(x) else values_of(x) for x in leaves]
-        parts = (*with_leaves(args, stored), placeholders)
+        parts = (*with_leaves(args, list(map(values_of, leaves))), placeholders)
         value, (*gradients, placeholder_gradients) = differentiate(
-            function_of_parts, (*numbers, len(args)), parts, nested
+            function_of_parts, (*numbers, len(args)), parts
         )
         gradients = tree.flatten_up_to(finished(gradients))
         for (i, x), gradient in zip(tensors.items(), placeholder_gradients, strict=True):
@@ -191,8 +186,6 @@ def tensor_gradients(
         return value, tree.unflatten(gradients)
 
     placeholders = {i: _placeholder_of(x) for i, x in tensors.items()}
-    if all(map(is_stored_table, tensors.values())):  # whose placeholders are known to count
-        return results(list(placeholders.values()))
     try:
         with collected() as reports:
             value, gradients = results(list(placeholders.values()))
@@ -201,9 +194,7 @@ def tensor_gradients(
         # (its backward rule returns one of the same structure): then it has no gradient
         # at other entries. A fault of `fun` itself comes up again in this
         # second run, with its own traceback, so nothing is hidden by catching all.
-        return results(
-            [x if is_stored_table(leaves[i]) else None for i, x in placeholders.items()]
-        )
+        return results([None] * len(placeholders))
     for report in reports:
         report_fallback(*report)
     # Tensors that `fun` returns have no placeholder any more, unless a gradient program around
@@ -216,20 +207,12 @@ def tensor_gradients(
 def _placeholder_of(x: TensorLike) -> Value:
     """Return the placeholder of a tensor: zeros that are not made unless something reads them.
 
-    Nothing reads the placeholder of a table: its shape is enough. Where axes are explicit the
-    shape says that they are not used. A tensor that has one is of a gradient program around
-    this one, which takes the derivative of this gradient: it stays at its placeholder.
+    A tensor that has one is of a gradient program around this one, which takes the derivative
+    of this gradient: it stays at its placeholder.
     """
-    if not is_stored_table(x):
-        placeholder = placeholder_of(x)
-        zeros = Filled(tuple(x.shape), jnp.zeros((), x.dtype))
-        return zeros if placeholder is None else placeholder
-    if x.placeholder is not None:
-        return x.placeholder.array
-    sharding = explicit_sharding(*jax.tree.leaves(x))
-    if sharding is not None:
-        sharding = NamedSharding(sharding.mesh, PartitionSpec())
-    return jax.ShapeDtypeStruct(tuple(x.shape), x.dtype, sharding=sharding)
+    placeholder = placeholder_of(x)
+    zeros = Filled(tuple(x.shape), jnp.zeros((), x.dtype))
+    return zeros if placeholder is None else placeholder
 
 
 def _coalesced(x: TensorLike) -> TensorLike:
@@ -241,20 +224,12 @@ def _coalesced(x: TensorLike) -> TensorLike:
 
 
 def _rebuilt(x: TensorLike, values: Value, placeholder: Value) -> TensorLike:
-    if is_stored_table(x):
-        x.check_single()
-        return x.with_placeholder(Placeholder.above(x.placeholder, placeholder))
     result = with_values_of(x, values)
     return result if placeholder is None else with_placeholder(result, placeholder)
 
 
 def _gradient(x: TensorLike, value_gradient: Gradient, everywhere: Value) -> Gradient:
     """Return the gradient of a tensor, from those in its stored values and its placeholder."""
-    if is_stored_table(x):  # of one that is looked up, or not used, its rows
-        if isinstance(everywhere, RowSum):
-            return everywhere.to_row_sparse()
-        ids, rows = jnp.arange(everywhere.shape[0]), dense(everywhere)
-        return RowSparse(ids, rows, everywhere.shape, coalesced=True)
     # The stored values are no table: looked up or not, their gradient is an array.
     if is_row_sparse(value_gradient):
         value_gradient = value_gradient.todense()

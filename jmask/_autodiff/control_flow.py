@@ -199,7 +199,7 @@ def _cond(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
         return lambda: [
             made_dense(x, eqn)
             if rows is None
-            else dataclasses.replace(rows, parts=(x.refined(rows.leading).concatenated(nse),))
+            else dataclasses.replace(rows, parts=(x.refined(rows).concatenated(nse),))
             for x, (rows, nse) in zip(outputs_of(branch), common, strict=True)
         ]
 
@@ -212,8 +212,8 @@ def _common_rows(outputs: Sequence[Value]) -> tuple[RowSum | None, int]:
     if len(rows) < len(outputs) or any(x.carry is not rows[0].carry for x in rows):
         return None, 0
     looked_up = any(x.looked_up for x in rows)
-    leading = max(x.leading for x in rows)
-    common = dataclasses.replace(rows[0], looked_up=looked_up, leading=leading, parts=())
+    finest = max(rows, key=lambda x: x.fineness)
+    common = dataclasses.replace(finest, looked_up=looked_up, parts=())
     return common, max(x.nse * common.count // x.count for x in rows)
 
 

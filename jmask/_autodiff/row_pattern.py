@@ -32,6 +32,7 @@ from jmask._base.array_types import trailing
 from jmask._base.forms import aval_of, parameter
 from jmask._base.row_ids import canonical, id_dtype, numbered, positions_of, widen
 from jmask._base.types import Shape
+from jmask._kernels.lines import is_packed
 from jmask._kernels.rows import gather_rows
 
 
@@ -231,6 +232,8 @@ def reshaped(x: RowSum, shape: Shape) -> RowSum | None:
     if x.is_zero:
         return dataclasses.replace(x, shape=shape, leading=1)
     size = math.prod(x.row)
+    if x.row and is_packed(shape, size) and size * x.count == math.prod(shape):
+        return x.split(1, len(shape), shape, size)
     for leading in range(1, len(shape) + 1):
         row = shape[leading:]
         each, rest = divmod(size, math.prod(row)) if math.prod(row) else (1, 0)
@@ -300,7 +303,7 @@ def transposed(eqn: JaxprEqn, x: RowSum) -> RowSum | None:
         leading += 1
     if leading == len(x.shape) and x.row:
         return None
-    x = x.refined(leading)
+    x = x.refined(dataclasses.replace(x, leading=leading, parts=()))
     along_rows = [0, *(d - leading + 1 for d in order[leading:])]
 
     def move(positions: Positions) -> tuple[Positions, bool]:

@@ -140,7 +140,7 @@ def _on_rows(
 
 
 def _is_movable(x: Value) -> bool:
-    return isinstance(x, RowSum) and x.carry is None
+    return isinstance(x, RowSum) and x.carry is None and not x.width
 
 
 def _broadcast(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:

@@ -23,10 +23,11 @@ from jmask._base.fallback import LARGE, Fallback, Place, in_bytes
 from jmask._base.forms import aval_of, bodies_of, name_of, parameter, shard_map_of
 from jmask._base.jaxprs import ARITHMETIC, interpret
 from jmask._base.types import Atom, Shaped
+from jmask._kernels import lines
 from jmask._kernels.sharded_rows import LOOKUP
 
 # `get` reads from a reference, `jax.new_ref(table)[ids]`.
-_LOOKUPS = (*LOOKUPS, LOOKUP.name, "dynamic_slice", "get")
+_LOOKUPS = (*LOOKUPS, LOOKUP.name, lines.LOOKUP.name, "dynamic_slice", "get")
 _ONE_HOT = "one-hot product"
 MULTIPLIED = "multiplied by a one-hot matrix, which reads all of it"
 _STILL_THE_SAME = (

@@ -75,7 +75,7 @@ def refuse(carry: object | None) -> None:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["parts"],
-    meta_fields=["shape", "dtype", "looked_up", "carry", "leading"],
+    meta_fields=["shape", "dtype", "looked_up", "carry", "leading", "width"],
 )
 @dataclasses.dataclass(frozen=True)
 class RowSum:
@@ -91,6 +91,7 @@ class RowSum:
         carry: the scan carry this is to be added to, by identity, or None.
         leading: how many dimensions the ids number, in row-major order: 1 of (V, *row), 2 of
             stacked tables (M, V, *row).
+        width: of packed tables, how many entries of a line a row has; `leading` is 2 then.
     """
 
     shape: Shape
@@ -99,15 +100,23 @@ class RowSum:
     looked_up: bool = False
     carry: object | None = None
     leading: int = 1
+    width: int | None = None
 
     @property
     def count(self) -> int:
         """The number of rows, which is the id of padding."""
+        if self.width:
+            return math.prod(self.shape) // self.width
         return math.prod(self.shape[: self.leading])
 
     @property
     def row(self) -> Shape:
-        return self.shape[self.leading :]
+        return (self.width,) if self.width else self.shape[self.leading :]
+
+    @property
+    def fineness(self) -> tuple[int, int]:
+        """Order sums of one array by the size of their rows, small ones last."""
+        return self.leading, -(self.width or 0)
 
     @property
     def is_zero(self) -> bool:
@@ -134,27 +143,30 @@ class RowSum:
         looked_up = self.looked_up or other.looked_up
         if not other.parts:
             return dataclasses.replace(self, looked_up=looked_up)
-        leading = max(self.leading, other.leading) if self.parts else other.leading
-        parts = list(self.refined(leading).parts)
+        like = max(self, other, key=lambda x: x.fineness) if self.parts else other
+        parts = list(self.refined(like).parts)
         places = {id(ids): i for i, (ids, _) in enumerate(parts)}
-        for ids, rows in other.refined(leading).parts:
+        for ids, rows in other.refined(like).parts:
             i = places.get(id(ids))
             if i is None:
                 parts.append((ids, rows))
             else:  # what was looked up in `t + f(t)`
                 parts[i] = ids, lax.add(*varying_alike(parts[i][1], rows))
-        return dataclasses.replace(
-            self, parts=tuple(parts), looked_up=looked_up, leading=leading
-        )
+        result = dataclasses.replace(self, parts=tuple(parts), looked_up=looked_up)
+        return dataclasses.replace(result, leading=like.leading, width=like.width)
 
-    def refined(self, leading: int) -> "RowSum":
-        """Split each row into several, with fewer dimensions."""
-        each = math.prod(self.shape[self.leading : leading])
-        return self if leading == self.leading else self.split(each, leading, self.shape)
+    def refined(self, like: "RowSum") -> "RowSum":
+        """Split each row into several, which are rows of `like`."""
+        if like.fineness == self.fineness:
+            return self
+        each = like.count // max(self.count, 1)
+        return self.split(each, like.leading, self.shape, like.width)
 
-    def split(self, each: int, leading: int, shape: Shape) -> "RowSum":
+    def split(
+        self, each: int, leading: int, shape: Shape, width: int | None = None
+    ) -> "RowSum":
         """Return an array of another shape, of which `each` rows are one of this."""
-        finer = dataclasses.replace(self, shape=shape, leading=leading, parts=())
+        finer = dataclasses.replace(self, shape=shape, leading=leading, width=width, parts=())
         rows = self.in_few_parts().parts
         parts = tuple(split_rows(*x, each, finer.count, finer.row) for x in rows)
         return dataclasses.replace(finer, parts=parts)
@@ -211,7 +223,7 @@ class RowSum:
         leading = self.leading
         if shape == self.shape:
             return self
-        in_place = tuple(dimensions[:leading]) == tuple(range(leading))
+        in_place = tuple(dimensions[:leading]) == tuple(range(leading)) and not self.width
         if not in_place or shape[:leading] != self.shape[:leading]:
             return None
         along_rows = [0, *(d - leading + 1 for d in dimensions[leading:])]
@@ -249,7 +261,12 @@ class RowSum:
         """Return the parts as one `RowSparse`."""
         ids, values = self.joined() if self.parts else self.concatenated()
         return RowSparse.from_rows(
-            ids, values, self.shape, coalesced=False, leading=self.leading
+            ids,
+            values,
+            self.shape,
+            coalesced=False,
+            leading=self.leading,
+            width=self.width,
         )
 
 

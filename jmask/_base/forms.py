@@ -19,7 +19,6 @@ import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 
-import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
@@ -193,16 +192,6 @@ def within(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
         for jaxpr in jaxprs_in_params(eqn.params):
             every += within(jaxpr.eqns)
     return every
-
-
-def drops_rules(jaxpr: Jaxpr) -> bool:
-    """Decide whether a second derivative may miss what `custom_jvp` says.
-
-    Before JAX 0.12 it does in a `scan`, whose partial evaluation leaves the rule out.
-    """
-    if jax.__version_info__ >= (0, 12):
-        return False
-    return "scan" in names_in(jaxpr)
 
 
 # --- several devices ---------------------------------------------------------------------

@@ -55,7 +55,7 @@ from jmask._kernels.rows import gather_rows, ids_after_reading, set_rows
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.proved_update import LazyCall, Leaf, proved, with_whole_rows
-from jmask._tables.stored_table import is_stored_table, shape_of
+from jmask._tables.stored_table import shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.apply import Fit
@@ -197,12 +197,6 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
 
     def init(params: Params) -> DeferredState:
         check_parameters(params)
-        for x in jax.tree.leaves(params, is_leaf=is_stored_table):
-            if is_stored_table(x):
-                raise TypeError(
-                    f"jmask.deferred takes arrays, got a {type(x).__name__}: use its array, "
-                    "`table.todense()`."
-                )
         forms = forms_of(params)
         if not any(isinstance(form, Form) for form in forms):
             errors = [form for form in forms if isinstance(form, Exception)]
@@ -228,7 +222,8 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         fit, forms = Fit.of(grads, params), forms_of(params)
         tree: PyTreeDef = jax.tree.structure(fit.gradients, is_leaf=is_gradient_leaf)
         leaves = list(map(_filled, jax.tree.leaves(fit.gradients, is_leaf=is_gradient_leaf)))
-        leaves = jax.tree.leaves(with_whole_rows(leaves), is_leaf=is_gradient_leaf)
+        # A dense step moves all rows of a line.
+        leaves = jax.tree.leaves(with_whole_rows(leaves, lines=True), is_leaf=is_gradient_leaf)
         states = tree.flatten_up_to(state.tables)
         given = with_wide_rows(tree.unflatten(leaves))
         with muted():  # gradients of tables are dense where a proof is traced

@@ -30,7 +30,7 @@ import numpy as np
 from jmask._base.array_types import joint_dtype, sum_dtype, trailing
 from jmask._base.row_ids import canonical
 from jmask._base.shardings import explicit_sharding, varying_axes, with_whole_rows
-from jmask._base.types import DType, Ids, Numbers, Scalar, Table, TensorLike
+from jmask._base.types import DType, Ids, Numbers, Scalar, Shape, Table, TensorLike
 from jmask._base.validation import (
     check_flag,
     checked_array,
@@ -52,6 +52,7 @@ from jmask._embedding.lookup import (
     narrowed,
     numbered_by,
     positions_of,
+    shape_of_rows,
 )
 from jmask._embedding.pad_bags import PaddedBags, check_weights, checked_offsets
 from jmask._kernels.bag_sum import bag_sum
@@ -81,6 +82,7 @@ def embedding_bag(
     max_norm: Scalar | None = None,
     norm_type: float = 2.0,
     hashed: bool = False,
+    width: int | None = None,
 ) -> jax.Array:
     """Return the rows of `table` with the given ids, combined bag by bag.
 
@@ -107,7 +109,7 @@ def embedding_bag(
             nan, "clip" the first or last row, "zero" zeros that count as a row, "raise" an
             error (after a failed check under jit, the id is left out).
         max_norm, norm_type: as in `embedding_lookup`, before the rows are weighted.
-        hashed: as in `embedding_lookup`.
+        hashed, width: as in `embedding_lookup`.
 
     Returns:
         One row for each bag (..., *row) or (b, *row), in the dtype of the table; floating
@@ -164,7 +166,8 @@ def embedding_bag(
     absent, padding = bags.left_out, is_padding(ids, padding_id)
     if padding is not None:
         absent = padding if absent is None else padding | absent
-    entries = numbered_by(hashed, entries_of(ids, absent, mode, table.shape), table.shape[0])
+    shape = shape_of_rows(table, width)
+    entries = numbered_by(hashed, entries_of(ids, absent, mode, shape), shape[0])
     positions, absent, outside = entries
     if absent is not None:
         weights = None if weights is None else jnp.where(absent, 0, weights)
@@ -174,13 +177,13 @@ def embedding_bag(
     # --- combined ------------------------------------------------------------------------
     present = jnp.ones(positions.shape, bool) if absent is None else jnp.logical_not(absent)
     if combiner == "max":
-        result = _max(looked_up_rows(table, entries, bound), bags, present)
+        result = _max(looked_up_rows(table, entries, bound, shape), bags, present)
     else:
         # Whether all that reads nan is outside: then it is in the sum without being looked for.
         fills_in = weights is None and jnp.issubdtype(dtype, jnp.inexact)
         fills_in &= outside is not None and (bags.ids is not None or absent is None)
         read = Entries(positions, None, outside if fills_in else None)
-        result = _sums(table, bags, read, weights, bound, dtype)
+        result = _sums(table, bags, read, weights, bound, dtype, shape)
         if combiner != "sum":
             counted = present.astype(dtype) if weights is None else weights
             size = bags.sum(counted if combiner == "mean" else counted * counted)
@@ -257,6 +260,7 @@ def _sums(
     weights: jax.Array | None,
     bound: Bound | None,
     dtype: DType,
+    shape: Shape,
 ) -> jax.Array:
     """Compute Σ w r of each bag."""
     positions, _, outside = entries
@@ -265,10 +269,11 @@ def _sums(
         not isinstance(table, jax.Array)
         or not jnp.issubdtype(table.dtype, jnp.inexact)
         or bound is not None
+        or shape != table.shape  # lines
         or 0 in (*positions.shape, *bags.shape, *table.shape)
         or any(explicit_sharding(x) is not None or varying_axes(x) for x in arrays)
     ):
-        rows = looked_up_rows(table, entries, bound).astype(dtype)
+        rows = looked_up_rows(table, entries, bound, shape).astype(dtype)
         rows = rows if weights is None else rows * trailing(weights, rows.ndim)
         return bags.sum(rows)
     number = math.prod(bags.shape)

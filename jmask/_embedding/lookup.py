@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jmask._base.array_types import fewer, real_dtype, trailing, wide
 from jmask._base.hashed import COLUMNS, position_of
 from jmask._base.row_ids import canonical, id_dtype, widen
-from jmask._base.shardings import flat, placed_like, spec_of, with_whole_rows
+from jmask._base.shardings import flat, spec_of, with_whole_rows
 from jmask._base.shards import Shards
 from jmask._base.types import HostArray, Ids, Mask, Numbers, Scalar, Table, TensorLike
 from jmask._base.validation import (
@@ -36,9 +36,10 @@ from jmask._base.validation import (
 from jmask._kernels import sharded_rows
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.gather import Gather
+from jmask._kernels.lines import LANES, rows_of_lines
 from jmask._kernels.rows import gather_rows, set_rows
 from jmask._ops.norms import shortened
-from jmask._tables.stored_table import StoredTable, looked_up
+from jmask._tables.packed import slot_of
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import stored_at
@@ -180,7 +181,7 @@ def checked_integers(x: TensorLike, name: str, mode: str, order: str = "") -> Id
             f"`{name}.to_tensor(-1)`, and give that id as `padding_id`."
         )
     given, kept = x, jax.core.Tracer if mode == "raise" else jax.Array
-    if not isinstance(x, kept | RowSparse | StoredTable):  # tables, in the place of ids
+    if not isinstance(x, kept | RowSparse):  # a table, in the place of ids
         try:
             x = np.asarray(x)
         except ValueError:
@@ -198,8 +199,8 @@ def checked_integers(x: TensorLike, name: str, mode: str, order: str = "") -> Id
 
 
 def checked_table(table: object) -> Table:
-    """Return the table as a JAX array with rows, a `RowSparse` or a `StoredTable`."""
-    if isinstance(table, RowSparse | StoredTable):
+    """Return the table as a JAX array with rows, or a `RowSparse`."""
+    if isinstance(table, RowSparse):
         return table
     if isinstance(table, JAXSparse | MaskedTensor):
         dense = "to_tensor(0)" if isinstance(table, MaskedTensor) else "todense()"
@@ -256,9 +257,9 @@ def renormalize(
     """
     table = checked_table(table)
     ids = checked_integers(ids, "ids", "zero", "renormalize(table, ids, max_norm)")
-    if isinstance(table, RowSparse | StoredTable):
+    if isinstance(table, RowSparse):
         raise TypeError(
-            f"`table` must be an array, got {type(table).__name__}: bound its rows after each "
+            "`table` must be an array, got RowSparse: bound its rows after each "
             "update with jmask.max_row_norm, or as they are read with "
             "jmask.embedding_lookup(table, ids, max_norm=...)."
         )
@@ -324,13 +325,14 @@ def embedding_lookup(
     max_norm: Scalar | None = None,
     norm_type: float = 2.0,
     hashed: bool = False,
+    width: int | None = None,
 ) -> jax.Array:
     """Return the rows of `table` with the given ids.
 
     Args:
-        table (V, *row): an array of any dtype, a `PackedTable`, or a `RowSparse`, whose rows
-            that are not stored are zeros. Where axes of its mesh are explicit, the rows of an
-            array may be sharded: they come to where their ids are.
+        table (V, *row): an array of any dtype, or a `RowSparse`, whose rows that are not
+            stored are zeros. Where axes of its mesh are explicit, the rows of an array may be
+            sharded: they come to where their ids are.
         ids: integers of any shape and dtype, or a list. Ids below 0 and from V on are
             outside the table: they never wrap.
         padding_id: an id that gives zeros and no gradient, whether it is a row or not.
@@ -345,6 +347,9 @@ def embedding_lookup(
         norm_type: p of the p-norm, > 0; may be `math.inf`.
         hashed: whether the table numbers its rows by the permutation of `jmask.sharded(...,
             hashed=True)`. Its gradient has the positions where the rows are.
+        width: the D of the table (V, D) of which `table` has the lines, as `jmask.packed` makes
+            them; an array (V, D) is taken, too. What the last line is filled up with counts as
+            rows, of zeros.
 
     Returns:
         The rows (*ids.shape, *row), in the dtype of the table.
@@ -353,8 +358,8 @@ def embedding_lookup(
         IndexError: in mode "raise", for concrete ids outside the table.
         TypeError: if an argument is not of the type above.
         ValueError: if `table` is a scalar, `mode` is not one of the above, `max_norm` or
-            `norm_type` is not positive, "clip" meets a table without rows, or `hashed` a table
-            whose rows are no multiple of 1024.
+            `norm_type` is not positive, "clip" meets a table without rows, `hashed` a table
+            whose rows are no multiple of 1024, or `table` has no lines of rows of `width`.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -369,8 +374,25 @@ def embedding_lookup(
     ids = checked_integers(ids, "ids", mode, "embedding_lookup(table, ids)")
     absent = is_padding(ids, padding_id)
     bound = checked_bound(table, max_norm, norm_type)
-    entries = entries_of(ids, absent, mode, table.shape)
-    return looked_up_rows(table, numbered_by(hashed, entries, table.shape[0]), bound)
+    shape = shape_of_rows(table, width)
+    entries = numbered_by(hashed, entries_of(ids, absent, mode, shape), shape[0])
+    return looked_up_rows(table, entries, bound, shape)
+
+
+def shape_of_rows(table: Table, width: int | None) -> tuple[int, ...]:
+    """Return the shape (V, *row) of a table, of which `table` may be the lines."""
+    shape = tuple(table.shape)
+    if width is None:
+        return shape
+    width = checked_integer("width", width)
+    slot = slot_of(width) if width > 0 else 0
+    is_matrix = isinstance(table, jax.Array) and len(shape) == 2
+    if is_matrix and slot and shape[1] in (width, max(slot, LANES)):
+        return shape[0] * max(shape[1] // slot, 1), width
+    raise ValueError(
+        f"`width`={width}, and `table` is {table.dtype}{list(shape)}: give the lines "
+        "`jmask.packed(table)` of a table (V, width), or that table."
+    )
 
 
 def numbered_by(hashed: bool, entries: Entries, rows: int) -> Entries:
@@ -386,22 +408,33 @@ def numbered_by(hashed: bool, entries: Entries, rows: int) -> Entries:
     return entries._replace(positions=position_of(entries.positions, rows))
 
 
-def looked_up_rows(table: Table, entries: Entries, bound: Bound | None) -> jax.Array:
-    """Return the rows that the entries read: (*entries, *row), no longer than the bound."""
+def looked_up_rows(
+    table: Table, entries: Entries, bound: Bound | None, shape: tuple[int, ...]
+) -> jax.Array:
+    """Return the rows that the entries read: (*entries, *row), no longer than the bound.
+
+    Args:
+        shape: of the rows, as `shape_of_rows` has it.
+    """
     positions, absent, outside = entries
+    is_packed = shape[0] != table.shape[0]
     fill: int | None = 0
     is_array = isinstance(table, jax.Array)
     if isinstance(table, RowSparse):
         table, positions = stored_at(table, positions)
     is_sharded = isinstance(table, jax.Array) and Shards.of(table, positions) is not None
-    if is_array and table.shape[0] != 0 and absent is None and not is_sharded:
+    if is_array and table.shape[0] != 0 and absent is None and not (is_sharded or is_packed):
         # The gather itself fills in what is outside.
         fill, outside = None if outside is not None else 0, None
-    shape = (*positions.shape, *table.shape[1:])
     if table.shape[0] == 0:
-        rows = jnp.zeros(shape, table.dtype)
-    elif isinstance(table, StoredTable):
-        rows = placed_like(looked_up(table, flat(positions)).reshape(shape), positions)
+        rows = jnp.zeros((*positions.shape, *table.shape[1:]), table.dtype)
+    elif is_packed:
+        if is_sharded:
+            raise ValueError(
+                f"`table` is sharded, {jax.typeof(table)}, and its lines hold several rows: "
+                "shard the table itself, `jmask.sharded(table, mesh)`, and give no `width`."
+            )
+        rows = rows_of_lines(table, positions, slot_of(shape[1]))
     elif is_sharded:
         rows = sharded_rows.looked_up(table, positions)
     else:
@@ -410,6 +443,8 @@ def looked_up_rows(table: Table, entries: Entries, bound: Bound | None) -> jax.A
         how = lax.GatherScatterMode.FILL_OR_DROP
         gather = Gather.rows_of(table.shape, how, positions.ndim, fill_value=fill)
         rows = gather(table, positions[..., None])
+    if rows.ndim and rows.shape[-1:] != shape[-1:] and len(shape) > 1:
+        rows = rows[..., : shape[1]]  # what its place in the line has more of
     if outside is not None and positions.size:
         rows = jnp.where(trailing(outside, rows.ndim), missing(rows.dtype), rows)
     return rows if bound is None else _bounded(rows, bound, positions.ndim)

@@ -2,9 +2,11 @@
 
     rows of 64     line 0:  row 0 | row 1      line 1:  row 2 | row 3      ...
 
-A row is read with its line and then picked out of it, in log2(128 / width) halvings. To
-write rows, each is placed in an empty line and those that share a line are joined, in as many
-doublings, since ids are sorted; the last of them is written, once:
+A TPU reads a row with its line and picks it out of that, in log2(128 / width) halvings. On
+other devices an array of lines is, without a copy, one of rows. The gradient of rows becomes
+one of lines, of which some entries exist: each row is placed in an empty line and those that
+share a line are joined, in log2(128 / width) doublings, since ids are sorted; the last of them
+is written, once:
 
     ids        0      1      4        2 rows in a line
     placed    a -    - b    c -
@@ -15,16 +17,21 @@ Both are exact: bits are moved, nothing is added; one bit pattern of nan, which 
 of the bits of its line, and written with the line that was read and has new entries set in it.
 """
 
+import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
+from jax.interpreters import batching
 
-from jmask._base.array_types import is_complex, real_dtype, wide
-from jmask._base.types import DType
+from jmask._base.array_types import is_complex, wide
+from jmask._base.lowering import lower, primitive
+from jmask._base.shardings import explicit_sharding, varying_alike
+from jmask._base.types import DType, Shape, Shaped, Value
+from jmask._kernels.gather import Gather
 
 LANES = 128
 
@@ -43,11 +50,68 @@ def has_narrow_rows(shape: tuple[int, ...]) -> bool:
     return width > 1 and width % LANES != 0
 
 
+def is_packed(shape: Shape, width: int) -> bool:
+    """Decide whether an array of this shape can be lines of several rows of this width."""
+    return len(shape) > 1 and shape[-1] == LANES and width < LANES and LANES % width == 0
+
+
+# --- lookup --------------------------------------------------------------------------------
+
+
+def _by_definition(lines: jax.Array, ids: jax.Array, *, width: int) -> list[jax.Array]:
+    rows, fills = lines.reshape(-1, width), lax.GatherScatterMode.FILL_OR_DROP
+    return [Gather.rows_of(rows.shape, fills, ids.ndim, fill_value=0)(rows, ids[..., None])]
+
+
+def _with_lines(lines: jax.Array, ids: jax.Array, *, width: int) -> list[jax.Array]:
+    flat, each = ids.reshape(-1), per_line(width)
+    gather = Gather.rows_of(lines.shape, lax.GatherScatterMode.CLIP)
+    rows = picked(gather(lines, (flat // each)[:, None]), flat % each, width)
+    exists = (flat < lines.shape[0] * each)[:, None]
+    return [jnp.where(exists, rows, jnp.zeros_like(rows)).reshape(*ids.shape, width)]
+
+
+def _shapes(lines: Value, ids: Value, *, width: int) -> list[Shaped]:
+    return [lines.update(shape=(*ids.shape, width), weak_type=False)]
+
+
+LOOKUP = primitive("jmask_rows_of_lines", _by_definition, _shapes)
+"""Rows (*n, width) of lines (L, 128) by canonical ids (*n,), zeros for padding."""
+lower(LOOKUP, _with_lines, platform="tpu")
+
+
+def _batched(
+    operands: Sequence[jax.Array], dims: Sequence[int | None], *, width: int
+) -> tuple[Sequence[jax.Array], list[int]]:
+    lines, ids = operands
+    if dims[0] is None:  # other ids of the same lines
+        assert dims[1] is not None
+        return LOOKUP.bind(lines, jnp.moveaxis(ids, dims[1], 0), width=width), [0]
+    mapped = jax.vmap(functools.partial(_by_definition, width=width), in_axes=tuple(dims))
+    return mapped(lines, ids), [0]
+
+
+batching.primitive_batchers[LOOKUP] = _batched
+
+
+def rows_of_lines(lines: jax.Array, ids: jax.Array, width: int) -> jax.Array:
+    """Return the rows that `LOOKUP` reads.
+
+    Its derivative is that of `lines.reshape(-1, width)[ids]`.
+    """
+    if explicit_sharding(lines, ids) is not None:
+        return _by_definition(lines, ids, width=width)[0]
+    return LOOKUP.bind(*varying_alike(lines, ids), width=width)[0]
+
+
+# --- lines read and written ----------------------------------------------------------------
+
+
 def picked(line: jax.Array, place: jax.Array, width: int) -> jax.Array:
     """Return the row at `place` (n,) of each line (n, 128): halved until it is `width` wide."""
     if width == 1 and not is_complex(line):  # in one pass instead of seven
         is_own = lax.broadcasted_iota(place.dtype, line.shape, 1) == place[:, None]
-        bits = lax.bitcast_convert_type(line, _integers(line.dtype))
+        bits = lax.bitcast_convert_type(line, f"int{8 * line.dtype.itemsize}")
         # A sum of bits, all but one of which are zero, is exact for nan and -0.0 too.
         bits = jnp.sum(jnp.where(is_own, bits, 0), axis=1, keepdims=True, dtype=bits.dtype)
         return lax.bitcast_convert_type(bits, line.dtype)
@@ -68,35 +132,31 @@ def widened(rows: jax.Array, place: jax.Array) -> jax.Array:
     return rows
 
 
-def placed(
-    ids: jax.Array, rows: jax.Array, count: int, lines: int
-) -> tuple[jax.Array, jax.Array]:
-    """Place rows (n, width) in their lines; ids are sorted, and unique apart from padding.
+def masked_lines(
+    ids: jax.Array, rows: jax.Array, lines: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Place rows (n, width) in lines; ids are sorted, and unique apart from padding.
 
     Returns:
-        For each entry (n,) the line that it writes, unique, or `lines` if it writes none; and
-        the line (n, 128), of which `entries_and_mask` makes its entries.
+        For each entry (n,) the line that it writes, unique, or `lines` if it writes none; what
+        all entries of that line write to it (n, 128); and where one does, booleans (n, 128).
     """
-    if not jnp.issubdtype(rows.dtype, jnp.inexact):
-        # All bits of an integer mean something: it is placed in two halves, which are floating.
-        kind, shift = _halves(rows.dtype)
-        low, high = rows.astype(kind) & (2**shift - 1), rows.astype(kind) >> shift
-        parts = (x.astype(f"float{2 * shift}") for x in (low, high))
-        return placed(ids, lax.complex(*parts), count, lines)
     if is_complex(rows):  # they have no bits of their own
-        target, real = placed(ids, rows.real, count, lines)
-        return target, lax.complex(real, placed(ids, rows.imag, count, lines)[1])
-    rows = rows.astype(wide(rows.dtype))
+        target, real, mask = masked_lines(ids, rows.real, lines)
+        return target, lax.complex(real, masked_lines(ids, rows.imag, lines)[1]), mask
+    dtype, rows = rows.dtype, rows.astype(wide(rows.dtype))
     width, rows_per_line = rows.shape[1], per_line(rows.shape[1])
+    count = lines * rows_per_line
     target, place = jnp.where(ids < count, ids // rows_per_line, lines), ids % rows_per_line
     # Rows are told from the zeros around them by their bits, of which none are 0: bits that
     # one nan has change places with 0. An entry that is this nan becomes another one.
-    bits, absent = lax.bitcast_convert_type(rows, _integers(rows.dtype)), _absent(rows.dtype)
+    integers, absent = _absent(rows.dtype)
+    bits = lax.bitcast_convert_type(rows, integers)
     words = jnp.where(bits == absent, absent + 1, bits) ^ absent
     if width == 1:
         empty = jnp.zeros((ids.shape[0], LANES), words.dtype)
         target, words = inserted(empty, ids, words[:, 0], count)
-    elif rows_per_line > 1:
+    else:
         # Rows of a line are joined to one write, by OR of their bits: a sum would turn -0.0
         # into 0.0. With two rows a line, ids 4 and 5, rows a, b:
         #
@@ -104,38 +164,34 @@ def placed(
         #     entry 1   0 0 | b b               a a | b b    the last of a line writes it
         words = widened(words, place)
         target, words = joined_in_lines(target, lines, rows_per_line, words)
-    return target, lax.bitcast_convert_type(words, rows.dtype)
+    # What writes nothing counts in no norm of the gradient, either.
+    mask = (words != 0) & (target < lines)[:, None]
+    entries = lax.bitcast_convert_type(jnp.where(mask, words ^ absent, 0), rows.dtype)
+    return target, entries.astype(dtype), mask
 
 
-def entries_and_mask(words: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Return entries of `placed` lines in their dtype, and where a row has been placed."""
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        parts, mask = entries_and_mask(words, words.dtype)
-        kind, shift = _halves(dtype)
-        return (parts.real.astype(kind) | parts.imag.astype(kind) << shift).astype(dtype), mask
-    if is_complex(words):
-        (real, mask), (imag, _) = (
-            entries_and_mask(x, real_dtype(dtype)) for x in (words.real, words.imag)
-        )
-        return lax.complex(real, imag), mask
-    bits = lax.bitcast_convert_type(words, _integers(words.dtype))
-    entries = lax.bitcast_convert_type(bits ^ _absent(words.dtype), words.dtype)
-    return entries.astype(dtype), bits != 0
+def marked(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return floating values with their mask in them, as `unmarked` takes them apart.
+
+    A kernel reads one array in place of two; what is masked is a nan that no arithmetic makes.
+    """
+    integers, absent = _absent(values.dtype)
+    bits = lax.bitcast_convert_type(values, integers)
+    bits = jnp.where(bits == absent, absent + 1, bits)
+    return lax.bitcast_convert_type(jnp.where(mask, bits, absent), values.dtype)
 
 
-def _integers(dtype: DTypeLike) -> DType:
-    return jnp.dtype(f"int{8 * jnp.dtype(dtype).itemsize}")
+def unmarked(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return values, 0 where they are masked, and the mask."""
+    integers, absent = _absent(x.dtype)
+    mask = lax.bitcast_convert_type(x, integers) != absent
+    return jnp.where(mask, x, jnp.zeros_like(x)), mask
 
 
-def _halves(dtype: DTypeLike) -> tuple[DType, int]:
-    """Return a signed type for integers of `dtype`, and the bits of half of it."""
-    bits = max(8 * jnp.dtype(dtype).itemsize, 32)
-    return jnp.dtype(f"int{bits}"), bits // 2
-
-
-def _absent(dtype: DTypeLike) -> int:
-    """Return the bits of a nan that no arithmetic makes."""
-    return int(np.array(np.nan, dtype).view(_integers(dtype))) | 1
+def _absent(dtype: DType) -> tuple[DType, int]:
+    """Return integers of the size of a floating dtype, and a nan in them."""
+    integers = jnp.dtype(f"int{8 * dtype.itemsize}")
+    return integers, int(np.array(np.nan, dtype).view(integers)) | 1
 
 
 def inserted(

@@ -19,7 +19,12 @@ import jax
 import optax
 from jax.core import Tracer
 
-from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass, tables_by_rows
+from jmask._lazy.one_pass import (
+    OnePassTransformation,
+    applied_in_one_pass,
+    tables_by_rows,
+    tables_whose_rows_mix,
+)
 from jmask._lazy.proved_update import (
     LazyCall,
     ProvedUpdate,
@@ -30,7 +35,6 @@ from jmask._lazy.proved_update import (
 from jmask._lazy.row_local import RowWise
 from jmask._updates.apply import (
     Fit,
-    check_no_tables,
     dense_parameters,
     noticing_dense_tables,
     with_updates,
@@ -152,7 +156,18 @@ def lazy(
                         return step
                 except NotRowLocalError:  # as of a state with one number for each row
                     pass
-            return prove(with_whole_rows(updates), same_dtypes)
+            step = prove(with_whole_rows(updates), same_dtypes)
+            if isinstance(step, ProvedUpdate):
+                in_lines = step.call.tables_in_lines()
+                if in_lines and in_lines & tables_whose_rows_mix(step):
+                    raise NotRowLocalError(
+                        "it works row by row, and the table is packed: it would take lines of "
+                        "several rows for rows",
+                        "Leave the table unpacked, `jmask.embedding_lookup(lines, "
+                        "jnp.arange(V), width=D)`, or use an optimizer that works entry by "
+                        "entry.",
+                    )
+            return step
 
         if has_16_bit_sums(updates):
             try:
@@ -192,7 +207,6 @@ def densified(
     init = lazy(tx).init
 
     def update(updates, state, params=None, **extra_args):
-        check_no_tables(params)
         fit = Fit.of(updates, params)
         check_made_by(tx.init, state, fit.params, dtypes=isinstance(tx, RowWise))
         gradients = jax.tree.map(dense_gradient, fit.gradients, is_leaf=is_gradient_leaf)

@@ -21,6 +21,7 @@ Everything else is computed on gathered rows; see `row_update`.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -45,10 +46,12 @@ from jmask._base.types import (
 )
 from jmask._kernels.update_rows import updated
 from jmask._lazy.proved_update import Leaf, ProvedUpdate, with_row
+from jmask._lazy.row_local import ELEMENTWISE, axes_of_rows
 from jmask._lazy.sizes import sized
 from jmask._tensors.storage import stored_values
 from jmask._updates.checks import keep_valid, unchanged_where_masked
 from jmask._updates.row_update import update_rows
+from jmask._updates.state_rows import Dimension
 
 _FILL = "broadcast_in_dim"
 
@@ -167,6 +170,40 @@ def tables_by_rows(update: ProvedUpdate) -> set[int]:
             by_rows.update(owners[v] for v in eqn.outvars if v in owners)
     sizes = {(owners[v], aval_of(v).shape) for v in of_rows}
     return by_rows | {i for i, shape in sizes if shape != shapes[i] or 0 in shape}
+
+
+def tables_whose_rows_mix(update: ProvedUpdate) -> set[int]:
+    """Return tables of which some part of a step takes more than one entry of a row.
+
+    A number for each row is one more entry of rows that are updated whole, as by `jmask.ema`
+    after an optimizer, but not where some of their entries are masked.
+    """
+    jaxpr, owners = update.proof.program.jaxpr, _owners(update)
+    mixed = set()
+    for v, i in owners.items():
+        shape, row = aval_of(v).shape, aval_of(jaxpr.invars[i]).shape[1:]
+        is_whole = update.call.gradients[i].valid is None
+        if shape[1:] != row and not (is_whole and math.prod(shape[1:]) == 1):
+            mixed.add(i)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name not in (*ELEMENTWISE, _FILL):
+            mixed.update(owners[v] for v in eqn.outvars if v in owners)
+    return mixed
+
+
+def _owners(update: ProvedUpdate) -> dict[Var, int]:
+    """Return the table whose rows a variable has: their open number is in its shape."""
+    jaxpr, rows = update.proof.program.jaxpr, update.proof.rows
+    inputs = zip(jaxpr.invars, update.call.leaves, strict=True)
+    owners = {v: leaf.table for v, leaf in inputs if leaf.table is not None}
+    for v in (v for eqn in jaxpr.eqns for v in eqn.outvars if axes_of_rows(v)):
+        owners[v] = next(i for i in rows if _has_rows(v, rows[i]))
+    return owners
+
+
+def _has_rows(v: Var, rows: Dimension) -> bool:
+    sizes = [aval_of(v).shape[axis] for axis in axes_of_rows(v)]
+    return any(x == rows or isinstance(x // rows, int) for x in sizes)
 
 
 def _rule(

@@ -25,6 +25,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jmask._base.array_types import has_8_bits
 from jmask._base.jaxprs import evaluate, origins
+from jmask._base.row_ids import hide
 from jmask._base.shardings import automatically, explicit_sharding, spec_of
 from jmask._base.types import (
     ArraysFunction,
@@ -42,11 +43,9 @@ from jmask._lazy.over_shards import is_block
 from jmask._lazy.row_local import RowLocal, RowWise
 from jmask._tables.stored_table import (
     RowsAt,
-    StoredTable,
     as_one_table,
     fitted,
     has_sharded_rows,
-    is_stored_table,
     shape_of,
 )
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
@@ -54,6 +53,7 @@ from jmask._tensors.storage import stored_values
 from jmask._updates.checks import (
     NotRowLocalError,
     gradient_and_valid,
+    in_lines,
     is_gradient_leaf,
     keep_valid,
     summed,
@@ -141,8 +141,9 @@ class LazyCall:
     ) -> "LazyCall":
         """Return the call of `inner` on rows."""
         given, gradient_tree = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
-        states, state_tree = jax.tree.flatten(state, is_leaf=is_stored_table)
-        param_leaves, param_tree = jax.tree.flatten(params, is_leaf=is_stored_table)
+        given = list(map(in_lines, given))
+        states, state_tree = jax.tree.flatten(state)
+        param_leaves, param_tree = jax.tree.flatten(params)
         # Without parameters the gradient has their structure and shapes.
         shapes = list(map(shape_of, given if params is None else param_leaves))
         flat, seen = list(given), list(shapes)
@@ -153,7 +154,7 @@ class LazyCall:
             seen[i] = shapes[i].update(shape=(x.row_count, *row))
         for i, param in enumerate(param_leaves):
             is_sharded = i not in stacks and is_row_sparse(flat[i]) and has_sharded_rows(param)
-            if is_stored_table(param) or is_sharded:
+            if is_sharded:
                 flat[i] = fitted(param, flat[i])
         pairs = [(x, None) if is_row_sparse(x) else gradient_and_valid(x) for x in flat]
         gradients, valid = [x for x, _ in pairs], [x for _, x in pairs]
@@ -164,7 +165,7 @@ class LazyCall:
         for (owner, _), x in zip(owners, states, strict=True):
             if owner is None:
                 continue
-            if is_stored_table(x) or (owner not in stacks and has_sharded_rows(x)):
+            if owner not in stacks and has_sharded_rows(x):
                 gradients[owner] = fitted(x, flat[owner])
         tables = [i if is_row_sparse(g) else None for i, g in enumerate(gradients)]
 
@@ -198,6 +199,11 @@ class LazyCall:
     def gradients(self) -> list[Leaf]:
         """The leaves of the gradient."""
         return self.leaves[: self.trees[0].num_leaves]
+
+    def tables_in_lines(self) -> set[int]:
+        """Return packed tables: their gradients are of lines, as `in_lines` makes them."""
+        gradients = enumerate(self.gradients)
+        return {i for i, x in gradients if x.table == i and x.value.order == "unique"}
 
     def has_rows(self) -> bool:
         """Decide whether `inner` is to run on rows; on whole arrays any `inner` is exact."""
@@ -260,7 +266,7 @@ class LazyCall:
             elif leaf.table is None:
                 rows.append(leaf.value)
             else:
-                at = RowsAt.of(leaf.value, self.leaves[leaf.table].summed)
+                at = RowsAt.of(self.leaves[leaf.table].summed)
                 rows.append(at.read(leaf.value))
         for i in set(unordered.values()):
             # GPUs would read them once more, for another result and after the write: from a
@@ -281,15 +287,13 @@ class LazyCall:
             if i in unordered and type(gradient) is RowSparse:
                 # XLA knows where to write only after it has read these rows.
                 ids = ids_after_reading(gradient.row_ids(), rows[unordered[i]])
-                gradient = RowSparse.from_rows(
-                    ids, gradient.values, gradient.shape, coalesced=gradient.coalesced
-                )
+                gradient = gradient.with_leaves(hide(ids), gradient.values)
             if gradient is None:
                 results.append(leaf.stacked(new))
             elif leaf.kind == "gradient":
                 results.append(leaf.stacked(gradient.with_values(new)))
             else:
-                written = RowsAt.of(leaf.value, gradient).write(leaf.value, new)
+                written = RowsAt.of(gradient).write(leaf.value, new)
                 results.append(leaf.stacked(written))
         gradient_tree, state_tree, *_ = self.trees
         count = gradient_tree.num_leaves
@@ -307,20 +311,27 @@ def has_entries(updates: Gradients) -> bool:
 
 
 def _is_entries(x: object) -> bool:
-    return is_row_sparse(x) and 1 < x.leading == x.ndim
+    return is_row_sparse(x) and x.leading > 1 and not x.row
 
 
-def with_whole_rows(updates: Gradients) -> Gradients:
-    """Return gradients of entries (V, D) as rows, of zeros but for an entry each."""
+def with_whole_rows(updates: Gradients, *, lines: bool = False) -> Gradients:
+    """Return gradients of entries (V, D) as rows, of zeros but for an entry each.
+
+    Args:
+        lines: whether to return rows of packed tables as lines, too.
+    """
 
     def whole(x: Gradient) -> Gradient:
-        if not _is_entries(x):
+        if not _is_entries(x) and not (lines and is_row_sparse(x) and x.width):
             return x
-        size, ids = x.shape[-1], x.flat().row_ids()
-        place = lax.broadcasted_iota(ids.dtype, (x.nse, size), 1)
-        values = jnp.where(place == (ids % size)[:, None], x.values[:, None], 0)
+        width, ids = x.width or 1, x.flat().row_ids()
+        each = x.shape[-1] // width
+        place = lax.broadcasted_iota(ids.dtype, (x.nse, each, width), 1)
+        rows = x.values.reshape(x.nse, 1, width)
+        values = jnp.where(place == (ids % each)[:, None, None], rows, 0)
+        values = values.reshape(x.nse, each * width)
         return RowSparse.from_rows(
-            ids // size, values, x.shape, coalesced=False, leading=x.leading - 1
+            ids // each, values, x.shape, coalesced=False, leading=x.leading - 1
         )
 
     return jax.tree.map(whole, updates, is_leaf=is_gradient_leaf)
@@ -329,7 +340,7 @@ def with_whole_rows(updates: Gradients) -> Gradients:
 def shape_of_leaf(leaf: Leaf) -> jax.ShapeDtypeStruct:
     """Return shape and dtype of a leaf as `inner` sees it, and whether the dtype is weak."""
     shape, x = shape_of(leaf.value), leaf.value
-    weak = not isinstance(x, RowSparse | StoredTable) and jax.typeof(x).weak_type
+    weak = not isinstance(x, RowSparse) and jax.typeof(x).weak_type
     seen = shape.shape if leaf.row is None else (shape.shape[0], *leaf.row)
     return jax.ShapeDtypeStruct(seen, shape.dtype, weak_type=weak)
 

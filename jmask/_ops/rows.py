@@ -244,7 +244,7 @@ def _of_stacked_tables(
 ) -> Tensor:
     """Apply the function to tensors (M, V, *row), some of which store rows of (M * V, *row)."""
     rows = [x for x in operands if isinstance(x, RowSparse)]
-    finest = max(rows, key=lambda x: x.leading)
+    finest = max(rows, key=lambda x: (x.leading, -(x.width or 0)))
     flat = finest.flat().shape
 
     def flattened(x: TensorLike) -> Tensor:
@@ -254,7 +254,7 @@ def _of_stacked_tables(
                 f"shape {tuple(x.shape)}: broadcast that first, or use x.flat() or x.todense()."
             )
         if isinstance(x, RowSparse):
-            return x.with_leading(finest.leading).flat()
+            return x.with_rows_of(finest).flat()
         return x.reshape(flat) if np.ndim(x) else x
 
     result = on_stored_values(function, list(map(flattened, operands)), name, safe, words)

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmask._base.array_types import joint_dtype
+from jmask._base.row_ids import hide
 from jmask._base.shardings import varying_alike, varying_axes
 from jmask._base.types import Function, PyTree, Scalar, Tensor, TensorLike
 from jmask._base.validation import abstract_leaf, check_flag, check_leaves, shown
 from jmask._ops.lift import entrywise
 from jmask._ops.norms import factor_for, where_nonzero
-from jmask._tables.stored_table import is_stored_table, is_tensor_or_table
 from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, as_tensor, is_tensor
-from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._tensors.row_sparse import is_row_sparse
 from jmask._tensors.storage import stored_values
 
 _add = entrywise(jnp.add, adds=True)
@@ -140,7 +140,7 @@ def norm(tree: PyTree, squared: bool = False) -> jax.Array:
     of what this device has: sum the gradient with `psum` first.
 
     Args:
-        tree: arrays, `RowSparse`, `MaskedTensor` and tables of all forms.
+        tree: arrays, `RowSparse` and `MaskedTensor`.
         squared: whether to return the sum, without the root.
 
     Example:
@@ -151,8 +151,7 @@ def norm(tree: PyTree, squared: bool = False) -> jax.Array:
     """
     check_flag("squared", squared)
     check_leaves("tree", tree)
-    entries = jax.tree.map(_entries, tree, is_leaf=is_tensor_or_table)
-    sizes = [_sizes(x) for x in jax.tree.leaves(entries, is_leaf=is_tensor)]
+    sizes = [_sizes(x) for x in jax.tree.leaves(tree, is_leaf=is_tensor)]
     dtype = joint_dtype(jnp.float32, *sizes)
     greatest = jnp.zeros((), dtype)
     for size in sizes:
@@ -197,7 +196,7 @@ def psum(tree: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
         to = "invarying" if varying_axes(values) else "varying"
         for name in names:
             ids, values = (lax.all_gather(a, name, tiled=True, to=to) for a in (ids, values))
-        return RowSparse(ids, values, x.shape, leading=x.leading)
+        return x.with_leaves(hide(ids), values, order="any")
 
     return _map(summed, tree)
 
@@ -216,20 +215,19 @@ def pmean(tree: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
 def size(tree: PyTree) -> int:
     """Return the number of entries of all leaves: of parameters, how many there are.
 
-    A table has V times the entries of a row, whatever else its arrays hold (padding, state,
-    counts), and so has a `RowSparse`, whichever rows it stores.
+    A `RowSparse` has V times the entries of a row, whichever rows it stores.
 
     Args:
-        tree: arrays, sparse and masked tensors, tables of all forms, or shapes of these.
+        tree: arrays, sparse and masked tensors, or shapes of these.
 
     Example:
         >>> import jax.numpy as jnp, jmask
-        >>> table = jmask.packed(jnp.ones((5, 2)))
+        >>> table = jmask.RowSparse([1], jnp.ones((1, 2)), (5, 2))
         >>> jmask.tree.size({"table": table, "w": jnp.ones(3)})
         13
     """
     check_leaves("tree", tree)
-    leaves = jax.tree.leaves(tree, is_leaf=is_tensor_or_table)
+    leaves = jax.tree.leaves(tree, is_leaf=is_tensor)
     return sum(math.prod(jnp.shape(x)) for x in leaves)
 
 
@@ -239,11 +237,11 @@ def map(  # noqa: A001
     *rest: PyTree,
     is_leaf: Callable[[PyTree], bool] | None = None,
 ) -> PyTree:
-    """Apply a function to each leaf, as `jax.tree.map`, where tensors and tables are leaves.
+    """Apply a function to each leaf, as `jax.tree.map`, where tensors are leaves.
 
     Arguments and errors are those of `jax.tree.map`. `f` gets the `RowSparse`, `MaskedTensor`,
-    BCOO, BCSR or table container itself, and never their indices, masks or blocks; in the same
-    place of each of `rest` may be a tensor of another kind or shape.
+    BCOO or BCSR itself, and never their indices or masks; in the same place of each of `rest`
+    may be a tensor of another kind or shape.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -255,7 +253,7 @@ def map(  # noqa: A001
 
 
 def leaves(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None) -> list[PyTree]:
-    """Return the leaves, as `jax.tree.leaves`, where tensors and tables are leaves.
+    """Return the leaves, as `jax.tree.leaves`, where tensors are leaves.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -266,7 +264,7 @@ def leaves(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None) -> lis
 
 
 def _leaf_or(is_leaf: Callable[[PyTree], bool] | None) -> Callable[[PyTree], bool]:
-    return lambda x: is_tensor_or_table(x) or (is_leaf is not None and is_leaf(x))
+    return lambda x: is_tensor(x) or (is_leaf is not None and is_leaf(x))
 
 
 def _map(function: Function, tree: PyTree, *others: PyTree) -> PyTree:
@@ -286,13 +284,6 @@ def _add_leaves(x: TensorLike, y: TensorLike) -> Tensor:
     if x.shape != y.shape:
         raise ValueError(f"`tree`: leaves of shapes {x.shape} and {y.shape} cannot be added.")
     return _add(x, y)
-
-
-def _entries(x: TensorLike) -> Tensor:
-    """Return a table as arrays of its entries, or in a gradient program as one array."""
-    if not is_stored_table(x):
-        return x
-    return x.entries() if x.placeholder is None else x.todense()
 
 
 def _sizes(x: TensorLike) -> jax.Array:

@@ -51,7 +51,7 @@ class Ema(optax.GradientTransformationExtraArgs):
             params: the parameters after the last step.
 
         Returns:
-            A tree like `params`, packed tables too, in float32 at least.
+            A tree like `params`, in float32 at least.
 
         Raises:
             ValueError: if `opt_state` holds no state of `ema`, or several.

@@ -37,12 +37,11 @@ from jmask._base.types import (
     Table,
 )
 from jmask._base.validation import abstract_leaf, checked_choice
-from jmask._kernels.lines import has_narrow_rows
-from jmask._tables.packed import PLATFORMS
-from jmask._tables.stored_table import is_stored_table
+from jmask._kernels.lines import LANES, has_narrow_rows
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.checks import check_parameters, model_of
 
+PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 _HEADS = ("parameter", "array", "size", "gradient", "a step touches")
 
 
@@ -149,7 +148,7 @@ def explain(
     Args:
         loss_fn: a function returning a scalar, or (scalar, aux) with `has_aux`.
         params: its first argument, which is differentiated: a tree of floating arrays or
-            their shapes, and `PackedTable`.
+            their shapes.
         *batch: its other arguments: arrays, `jax.ShapeDtypeStruct`, or anything else.
         has_aux: whether `loss_fn` returns auxiliary data with the scalar.
         platform: "cpu", "gpu" or "tpu", on which the step will run; `jax.default_backend()` by
@@ -193,7 +192,7 @@ def explain(
     loss_fn, params = function_of_parameters(loss_fn, {0: model}), model.parameters
     gradients, uses, reports = _traced(loss_fn, params, batch, has_aux, kwargs)
     reported = {report.shape for report in reports}
-    leaves = jax.tree.leaves_with_path(params, is_leaf=is_stored_table)
+    leaves = jax.tree.leaves_with_path(params)
     steps = [_step(*x, reported, platform) for x in zip(leaves, gradients, uses, strict=True)]
     explained = {step.shape for step in steps if step.note}
     others = [_with_place(r.message, r.place) for r in reports if r.shape not in explained]
@@ -238,12 +237,8 @@ def _traced(
         jax.eval_shape(differentiate, *shapes)
     # Once more by itself: in the gradient program lookups have become scatters.
     with collected():
-        uses = iter(uses_of_inputs(jax.make_jaxpr(value)(*shapes).jaxpr))
-    of_leaves: list[list[Use]] = []
-    for leaf in jax.tree.leaves(params, is_leaf=is_stored_table):
-        of_leaf = [next(uses) for _ in jax.tree.leaves(leaf)]
-        of_leaves.append([] if is_stored_table(leaf) else of_leaf[0])
-    return gradients, of_leaves, reports
+        uses = uses_of_inputs(jax.make_jaxpr(value)(*shapes).jaxpr)
+    return gradients, uses[: len(jax.tree.leaves(params))], reports
 
 
 def _step(
@@ -254,29 +249,28 @@ def _step(
     platform: str,
 ) -> ParameterStep:
     path, leaf = parameter
-    stored = is_stored_table(leaf)
-    arrays: list[Shaped] = jax.tree.leaves(jax.tree.map(abstract_leaf, leaf))
-    array: Shaped = leaf if stored else arrays[0]
+    array: Shaped = jax.tree.map(abstract_leaf, leaf)
     shape, dtype = tuple(array.shape), jnp.dtype(array.dtype)
     is_rows = is_row_sparse(gradient) or (isinstance(gradient, RowSum) and gradient.is_rows)
     nse, leading = (gradient.nse, gradient.leading) if is_rows else (None, 1)
     flat = _flat(shape, leading)
+    if is_rows and gradient.width:  # of a packed table lines are read and written
+        leading, flat = 1, (math.prod(shape) // gradient.width, LANES)
     is_zero = isinstance(gradient, RowSum) and gradient.is_zero
     note = _note(flat, nse, uses, is_zero, shape in reported)
-    if platform == "tpu" and nse and not stored and has_narrow_rows(flat):
+    if platform == "tpu" and nse and has_narrow_rows(flat):
         table = "table" if leading == 1 else f"table.reshape{flat}"
         copied = (
             "a TPU copies the table in each step, or keeps it transposed, since its rows are "
             f"not lines of 128 entries: `jmask.packed({table})` keeps them in such lines"
         )
         note = "; ".join(filter(None, (note, copied)))
-    described = f"{dtype}[{', '.join(map(str, shape))}]"
     return ParameterStep(
         name=jax.tree_util.keystr(path, simple=True, separator=".") or "params",
-        array=f"{type(leaf).__name__} {described}" if stored else described,
+        array=f"{dtype}[{', '.join(map(str, shape))}]",
         shape=shape,
         dtype=dtype,
-        nbytes=sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays),
+        nbytes=math.prod(shape) * dtype.itemsize,
         nse=nse,
         note=note,
         leading=leading,

@@ -12,7 +12,6 @@ from jax import export
 
 from jmask._deferred import deferred
 from jmask._optim import adam, ema, guards, microbatches, named
-from jmask._tables.packed import PackedTable
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse
 
@@ -31,7 +30,6 @@ def _refuse(static: tuple[Any, ...]) -> Any:
 # For each node, what its static part is written as, and read from.
 _NODES: dict[type, tuple[Convert, Convert]] = {
     MaskedTensor: (lambda x: x, lambda x: x),
-    PackedTable: (lambda x: x, lambda x: x),
     RowSparse: (_refuse, _refuse),
 }
 

@@ -32,7 +32,6 @@ from jmask._base.types import (
     PyTree,
     PyTreeDef,
     Scalar,
-    Table,
 )
 from jmask._kernels.coalesce import unique_slots
 from jmask._lazy.lazy import lazy
@@ -40,7 +39,6 @@ from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.over_shards import agreed, counted
 from jmask._ops.norms import shortened
 from jmask._optim.hyperparameters import POSITIVE, check_number
-from jmask._tables.stored_table import fitted, is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values, with_stored_values
@@ -116,10 +114,7 @@ def _step_if(inner: optax.GradientTransformationExtraArgs) -> Function:
 
         padded = noticed_as(gradients, _at_leaves(lambda x: _where_kept(take, x), gradients))
         result, new_state = step(padded, params, state)
-        tables = jax.tree.leaves((params, state), is_leaf=is_stored_table)
-        # Containers have no such shapes, and are changed in the rows of a gradient alone.
-        is_plain = not any(map(is_stored_table, tables))
-        bare = _at_leaves(_without_rows, padded) if is_plain else padded
+        bare = _at_leaves(_without_rows, padded)
         if extra is None:
             new, old = (result, new_state), (params, state)
             return _selected(take, new, old, functools.partial(step, bare))
@@ -163,7 +158,7 @@ def _without_rows(x: Gradient) -> Gradient:
 
 
 def _rows_like(x: RowSparse, ids: jax.Array, values: jax.Array, coalesced: bool) -> RowSparse:
-    return RowSparse.from_rows(ids, values, x.shape, coalesced=coalesced, leading=x.leading)
+    return x.with_leaves(hide(ids), values, order="sorted" if coalesced else "any")
 
 
 def _selected(take: jax.Array, new: PyTree, old: PyTree, bare: Function) -> PyTree:
@@ -183,16 +178,9 @@ def _selected(take: jax.Array, new: PyTree, old: PyTree, bare: Function) -> PyTr
         while isinstance(v, Var) and v in made_of:
             v = made_of[v]
         are_tables.append(v is x)
-    kinds = [
-        is_stored_table(x)
-        for x in jax.tree.leaves(old, is_leaf=is_stored_table)
-        for _ in jax.tree.leaves(x)
-    ]
     structure: PyTreeDef = jax.tree.structure(new)
-    columns = zip(are_tables, kinds, *map(jax.tree.leaves, (new, old)), strict=True)
-    return structure.unflatten(
-        [x if table or kind else _where(take, x, y) for table, kind, x, y in columns]
-    )
+    columns = zip(are_tables, *map(jax.tree.leaves, (new, old)), strict=True)
+    return structure.unflatten([x if table else _where(take, x, y) for table, x, y in columns])
 
 
 def _where(take: jax.Array | bool, new: jax.Array, old: jax.Array) -> jax.Array:
@@ -255,19 +243,10 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
 def _summed(updates: Gradients, params: Params) -> Gradients:
     """Return gradients with the rows of equal ids summed: finite ones may have an infinite sum.
 
-    Sums of 16-bit rows are in float32, as the optimizer takes them. Rows of table containers
-    are as these take them, nan where they do not fit.
+    Sums of 16-bit rows are in float32, as the optimizer takes them.
     """
-    fit = Fit.of(updates, params)
-    tables = jax.tree.leaves(fit.params, is_leaf=is_stored_table)
-    rest = (fit.params,) if any(map(is_stored_table, tables)) else ()
-
-    def taken(x: Gradient, table: Table = None) -> Gradient:
-        x = fitted(table, x) if is_stored_table(table) else x
-        return summed(x) if is_row_sparse(x) else x
-
-    gradients = with_wide_rows(fit.gradients)
-    return jax.tree.map(taken, gradients, *rest, is_leaf=is_gradient_leaf)
+    gradients = with_wide_rows(Fit.of(updates, params).gradients)
+    return _at_leaves(lambda x: summed(x) if is_row_sparse(x) else x, gradients)
 
 
 def _mapped(function: Function, gradients: Gradients) -> Gradients:
@@ -371,7 +350,7 @@ def clip_by_row_norm(
     _check(max_norm, ord)
 
     def clipped(x: Gradient) -> Gradient:
-        if is_row_sparse(x) and 1 < x.leading == x.ndim:
+        if is_row_sparse(x) and x.leading > 1 and not x.row:
             return _clipped_entries(x, max_norm, ord)
         rows, valid = gradient_and_valid(x)
         values = jnp.asarray(stored_values(rows))

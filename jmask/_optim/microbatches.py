@@ -7,7 +7,6 @@
 Dense gradients, and their valid entries, are added up. Rows are put side by side.
 """
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -16,6 +15,7 @@ import optax
 from jax import lax
 
 from jmask._base.array_types import real_dtype, wide
+from jmask._base.row_ids import hide
 from jmask._base.shardings import on_every_device, typed_like
 from jmask._base.types import Gradient, Gradients, KeyPath, OptState, PyTree, PyTreeDef
 from jmask._base.validation import check_flag, leaf_name
@@ -151,13 +151,15 @@ def _empty(like: Gradient, room: Accumulated, every_k: int) -> Accumulated:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), room)
     size = lambda x: (every_k * x.shape[0], *x.shape[1:])
     zeros = jax.tree.map(lambda x: jnp.zeros(size(x), x.dtype), room)
-    padding = math.prod(like.shape[: _leading(like, room)])
-    return zeros._replace(ids=jnp.full_like(zeros.ids, padding))
+    return zeros._replace(ids=jnp.full_like(zeros.ids, _rows(like, zeros).row_count))
 
 
-def _leading(like: Gradient, rows: Accumulated) -> int:
-    """Return how many leading dimensions number the rows (n, *row)."""
-    return like.ndim + 1 - len(rows.values.shape)
+def _rows(like: Gradient, kept: Accumulated) -> RowSparse:
+    """Return what has accumulated as rows of a tensor like this one."""
+    assert kept.ids is not None
+    if is_row_sparse(like):
+        return like.with_leaves(hide(kept.ids), kept.values, order="any")
+    return RowSparse.from_rows(kept.ids, kept.values, like.shape, coalesced=False)
 
 
 def _added(
@@ -179,7 +181,7 @@ def _as_gradient(like: Gradient, kept: Accumulated, divisor: jax.Array) -> Gradi
     """Return what has accumulated as a gradient, divided in float32 at least."""
     x: Gradient = kept.values
     if kept.ids is not None:
-        x = RowSparse(kept.ids, x, like.shape, leading=_leading(like, kept)).widened()
+        x = _rows(like, kept).widened()
     inverse = (1 / divisor.astype(wide(real_dtype(x.dtype)))).astype(x.dtype)
     x = with_stored_values(x, stored_values(x) * inverse)
     if kept.valid is None:

@@ -32,7 +32,7 @@ from jmask._base.validation import check_flag
 from jmask._lazy.lazy import densified, lazy
 from jmask._lazy.row_local import RowWise
 from jmask._optim.hyperparameters import check_state_dtype
-from jmask._tables.stored_table import is_stored_table, shape_of
+from jmask._tables.stored_table import shape_of
 
 
 class Slot(NamedTuple):
@@ -94,7 +94,7 @@ def dense_optimizer(rule: RowRule) -> RuledTransformation:
 
     def init(params):
         slots = [
-            jax.tree.map(functools.partial(_initial, rule, x), params, is_leaf=is_stored_table)
+            jax.tree.map(functools.partial(_initial, rule, x), params)
             for x in rule.slots.values()
         ]
         return rule.state_type(jnp.zeros((), jnp.int32), *slots)
@@ -137,8 +137,6 @@ def _initial(rule: RowRule, slot: Slot, param: Table) -> jax.Array:
         dtype = complex_dtype(dtype)
     if slot.initial is None:  # not the parameter itself, which may be donated beside it
         return jax.tree.map(lambda x: jnp.array(x, wide(dtype)), param)
-    if is_stored_table(param):
-        return param.full(shape[1:], slot.initial, dtype)
     if not slot.per_row:
         return jnp.full_like(param, slot.initial, dtype)
     return jnp.full(shape, slot.initial, dtype, device=sharding_of_rows(param))

@@ -1,35 +1,30 @@
-"""Tensors and tables as plain arrays, for checkpoints, and back, in whatever layout.
+"""Tensors as plain arrays, for checkpoints, and back.
 
     {"t": RowSparse}       ->   {"t": {"indices": (n,), "values": (n, *row)}}
-    {"t": PackedTable}     ->   {"t": (V, *row)}
 
 The ids of a `RowSparse` travel through pytrees in an opaque dtype, which libraries that store
-arrays do not know. The arrays of a packed table are for TPUs alone.
+arrays do not know.
 """
 
-import math
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from jmask._base.row_ids import reveal, wrap
+from jmask._base.row_ids import hide, reveal, widen, wrap
 from jmask._base.types import KeyPath, PyTree, PyTreeDef, Table
 from jmask._base.validation import abstract_leaf, leaf_name, not_an_array
-from jmask._tables.packed import PackedTable
-from jmask._tables.stored_table import StoredTable, is_stored_table
+from jmask._tensors.checks import check_coalesced
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 
 
 def to_arrays(tree: PyTree) -> PyTree:
-    """Return the tree in plain arrays alone, which do not depend on how its tables are kept.
+    """Return the tree in plain arrays alone.
 
-    A `RowSparse` becomes a dict of its `indices` and `values`, a `PackedTable` the array
-    (V, *row), and a `DeferredTable` a dict of its parts. Arrays, sharded ones too, are returned
-    as they are.
+    A `RowSparse` becomes a dict of its `indices` and `values`. Arrays, sharded ones too, are
+    returned as they are.
 
     Args:
         tree: any; or of shapes, as `jax.eval_shape` makes them, for shapes in return.
@@ -40,25 +35,21 @@ def to_arrays(tree: PyTree) -> PyTree:
         >>> sorted(jmask.to_arrays(grads)["t"])
         ['indices', 'values']
     """
-    return jax.tree.map(_arrays_of, tree, is_leaf=_is_node)
+    return jax.tree.map(_arrays_of, tree, is_leaf=is_row_sparse)
 
 
 def from_arrays(arrays: PyTree, like: PyTree) -> PyTree:
-    """Return tree of arrays that were stored and loaded, in the form and the layout of `like`.
-
-    This is the one way from a checkpoint to tables that are packed otherwise.
+    """Return a tree of arrays that were stored and loaded, in the form of `like`.
 
     Args:
         arrays: what `to_arrays` made, or the leaves of the tree itself under their names, as
-            orbax restores a tree without being told its types: mappings for tables and named
-            tuples, with the arrays of the layout that was saved.
+            orbax restores a tree without being told its types: mappings for named tuples.
         like: a tree of the structure that is wanted; of its arrays only the shapes and dtypes
-            count, so that it may come from `jax.eval_shape`, and of its tables the layout.
+            count, so that it may come from `jax.eval_shape`.
 
     Raises:
-        ValueError: if the structures or shapes differ, `arrays` holds a table that is kept
-            otherwise, a row-sparse leaf is something else, or has an index beyond the rows of
-            `like`, or is not in the order that it promises.
+        ValueError: if the structures or shapes differ, a row-sparse leaf is something else, or
+            has an index beyond the rows of `like`, or is not in the order that it promises.
         TypeError: if dtypes differ in kind, as floating and integer ones do.
 
     Example:
@@ -68,22 +59,18 @@ def from_arrays(arrays: PyTree, like: PyTree) -> PyTree:
         {'t': RowSparse(float32[3, 2], nse=1)}
     """
     structure: PyTreeDef
-    nodes, structure = jax.tree.flatten_with_path(like, is_leaf=_is_node)
+    nodes, structure = jax.tree.flatten_with_path(like, is_leaf=is_row_sparse)
     try:
         given = [_at(arrays, path) for path, _ in nodes]
     except LookupError as error:
         raise _other_structure(arrays, like) from error
-    count = sum(len(jax.tree.leaves(x, is_leaf=_is_node)) for x in given)
-    if count != len(jax.tree.leaves(arrays, is_leaf=_is_node)):
+    count = sum(len(jax.tree.leaves(x, is_leaf=is_row_sparse)) for x in given)
+    if count != len(jax.tree.leaves(arrays, is_leaf=is_row_sparse)):
         raise _other_structure(arrays, like)
     pairs = zip(nodes, given, strict=True)
     return structure.unflatten(
         [_from_arrays(leaf_name("arrays", path), x, like) for (path, like), x in pairs]
     )
-
-
-def _is_node(x: object) -> bool:
-    return is_row_sparse(x) or is_stored_table(x)
 
 
 def _at(tree: PyTree, path: KeyPath) -> PyTree:
@@ -127,17 +114,7 @@ def _other_structure(arrays: PyTree, like: PyTree) -> ValueError:
 
 
 def _arrays_of(x: Table) -> PyTree:
-    if is_row_sparse(x):
-        return {"indices": x.indices, "values": x.values}
-    if not is_stored_table(x):
-        return x
-    leaf = jax.tree.leaves(x)[0]
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        # Without one orbax restores the array to the devices on which it was saved.
-        is_alone = isinstance(leaf.sharding, SingleDeviceSharding)
-        sharding = leaf.sharding if is_alone else None
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    return jax.jit(type(x).todense)(x)
+    return {"indices": x.indices, "values": x.values} if is_row_sparse(x) else x
 
 
 # --- from arrays -------------------------------------------------------------------------
@@ -146,8 +123,6 @@ def _arrays_of(x: Table) -> PyTree:
 def _from_arrays(name: str, given: PyTree, like: PyTree) -> PyTree:
     if is_row_sparse(like):
         return _as_row_sparse(name, given, like)
-    if is_stored_table(like):
-        return _as_table(name, given, like)
     return _as_like(name, given, like)
 
 
@@ -174,44 +149,9 @@ def _as_row_sparse(name: str, given: PyTree, like: RowSparse) -> RowSparse:
             f"`{name}['indices']` holds {np.max(ids)}, which is no row of `like`, {like!r}: "
             "is it of a larger table?"
         )
-    return RowSparse(ids, values, like.shape, coalesced=like.coalesced, leading=like.leading)
-
-
-def _as_table(name: str, given: PyTree, like: StoredTable) -> StoredTable:
-    if is_stored_table(given):
-        kinds: list[PyTreeDef] = [jax.tree.structure(x) for x in (given, like)]
-        if kinds[0] != kinds[1]:
-            raise ValueError(
-                f"{name} is a {given!r} that is kept otherwise than `like` has it: give "
-                "jmask.to_arrays of the tree, which does not depend on how tables are kept."
-            )
-        return given
-    if isinstance(given, Mapping):
-        given = _in_order_of_ids(name, given, like)
-    given = _checked_kind(name, given, jnp.zeros((), like.dtype))
-    if jnp.shape(given) != like.shape:
-        raise ValueError(
-            f"{name} has shape {jnp.shape(given)}, and `like` has {like.shape} there."
-        )
-    return PackedTable.from_array(given.astype(like.dtype))
-
-
-def _in_order_of_ids(name: str, given: Mapping[str, PyTree], like: StoredTable) -> jax.Array:
-    """Return the array (V, *row) of the leaves of a packed table, by their names."""
-    parts: PyTree = given.get("parts", ())
-    if isinstance(parts, Mapping):
-        parts = [parts[key] for key in sorted(parts, key=int)]
-    widths = PackedTable.widths(like.shape)
-    if len(parts) != len(widths):
-        raise ValueError(
-            f"{name} must hold the leaves of a {type(like).__name__} of shape "
-            f"{like.shape}, got {sorted(given)}."
-        )
-    columns = [jnp.reshape(x, (-1, n)) for x, n in zip(parts, widths, strict=True)]
-    rows = jnp.concatenate([x[: min(map(len, columns))] for x in columns], axis=-1)
-    if rows.size < math.prod(like.shape):
-        raise ValueError(f"{name} has {len(rows)} rows, and `like` is {like!r}.")
-    return rows[: like.shape[0]].reshape(like.shape)
+    if like.coalesced and not isinstance(ids, jax.core.Tracer):
+        check_coalesced(np.asarray(ids), like.row_count)
+    return like.with_leaves(hide(widen(ids, like.row_count)), values)
 
 
 def _as_like(name: str, given: PyTree, like: PyTree) -> PyTree:

@@ -66,7 +66,7 @@ class RowSparse(RowSparseMethods):
         (RowSparse(float32[4, 1], nse=3), [[5.0], [0.0], [4.0], [0.0]])
     """
 
-    __slots__ = ("index_leaf", "leading", "order", "shape", "values")
+    __slots__ = ("index_leaf", "leading", "order", "shape", "values", "width")
 
     stype = "row_sparse"
 
@@ -74,6 +74,7 @@ class RowSparse(RowSparseMethods):
     shape: Shape
     order: Order
     leading: int
+    width: int | None
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class RowSparse(RowSparseMethods):
         values = checked_array("values", values)
         shape = checks.shape_that_fits(indices, values) if shape is None else shape
         self.shape = checks.checked_shape(shape)
-        self.leading = checks.checked_leading(leading, self.shape)
+        self.leading, self.width = checks.checked_leading(leading, self.shape), None
         checks.check_values(indices, values, (self.row_count, *self.row))
         register_in_flax(RowSparse)
         self.index_leaf = hide(widen(indices, self.row_count))
@@ -111,32 +112,41 @@ class RowSparse(RowSparseMethods):
         leaf, values = leaves
         # JAX also builds nodes of axes, masks and objects. Opaque dtypes are not NumPy's.
         if isinstance(getattr(leaf, "dtype", None), np.dtype):
-            leaf = checks.leaf_from_words(leaf, values, len(static[0]) - static[2])
+            row_ndim = 1 if static[3] else len(static[0]) - static[2]
+            leaf = checks.leaf_from_words(leaf, values, row_ndim)
         register_in_flax(cls)
         node = object.__new__(cls)
         node.index_leaf, node.values = leaf, values
-        node.shape, node.order, node.leading = static
+        node.shape, node.order, node.leading, node.width = static
         return node
 
     @property
-    def _static(self) -> tuple[Shape, Order, int]:
-        return self.shape, self.order, self.leading
+    def _static(self) -> tuple[Shape, Order, int, int | None]:
+        return self.shape, self.order, self.leading, self.width
 
     def with_leaves(
-        self, index_leaf: jax.Array, values: jax.Array, **changes: Shape | Order | int
+        self, index_leaf: jax.Array, values: jax.Array, **changes: Shape | Order | int | None
     ) -> "RowSparse":
-        """Replace leaves, unchecked, and `shape`, `order` or `leading` where given."""
-        names = ("shape", "order", "leading")
+        """Replace leaves, unchecked, and `shape`, `order`, `leading`, `width` where given."""
+        names = ("shape", "order", "leading", "width")
         static = tuple(changes.get(n, old) for n, old in zip(names, self._static, strict=True))
         return RowSparse.tree_unflatten(static, (index_leaf, values))
 
     @classmethod
     def from_rows(
-        cls, ids: Ids, values: jax.Array, shape: Shape, *, coalesced: bool, leading: int = 1
+        cls,
+        ids: Ids,
+        values: jax.Array,
+        shape: Shape,
+        *,
+        coalesced: bool,
+        leading: int = 1,
+        width: int | None = None,
     ) -> "RowSparse":
         """Make a tensor of ids (n,) and values (n, *row) that are known to fit, unchecked."""
-        leaf = hide(widen(ids, math.prod(shape[:leading])))
-        return cls.tree_unflatten((shape, _order(coalesced), leading), (leaf, values))
+        leaf = hide(widen(ids, _row_count(shape, leading, width)))
+        static = shape, _order(coalesced), leading, width
+        return cls.tree_unflatten(static, (leaf, values))
 
     # --- description --------------------------------------------------------------------
 
@@ -154,12 +164,12 @@ class RowSparse(RowSparseMethods):
     @property
     def row_count(self) -> int:
         """The number of rows, stored or not: V, or M * V of stacked tables."""
-        return math.prod(self.shape[: self.leading])
+        return _row_count(self.shape, self.leading, self.width)
 
     @property
     def row(self) -> Shape:
         """The shape of a row."""
-        return self.shape[self.leading :]
+        return (self.width,) if self.width else self.shape[self.leading :]
 
     @property
     def nse(self) -> int:
@@ -182,7 +192,8 @@ class RowSparse(RowSparseMethods):
         except (AttributeError, IndexError):  # transformations put anything into leaves
             return f"RowSparse({self.index_leaf!r}, {self.values!r}, shape={self.shape})"
         described += f", batch={batch}" if batch else ""
-        return f"RowSparse({described}{f', leading={self.leading}' * (self.leading > 1)})"
+        name = "width" if self.width else "leading"
+        return f"RowSparse({described}{f', {name}={getattr(self, name)}' * (self.leading > 1)})"
 
     def __reduce__(self) -> tuple[Function, Static]:
         indices, values = np.asarray(self.indices), np.asarray(self.values)
@@ -236,7 +247,7 @@ class RowSparse(RowSparseMethods):
         return dense.reshape(self.shape)
 
     def flat(self) -> "RowSparse":
-        """Return stacked tables (M, V, *row) as one (M * V, *row); others as they are.
+        """Return stacked tables (M, V, *row), and lines, as one (V, *row); others as they are.
 
         Example:
             >>> import jax.numpy as jnp, jmask
@@ -247,23 +258,25 @@ class RowSparse(RowSparseMethods):
         if self.leading == 1:
             return self
         shape = (self.row_count, *self.row)
-        return self.with_leaves(self.index_leaf, self.values, shape=shape, leading=1)
+        return self.with_leaves(
+            self.index_leaf, self.values, shape=shape, leading=1, width=None
+        )
 
     def stacked_as(self, like: "RowSparse") -> "RowSparse":
         """Undo `flat`: return the tensor with the shape of `like`."""
-        shape, _, leading = like._static
-        return self.with_leaves(self.index_leaf, self.values, shape=shape, leading=leading)
-
-    def with_leading(self, leading: int) -> "RowSparse":
-        """Return the same tensor with rows of fewer dimensions: each row is several then."""
-        if leading == self.leading:
-            return self
-        count, row = math.prod(self.shape[:leading]), self.shape[leading:]
-        each = math.prod(self.shape[self.leading : leading])
-        ids, values = split_rows(self.flat().row_ids(), self.values, each, count, row)
-        return RowSparse.from_rows(
-            ids, values, self.shape, coalesced=self.coalesced, leading=leading
+        shape, _, leading, width = like._static
+        return self.with_leaves(
+            self.index_leaf, self.values, shape=shape, leading=leading, width=width
         )
+
+    def with_rows_of(self, like: "RowSparse") -> "RowSparse":
+        """Return the same tensor with the smaller rows of `like`: each row is several then."""
+        if self.row == like.row:
+            return self
+        each = like.row_count // self.row_count if self.row_count else 1
+        ids = self.flat().row_ids()
+        ids, values = split_rows(ids, self.values, each, like.row_count, like.row)
+        return like.with_leaves(hide(ids), values, order=self.order)
 
     @property
     def coalesced(self) -> bool:
@@ -357,10 +370,11 @@ class RowSparse(RowSparseMethods):
         """
         self.check_single()
         if self.leading > 1:
+            kind = "packed" if self.width else "stacked"
             raise ValueError(
-                f"{self!r} is the gradient of stacked tables, whose rows are numbered in the "
-                f"first {self.leading} dimensions: use x.flat(), of shape "
-                f"{(self.row_count, *self.row)}, or x.todense()."
+                f"{self!r} is the gradient of {kind} tables, whose rows are no positions in "
+                f"dimension 0: use x.flat(), of shape {(self.row_count, *self.row)}, or "
+                "x.todense()."
             )
         if self.index_leaf.dtype == jax.dtypes.float0:
             raise TypeError(
@@ -394,9 +408,19 @@ def _order(coalesced: bool) -> Order:
     return "sorted" if coalesced else "any"
 
 
+def _row_count(shape: Shape, leading: int, width: int | None) -> int:
+    return math.prod(shape) // width if width else math.prod(shape[:leading])
+
+
 def _unpickle(
-    indices: Ids, values: HostArray, shape: Shape, order: Order, leading: int
+    indices: Ids,
+    values: HostArray,
+    shape: Shape,
+    order: Order,
+    leading: int,
+    width: int | None = None,
 ) -> RowSparse:
-    coalesced = order == "sorted"
-    rows = jnp.asarray(values)
-    return RowSparse.from_rows(indices, rows, shape, coalesced=coalesced, leading=leading)
+    x = RowSparse.from_rows(
+        indices, jnp.asarray(values), shape, coalesced=False, leading=leading, width=width
+    )
+    return x.with_leaves(x.index_leaf, x.values, order=order)

@@ -33,7 +33,7 @@ from jmask._base.types import (
 )
 from jmask._base.validation import Model, leaf_name
 from jmask._kernels.stochastic_rounding import check_key, stochastic_round
-from jmask._tables.stored_table import add_to_dense, is_stored_table
+from jmask._tables.stored_table import add_to_dense
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values, with_stored_values
@@ -73,19 +73,9 @@ def densify() -> optax.GradientTransformation:
 
     def update(updates, state, params=None):
         gradients = Fit.of(updates, params).gradients
-        check_no_tables(params)
         return jax.tree.map(dense_gradient, gradients, is_leaf=is_gradient_leaf), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
-
-
-def check_no_tables(params: Params) -> None:
-    """Refuse table containers where gradients are to be dense."""
-    for table in filter(is_stored_table, jax.tree.leaves(params, is_leaf=is_stored_table)):
-        raise ValueError(
-            f"a {type(table).__name__} has no dense gradient: leave out `densify()` (and "
-            "`lazy_update=False`), or make the table an array, `table.todense()`."
-        )
 
 
 @jax.named_scope("jmask.apply_updates")
@@ -147,8 +137,6 @@ def with_updates(params: Params, updates: Gradients, key: jax.Array | None = Non
         leaf_key = next(keys)
         if update is None or param is None:
             return param
-        if is_stored_table(param):
-            return add_to_dense(param, update, leaf_key)
         if isinstance(update, MaskedTensor):
             update, valid = gradient_and_valid(update)
             values = unchanged_where_masked(stored_values(update), valid)
@@ -339,7 +327,7 @@ class Fit:
 
     Attributes:
         gradients: a tree of arrays, `RowSparse` and `MaskedTensor`.
-        params: arrays and table containers in a tree of the same structure, or None.
+        params: arrays in a tree of the same structure, or None.
         model: what was given as parameters.
     """
 

@@ -24,8 +24,9 @@ from jmask._base.validation import (
     not_an_array,
 )
 from jmask._kernels.coalesce import unique_slots
-from jmask._tables.stored_table import is_stored_table, shape_of
-from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._kernels.lines import masked_lines
+from jmask._tables.stored_table import shape_of
+from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import coordinates, is_sparse, stored_values
 
@@ -43,13 +44,9 @@ def has_gradients(tree: PyTree) -> bool:
     return any(map(is_gradient_leaf, jax.tree.leaves(tree, is_leaf=is_gradient_leaf)))
 
 
-def _is_leaf(x: object) -> bool:
-    return is_gradient_leaf(x) or is_stored_table(x)
-
-
 def model_of(params: Params) -> Model:
     """Return the parameters, which may be a whole model, and what else it holds."""
-    return Model(params, _is_leaf)
+    return Model(params, is_gradient_leaf)
 
 
 def is_full(x: object) -> bool:
@@ -58,12 +55,9 @@ def is_full(x: object) -> bool:
 
 
 def check_parameters(params: Params) -> None:
-    """Refuse parameters that are not arrays, table containers, or `RowSparse` with all rows."""
+    """Refuse parameters that are not arrays, or `RowSparse` with all rows."""
     params = model_of(params).parameters
-    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=_is_leaf):
-        if is_stored_table(leaf):
-            leaf.check_single()
-            continue
+    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_gradient_leaf):
         if is_full(leaf):
             continue
         if is_gradient_leaf(leaf):
@@ -87,7 +81,7 @@ def check_transformation(name: str, tx: object, order: str) -> None:
 
 
 def check_gradient(updates: Gradients, params: Params) -> None:
-    """Refuse a gradient that does not fit arrays and table containers."""
+    """Refuse a gradient that does not fit arrays."""
     check_structure(updates, params)
     parameters = jax.tree.leaves(params, is_leaf=_is_leaf_or_none)
     for (path, gradient), param in zip(_leaves(updates), parameters, strict=True):
@@ -103,12 +97,6 @@ def check_gradient(updates: Gradients, params: Params) -> None:
             )
         if param is None:
             continue
-        if is_stored_table(param) and not is_gradient_leaf(gradient):
-            raise ValueError(
-                f"{leaf_name('updates', path)} is dense, and its parameter is a "
-                f"{type(param).__name__}, which takes a RowSparse: use jmask.grad, and do "
-                "not make gradients dense before the optimizer."
-            )
         check_fits(path, gradient, param)
 
 
@@ -124,7 +112,7 @@ def check_structure(updates: Gradients, params: Params, order: str = _ORDER) -> 
 
 
 def _is_leaf_or_none(x: object) -> bool:
-    return x is None or _is_leaf(x)
+    return x is None or is_gradient_leaf(x)
 
 
 def _leaves(tree: PyTree) -> list[tuple[KeyPath, PyTree]]:
@@ -134,7 +122,7 @@ def _leaves(tree: PyTree) -> list[tuple[KeyPath, PyTree]]:
 def check_fits(path: KeyPath, update: Gradient, param: Table) -> None:
     """Refuse an update that its parameter, at `path` in both trees, cannot take."""
     name = leaf_name("updates", path)
-    if not is_stored_table(param) and abstract_leaf(param) is None:
+    if abstract_leaf(param) is None:
         raise not_an_array(leaf_name("params", path), param, KEEP_ARRAYS)
     like = shape_of(param)
     dtype = jnp.result_type(like.dtype)
@@ -195,8 +183,8 @@ class NotRowLocalError(ValueError):
 
 def check_gradients(updates: Gradients, name: str = "updates") -> None:
     """Refuse leaves that are no arrays, naming the first."""
-    for path, x in jax.tree.leaves_with_path(updates, is_leaf=_is_leaf):
-        if not _is_leaf(x) and abstract_leaf(x) is None:
+    for path, x in jax.tree.leaves_with_path(updates, is_leaf=is_gradient_leaf):
+        if not is_gradient_leaf(x) and abstract_leaf(x) is None:
             advice = "gradients are those of jmask.grad or jax.grad"
             raise not_an_array(leaf_name(name, path), x, advice)
 
@@ -249,6 +237,26 @@ def gradient_and_valid(gradient: Gradient) -> tuple[Gradient, jax.Array | None]:
     if is_row_sparse(storage):
         return storage.with_values(values), valid
     return _entries_as_rows(storage, values, valid)
+
+
+def in_lines(gradient: Gradient) -> Gradient:
+    """Return the gradient of a packed table as lines of which entries exist, others as is.
+
+    Its ids are unique, one of them for each line that is written.
+    """
+    if not is_row_sparse(gradient) or gradient.width is None:
+        return gradient
+    if gradient.ndim != 2:
+        raise ValueError(
+            f"{gradient!r} is the gradient of stacked packed tables: make one table of them, "
+            "`lines.reshape(-1, 128)`, and look row `i` of table `m` up as `m * V + i`."
+        )
+    rows, shape = gradient.coalesce(), gradient.shape
+    if not rows.nse:
+        return joined(RowSparse.zeros(shape, rows.dtype), jnp.zeros((0, shape[1]), bool))
+    ids, values, valid = masked_lines(rows.flat().row_ids(), rows.values, shape[0])
+    lines = RowSparse.from_rows(ids, values, shape, coalesced=False)
+    return joined(lines.with_leaves(lines.index_leaf, values, order="unique"), valid)
 
 
 def dense_gradient(gradient: Gradient) -> Gradient:

@@ -2,8 +2,6 @@
 
 | way     | where                                    | what is done                            |
 |---------|------------------------------------------|-----------------------------------------|
-| LINES   | `PackedTable`s, elementwise              | a scatter into the lines of each part   |
-| STORED  | other table containers                   | gather, compute, scatter                |
 | ADD     | linear in the gradient, and of its dtype | an accumulating scatter                 |
 | DENSE   | few rows for each lookup                 | the table, kept where no row is touched |
 | SCATTER | elementwise                              | one scatter, the update its combiner    |
@@ -24,22 +22,21 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jmask._base.array_types import added, is_known, is_narrow, trailing
+from jmask._base.array_types import added, is_complex, is_known, is_narrow, trailing
 from jmask._base.shardings import explicit_sharding
-from jmask._base.types import Table
 from jmask._kernels import tuning
 from jmask._kernels.gathered_rows import gathered, scaled
+from jmask._kernels.lines import marked, unmarked
 from jmask._kernels.scatter_update import Combiner, entry_by_entry, update_elementwise
 from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows
-from jmask._tables.packed import PackedTable
-from jmask._tables.stored_table import RowsAt, fitted, is_stored_table
+from jmask._tables.stored_table import RowsAt
 from jmask._tensors.row_sparse import RowSparse
 from jmask._updates.checks import keep_valid, unchanged_where_masked
 
 
 def update_rows(
     combiner: Combiner,
-    tables: Sequence[Table],
+    tables: Sequence[jax.Array],
     gradient: RowSparse,
     scalars: Sequence[jax.Array],
     *,
@@ -47,13 +44,13 @@ def update_rows(
     is_elementwise: bool = True,
     linear: Callable[[jax.Array], jax.Array] | None = None,
     valid: jax.Array | None = None,
-) -> RowUpdate | list[Table]:
+) -> RowUpdate | list[jax.Array]:
     """Make an update of the rows of a gradient; `updated` runs it.
 
     Args:
         combiner: (*tables, gradient, *scalars) -> one array for each table: entries to entries
             if it is elementwise, rows (n, ...) to rows if not.
-        tables: with the same rows, kept in one way: arrays, or each a table container.
+        tables: with the same rows.
         gradient: of such a table; rows of equal ids are summed first.
         scalars: what else the combiner takes.
         are_steps: of which tables the combiner returns what is added; else what is put there.
@@ -62,15 +59,7 @@ def update_rows(
         valid (n, *row): which entries of a masked gradient exist; its ids are unique. The
             others keep what they have.
     """
-    table, *others = tables
-    if is_stored_table(table):
-        gradient = fitted(table, gradient)
-        if is_elementwise and isinstance(table, PackedTable):
-            new_entries = entry_by_entry(_new_entries(combiner, are_steps))
-            ids = gradient.row_ids()
-            return table.updated(new_entries, others, ids, gradient.values, scalars)
-        at = RowsAt.of(table, gradient)
-        return _updated_at(at, tables, combiner, scalars, are_steps)
+    table = tables[0]
     # The gradient is opened once: what follows takes canonical ids, rows, and their order.
     ids, rows, order = gradient.row_ids(), gradient.rows(), gradient.order
     if linear is not None and table.dtype == gradient.dtype and not is_narrow(table.dtype):
@@ -83,6 +72,8 @@ def update_rows(
         touched = jnp.zeros(table.shape[:1], bool).at[ids].set(True, mode="drop")
         made = zip(new_entries(*tables, dense, *scalars), tables, strict=True)
         return [jnp.where(trailing(touched, x.ndim), new, x) for new, x in made]
+    if is_elementwise and valid is not None and order == "unique" and not is_complex(gradient):
+        return _lines_updated(combiner, tables, gradient, scalars, are_steps, valid)
     if is_elementwise:
         if valid is not None:  # a number, as a scatter takes arrays of one dtype
             scalars = [*scalars, valid.astype(gradient.dtype)]
@@ -98,6 +89,28 @@ def update_rows(
         return _updated_at(at, x.tables, combiner, others, are_steps, mask)
 
     return RowUpdate(Update(on_unique_rows), tables, ids, rows, scalars, order)
+
+
+def _lines_updated(
+    combiner: Combiner,
+    tables: Sequence[jax.Array],
+    gradient: RowSparse,
+    scalars: Sequence[jax.Array],
+    are_steps: Sequence[bool],
+    valid: jax.Array,
+) -> RowUpdate:
+    """Make the update of a packed table, whose mask is in the bits of its gradient."""
+    count, new_entries = len(tables), _new_entries(combiner, are_steps, is_masked=True)
+
+    def of_marked(*entries: jax.Array) -> list[jax.Array]:
+        old, (line, *rest) = entries[:count], entries[count:]
+        values, mask = unmarked(line)
+        return list(new_entries(*old, values, *rest, mask.astype(jnp.int32)))
+
+    lines = marked(gradient.values, valid)
+    return update_elementwise(
+        of_marked, tables, gradient.row_ids(), lines, scalars, gradient.order
+    )
 
 
 def _new_entries(
@@ -118,15 +131,15 @@ def _new_entries(
 
 def _updated_at(
     at: RowsAt,
-    tables: Sequence[Table],
+    tables: Sequence[jax.Array],
     combiner: Combiner,
     scalars: Sequence[jax.Array],
     are_steps: Sequence[bool],
     valid: jax.Array | None = None,
-) -> list[Table]:
+) -> list[jax.Array]:
     """Return tables with new rows, which are computed of the rows that they have."""
     old = list(map(at.read, tables))
-    new: list[Table] = []
+    new: list[jax.Array] = []
     made = combiner(*old, at.values, *scalars)
     for table, before, x, is_step in zip(tables, old, made, are_steps, strict=True):
         if is_step:

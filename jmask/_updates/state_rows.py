@@ -18,7 +18,7 @@ from jax import export
 
 from jmask._base.types import OptState, Params, PyTreeDef, Shape, Value
 from jmask._base.validation import leaf_name
-from jmask._tables.stored_table import is_stored_table, shape_of
+from jmask._tables.stored_table import shape_of
 from jmask._updates.checks import NotRowLocalError
 
 _T = TypeVar("_T")
@@ -174,11 +174,11 @@ def check_state(
     """Refuse a state that is not as `init` makes it, naming the first array that differs.
 
     Args:
-        state, expected: of one structure, but for table containers.
+        state, expected: of one structure.
         dtypes: of which leaves the dtype is looked at too; of all by default. Rows are written
             in the dtype that their table has: it would go on in that one for ever.
     """
-    have: PyTreeDef = jax.tree.structure(state, is_leaf=is_stored_table)
+    have: PyTreeDef = jax.tree.structure(state)
     want: PyTreeDef = jax.tree.structure(expected)
     if have != want:
         raise ValueError(
@@ -186,18 +186,11 @@ def check_state(
             f"expected {want}, got {have}."
         )
     likes = jax.tree.leaves(expected)
-    leaves = jax.tree.leaves_with_path(state, is_leaf=is_stored_table)
+    leaves = jax.tree.leaves_with_path(state)
     checked = dtypes or [True] * len(leaves)
     for (path, leaf), like, is_checked in zip(leaves, likes, checked, strict=True):
         name, found = leaf_name("state", path), shape_of(leaf)
         shape, dtype = found.shape, found.dtype
-        if is_stored_table(leaf) and len(shape) != len(like.shape):
-            table = type(leaf).__name__
-            raise ValueError(
-                f"{name} is kept as an array of shape {like.shape} for each parameter, and the "
-                f"state of a {table} has rows: make the table an array, `table.todense()`, or "
-                "use an optimizer whose state has the shape of its parameters."
-            )
         if shape != like.shape:
             raise ValueError(
                 f"{name} has shape {shape}, expected {like.shape} for these parameters."
@@ -217,8 +210,7 @@ def check_made_by(
     """Refuse a state that is not as `init` makes it for these parameters, if they are given."""
     if params is None:
         return
-    shapes = jax.tree.map(shape_of, params, is_leaf=is_stored_table)
-    expected = jax.eval_shape(init, shapes)
+    expected = jax.eval_shape(init, jax.tree.map(shape_of, params))
     check_state(state, expected, [dtypes] * len(jax.tree.leaves(expected)))
 
 

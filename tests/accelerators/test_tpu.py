@@ -20,7 +20,7 @@ import optax
 import pytest
 
 import jmask
-from jmask._tables.packed import LANES
+from jmask._kernels.lines import LANES
 from tests import compiled_step as steps
 from tests.autodiff import test_stacked_lookups as stacked
 from tests.compiled_step import IN_PLACE, Step, whole_table_operations
@@ -130,7 +130,9 @@ ROWS, LOOKUPS, WIDTH = (10**6, 10**7), 512, 128
 
 wide = functools.partial(Step, row=(WIDTH,), lookups=LOOKUPS)
 passed = functools.partial(wide, apply=jmask.apply_gradients)
-packed = functools.partial(passed, row=(64,), table=jmask.PackedTable.pack)
+packed = functools.partial(
+    passed, row=(64,), table=jmask.packed, loss=functools.partial(steps.squares_of_lines, D=64)
+)
 
 FLAT_STEPS = {
     "sgd": passed(jmask.sgd(0.1)),
@@ -149,7 +151,6 @@ FLAT_STEPS = {
     "optax.lion": passed(jmask.lazy(optax.lion(0.1))),
     "optax.rmsprop": wide(jmask.lazy(optax.rmsprop(0.1)), loss=steps.squares_of_bags),
     "packed adam": packed(jmask.adam()),
-    "packed rowwise": packed(jmask.rowwise_adagrad()),
     "bfloat16": passed(jmask.adagrad(), dtype=jnp.bfloat16),
 }
 
@@ -258,7 +259,6 @@ def test_arithmetic_that_is_lowered(names):
 PACKED = {
     "adagrad": (jmask.adagrad(0.1), 2, 0),
     "adam": (jmask.adam(), 3, 0),
-    "rowwise": (jmask.rowwise_adagrad(0.1), 1, 1),
 }
 
 
@@ -266,10 +266,13 @@ PACKED = {
 def memory_of(topology, optimizer, columns, rows, packed=True, lookups=8192):
     """The memory analysis of a donated step, and the bytes of the numbers it trains."""
     tx, tables, others = PACKED[optimizer]
-    table = jmask.PackedTable.pack if packed else lambda x: x
-    step = Step(tx, (columns,), lookups=lookups, apply=jmask.apply_gradients, table=table)
+    table = jmask.packed if packed else lambda x: x
+    loss = functools.partial(steps.squares_of_lines, D=columns) if packed else steps.squares
+    how = {"loss": loss, "apply": jmask.apply_gradients, "table": table}
+    step = Step(tx, (columns,), lookups=lookups, **how)
     compiled = step.compile(rows, device(topology))
-    return compiled.memory_analysis(), 4 * rows * (tables * columns + others)
+    width = 128 if packed and columns == 100 else columns
+    return compiled.memory_analysis(), 4 * rows * (tables * width + others)
 
 
 def check_arguments(memory, numbers):
@@ -281,8 +284,7 @@ def check_arguments(memory, numbers):
 PACKED_CASES = """
     v5e:2x2 8 adagrad; v5e:2x2 64 adam; v5e:2x2 100 adagrad; v6e:2x2 16 adagrad;
     v6e:2x2 32 adam; v6e:2x2 100 adam; v5p:2x2x1 16 adagrad; v5p:2x2x1 16 adam;
-    v5p:2x2x1 32 adagrad; v5p:2x2x1 32 adam; v5p:2x2x1 64 adam; v5p:2x2x1 100 adam;
-    v5p:2x2x1 8 rowwise; v5p:2x2x1 16 rowwise; v5p:2x2x1 64 rowwise; v5p:2x2x1 100 rowwise
+    v5p:2x2x1 32 adagrad; v5p:2x2x1 32 adam; v5p:2x2x1 64 adam; v5p:2x2x1 100 adam
 """.split(";")
 
 
@@ -292,10 +294,9 @@ def test_a_million_rows(case):
     memory, numbers = memory_of(topology, optimizer, int(columns), 10**6)
     check_arguments(memory, numbers)
     # The SparseCores of a v5p write the lines of the batch to HBM, where two arrays of them are
-    # at once: two lookups of a row-wise optimizer, or of a row that is in two parts.
+    # at once: those of the batch, and of the gradient.
     lines = 8192 * LANES * 4
-    are_two = optimizer == "rowwise" or columns == "100"
-    allowed = (2.75 if are_two else 1.5) * lines if topology.startswith("v5p") else 0
+    allowed = (2.75 if columns == "100" else 1.5) * lines if topology.startswith("v5p") else 0
     assert memory.temp_size_in_bytes <= max(0.05 * numbers, allowed)
 
 

@@ -145,7 +145,8 @@ def stepped(tx, t, ids, two_steps=False):
 SGD = jmask.sgd(0.1)
 MODELS = functions("t, ids", {**vars(jmask), **globals()})("""
     embedding_lookup(t, ids); embedding_lookup(t, ids, max_norm=1.0);
-    embedding_lookup(t, ids, mode="clip"); PackedTable.pack(t)[ids]; embedding_bag(t, ids);
+    embedding_lookup(t, ids, mode="clip"); embedding_bag(t, ids);
+    embedding_lookup(packed(t), ids, width=t.shape[1]);
     embedding_bag(t, ids, combiner="mean", padding_id=-1);
     embedding_bag(t, ids, combiner="sqrtn", weights=ids.astype(np.float32));
     embedding_bag(t, ids, combiner="max", padding_id=-1);

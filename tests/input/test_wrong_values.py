@@ -302,7 +302,7 @@ def test_argument(name):
 
 def test_every_public_function_is_listed():
     no_arguments = {"densify", "drop_nonfinite_rows", "strict"}
-    made_by_others = set("MaskedTensor PackedTable PaddedBags".split())
+    made_by_others = set("MaskedTensor PaddedBags".split())
     classes = {"GradcheckError", "StorageFallbackWarning"}
     modules = {"nn", "nnx", "numpy", "sparsecore", "tree"}  # take what jax.numpy takes
     public = {name for name in dir(jmask) if not name.startswith("_")}

@@ -381,7 +381,7 @@ def test_batched_calls_are_the_definition():
 
 
 def test_packed_tables():
-    table = jax.eval_shape(jmask.PackedTable.pack, jax.ShapeDtypeStruct((10**6, 64), "float32"))
+    table = jax.eval_shape(jmask.packed, jax.ShapeDtypeStruct((10**6, 64), "float32"))
     tx = jmask.adam()
     state = jax.eval_shape(tx.init, table)
     ids = jax.ShapeDtypeStruct((64,), jnp.int32)

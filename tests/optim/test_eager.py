@@ -11,7 +11,7 @@ from tests.autodiff.test_semantics_of_gradients import OPERATIONS
 from tests.compilations import compilations
 from tests.expressions import functions
 from tests.optim.test_promotion import NAMED
-from tests.stored_tables import STEPS
+from tests.stored_tables import STEPS, of_lines
 
 pytestmark = pytest.mark.dtype_promotion
 
@@ -65,15 +65,17 @@ FUNCTIONS = functions("i", globals())("""
     jmask.grad(lambda x: jnp.sum(jmask.todense(x) ** 2))(rows(i));
     jmask.embedding_lookup(jnp.ones((50, 64)), ids_of(i), max_norm=1.0, padding_id=2);
     jmask.embedding_bag(NARROW, ids_of(i), offsets=jnp.array([0, 1]), combiner="max");
-    jmask.renormalize(jnp.ones((50, 64)), ids_of(i), 1.0); PACKED[ids_of(i)];
-    jmask.apply_gradients(ADAM, rows(i), ADAM.init(PACKED), PACKED)[0].parts;
+    jmask.renormalize(jnp.ones((50, 64)), ids_of(i), 1.0);
+    jmask.embedding_lookup(PACKED, ids_of(i), width=3);
+    jmask.apply_gradients(ADAM, packed_rows(i), ADAM.init(PACKED), PACKED)[0];
     jmask.stochastic_round(jnp.full(3, 0.1 * i), jnp.bfloat16, jax.random.key(i));
     jmask.apply_updates(jnp.ones((50, 3), jnp.bfloat16), rows(i), key=jax.random.key(i));
     jmask.tree.norm(rows(i)); jmask.tree.mean([rows(i), rows(i + 1)]);
     jmask.tree.scale(2.0, rows(i))
 """)
 NARROW, ADAM = jnp.ones((50, 3)), OPTIMIZERS["adam"]
-PACKED = jmask.PackedTable.pack(NARROW)
+PACKED = jmask.packed(NARROW)
+packed_rows = lambda i: of_lines(rows(i), PACKED)
 ids_of = lambda i: jnp.array([i, 3, i])
 
 

@@ -11,7 +11,7 @@ import pytest
 import jmask
 from tests.compiled_step import Step, temporary_bytes
 from tests.expressions import named
-from tests.stored_tables import STEPS, stored
+from tests.stored_tables import STEPS, of_lines, stored
 
 DECAY = 0.8
 CHAINS = named("ema", {**vars(jmask), **globals()})("""
@@ -50,6 +50,8 @@ def gradients(shape, dtype, k):
 def test_the_average_is_the_dense_one(chain, storage, shape, dtype, step, jit):
     if dtype == "complex64" and chain == "lifted together":
         pytest.skip("optax.adam of complex numbers is in test_complex_tables.py")
+    if storage == "packed" and chain in ("bounded", "lifted together"):
+        pytest.skip("norms of rows, and the step of each, are not those of lines")
     ema = jmask.ema(DECAY)
     tx = CHAINS[chain](ema)
     table = jnp.asarray(np.random.default_rng(9).normal(size=shape), dtype)
@@ -60,7 +62,10 @@ def test_the_average_is_the_dense_one(chain, storage, shape, dtype, step, jit):
     run = functools.partial(STEPS[step], tx)
     run = jax.jit(run) if jit else run
     for k in range(len(STEPS_OF_IDS)):
-        params, state = run(gradients(shape, dtype, k), state, params)
+        grads = gradients(shape, dtype, k)
+        if storage == "packed":
+            grads["table"] = of_lines(grads["table"], params["table"])
+        params, state = run(grads, state, params)
         for name, x in params.items():
             expected[name] = DECAY * expected[name] + (1 - DECAY) * np.asarray(x, wide)
         average = ema.average(state, params)

@@ -271,13 +271,13 @@ def test_stacked_tables():
 
 
 def test_packed_tables():
-    packed = jax.eval_shape(jmask.PackedTable.pack, SHAPE((1000, 4), "float32"))
+    packed = jax.eval_shape(jmask.packed, SHAPE((1000, 4), "float32"))
     params = {"used": packed, "not used": packed}
-    found = jmask.explain(lambda p, ids: jnp.sum(p["used"][ids]), params, IDS, platform="tpu")
-    assert (found["used"].nse, found["used"].touched, found["used"].note) == (3, 3 * 16, "")
-    assert found["used"].array == "PackedTable float32[1000, 4]"
-    assert found["used"].nbytes == 32 * 128 * 4  # 32 rows in a line
-    assert "not looked up" in found["not used"].note
+    look = lambda p, ids: jmask.embedding_lookup(p["used"], ids, width=4)
+    found = jmask.explain(lambda p, ids: jnp.sum(look(p, ids)), params, IDS, platform="tpu")
+    assert (found["used"].nse, found["used"].touched, found["used"].note) == (3, 3 * 512, "")
+    assert found["used"].array == "float32[32, 128]"  # 32 rows in a line
+    assert "not used" in found["not used"].note
 
 
 def test_nothing_is_warned_of_and_nothing_hidden():

@@ -15,7 +15,7 @@ import pytest
 
 import jmask
 from tests.expressions import functions, named
-from tests.stored_tables import STEPS, stored
+from tests.stored_tables import STEPS
 
 pytestmark = pytest.mark.dtype_promotion
 
@@ -192,17 +192,6 @@ def test_every_optimizer(optimizer, step, is_jitted):
     cast = jax.tree.map(lambda x, y: x.astype(y.dtype), before.init(params), tx.init(params))
     _, state = call(cast)
     assert jax.tree.map(jnp.result_type, state) == jax.tree.map(jnp.result_type, cast)
-
-
-@pytest.mark.sampled(15)
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("table", ["packed"])
-def test_stored_tables(table, step):
-    params = stored(table, jnp.ones((V, D)))
-    for optimizer in ("adam", "optax.adam"):
-        tx, before = OPTIMIZERS[optimizer](WIDE), OPTIMIZERS[optimizer](NARROW)
-        with pytest.raises(ValueError, match="is bfloat16, and `init`"):
-            STEPS[step](tx, GRADIENT, before.init(params), params)
 
 
 def test_dense_gradients_of_named_optimizers():

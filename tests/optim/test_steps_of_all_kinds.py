@@ -15,7 +15,7 @@ import pytest
 import jmask
 from jmask._optim.named import MomentumState
 from tests.expressions import functions
-from tests.stored_tables import STEPS
+from tests.stored_tables import STEPS, of_lines, stored, unpacked
 
 pytestmark = [pytest.mark.sampled, pytest.mark.dtype_promotion]
 
@@ -134,7 +134,7 @@ def run(tx, how, step, params, grads):
 def table_of(form, rows, rng):
     shape = (2, rows, D) if form == "stack" else (rows, D)
     table = jnp.asarray(rng.normal(size=shape), jnp.float32)
-    return shape, jmask.PackedTable.pack(table) if form == "packed" else table
+    return shape, table
 
 
 @pytest.mark.parametrize("rows", [5, 300])
@@ -142,14 +142,24 @@ def table_of(form, rows, rng):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", WRAPPED)
 def test_beside_numpy(name, form, how, rows):
-    shape, table = table_of(form, rows, np.random.default_rng(0))
+    shape, start = table_of(form, rows, np.random.default_rng(0))
+    table = stored(form, start) if form == "packed" else start
     params = [table, jnp.zeros(4)]
     has_nan = "nonfinite" in name
     pairs = [gradients(form, shape, seed, has_nan and seed in (1, 4)) for seed in range(6)]
     grads = [ours for ours, _ in pairs]
-    tx, model = WRAPPED[name](grads[0]), Model(name, params, form)
+    if form == "packed":
+        grads = [[of_lines(g, table), dense] for g, dense in grads]
+    tx, model = WRAPPED[name](grads[0]), Model(name, [start, params[1]], form)
     step = "apply_gradients" if (HOW.index(how) + rows + FORMS.index(form)) % 2 else "update"
+    if form == "packed" and "max_row_norm" in name:
+        with pytest.raises(ValueError, match="row by row, and the table is packed"):
+            run(tx, how, step, params, grads)
+        return
     new, state = run(tx, how, step, params, grads)
+    if form == "packed":
+        averaged = EMA.average(state, new) if "EMA" in name else None
+        new, state, averaged = unpacked((new, state, averaged), table, shape)
     for _, theirs in pairs:
         model.step(theirs)
     (trace,) = (x.momentum for x in jax.tree.leaves(state, is_leaf=is_sgd) if is_sgd(x))
@@ -162,7 +172,8 @@ def test_beside_numpy(name, form, how, rows):
         counts = [x for x in jax.tree.leaves(state) if x.ndim == 0 and x.dtype == jnp.int32]
         assert model.skipped + model.dropped in map(int, counts)
     if "EMA" in name:
-        average = np.asarray(EMA.average(state, new)[0]).reshape(-1, D)
+        average = averaged if form == "packed" else EMA.average(state, new)
+        average = np.asarray(average[0]).reshape(-1, D)
         np.testing.assert_allclose(average, model.averages[0], 1e-5, 1e-6)
 
 

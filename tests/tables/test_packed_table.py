@@ -1,4 +1,4 @@
-"""A packed table is its array in another form: bits, gradients and trajectories agree."""
+"""A packed table is its array in lines of 128: bits, gradients and trajectories agree."""
 
 import functools
 import itertools
@@ -7,178 +7,125 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jmask
-from jmask._kernels.lines import LANES, entries_and_mask
-from jmask._tables.packed import part_shapes
+from jmask._kernels.lines import LANES, masked_lines
 from tests import stored_tables
 from tests.compiled_step import compiled_step, temporary_bytes, training_step
 from tests.expressions import functions
-from tests.optimizers import OF_ALL_TABLES as OPTIMIZERS
+from tests.later import later
+from tests.optimizers import OF_ALL_TABLES
 from tests.sampling import chosen
 from tests.stored_tables import STEPS, bits, numbers
 
+nnx, linen = later("flax.nnx"), later("flax.linen")
+train_state = later("flax.training.train_state")
+
 pytestmark = pytest.mark.sampled(15)
 
-ROWS = [(1,), (8,), (16,), (32,), (64,), (100,), (128,), (200,), (3, 5), ()]
-DTYPES = ["float32", "bfloat16", "float64"]
+# How many columns, and the shape of the lines of 21 rows of them.
+LINES = {
+    1: (1, 128), 8: (2, 128), 12: (3, 128), 32: (6, 128), 48: (11, 128), 64: (11, 128),
+    65: (21, 128), 100: (21, 128), 128: (21, 128), 200: (21, 256),
+}  # fmt: skip
+DTYPES = ["float32", "bfloat16", "float64", "complex64"]
 V = 21
+# One number for each row is one for each line: refused.
+BY_ROWS = ("rowwise adagrad", "rowwise adam", "adam per row")
+OPTIMIZERS = {name: tx for name, tx in OF_ALL_TABLES.items() if name not in BY_ROWS}
 
 
-def table_of(row, dtype=jnp.float32):
+def table_of(columns, dtype=jnp.float32):
     """Numbers of all kinds: nan, infinities and zeros of both signs among them."""
-    x = np.random.default_rng(0).normal(size=(V, *row))
+    x = np.random.default_rng(0).normal(size=(V, columns))
     special = [np.nan, -0.0, np.inf, 0.0, -np.inf, -0.0]
     x.reshape(-1)[np.linspace(0, x.size - 1, len(special)).astype(int)] = special
     return jnp.asarray(x, dtype)
+
+
+def rows_of(lines, columns):
+    return jmask.embedding_lookup(lines, jnp.arange(V), width=columns)
 
 
 # --- the form ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("row", "dtype"),
+    ("columns", "dtype"),
     chosen(
-        [(row, DTYPES[i % len(DTYPES)]) for i, row in enumerate(ROWS)],
-        itertools.product(ROWS, DTYPES),
+        [(columns, DTYPES[i % len(DTYPES)]) for i, columns in enumerate(LINES)],
+        itertools.product(LINES, DTYPES),
     ),
 )
-def test_bits(row, dtype):
-    """Packed, read, written and unpacked, every bit is where it was in the array."""
+def test_bits(columns, dtype):
+    """Packed, looked up, updated: every bit of other rows is where it was in the array."""
     with jax.enable_x64(dtype == "float64"):
-        x = table_of(row, dtype)
+        x = table_of(columns, dtype)
+        lines = jmask.packed(x)
+        assert (lines.shape, lines.dtype) == (LINES[columns], x.dtype)
+        np.testing.assert_array_equal(bits(rows_of(lines, columns)), bits(x))
         # Rows 3 and 4 share a line where rows are narrow; the last line is not full.
         touched = np.array([0, 3, 4, 11, V - 1])
-        new = x[::-1][touched].at[1].set(-0.0).at[2].set(jnp.nan)
-        gradient = jmask.RowSparse(np.append(touched, V), jnp.zeros((6, *row)), x.shape)
-        ids = jnp.array([V - 1, 3, 0, 3, 11, 4])
-
-        @jax.jit
-        def moved(x, new):
-            table = jmask.PackedTable.pack(x)
-            rows = jnp.concatenate([new, new[:1]])  # what padding holds is not written
-            written = table.set_rows(table.fitted(gradient), rows)
-            return table, table.todense(), table.read(ids), written, written.todense()
-
-        table, dense, read, written, after = moved(x, new)
-        assert [part.shape for part in table.parts] == part_shapes(x.shape)
-        assert table.dtype == x.dtype
-        assert all(part.shape[1] % LANES == 0 for part in written.parts)
-        expected = np.array(x)
-        expected[touched] = new
-        for actual, wanted in ((dense, x), (read, x[ids]), (after, expected)):
-            np.testing.assert_array_equal(bits(actual), bits(wanted))
+        look = lambda t: jmask.embedding_lookup(t, touched, width=columns)
+        for tx in (jmask.sgd(1.0), jmask.lazy(optax.sgd(1.0)), jmask.adagrad(1.0)):
+            step = training_step(lambda t: jnp.sum(jnp.real(look(t))), tx)
+            after = rows_of(step(jnp.copy(lines), tx.init(lines))[0], columns)
+            others = np.setdiff1d(np.arange(V), touched)
+            np.testing.assert_array_equal(bits(after)[others], bits(x)[others])
+            finite = np.isfinite(x[touched])
+            assert (after[touched] != x[touched])[finite].all()
 
 
-@pytest.mark.parametrize("columns", [1, 8, 100, 128])
-@pytest.mark.parametrize("dtype", ["int32", "uint32", "int8", "int64", "bool"])
-def test_integers(dtype, columns):
-    """A state may have them: all their bits are written, those of nan too."""
-    with jax.enable_x64(dtype == "int64"):
-        info = None if dtype == "bool" else np.iinfo(dtype)
-        some = [0, 1] if info is None else [info.min, info.max, 0, 1, 5]
-        some += [0x7FC00001, 0x7FF8000000000001][: info.bits // 32] if info else []
-        rng = np.random.default_rng(0)
-        x = rng.choice(np.array(some).astype(dtype), (V, columns))
-        new = rng.choice(np.array(some).astype(dtype), (3, columns))
-        gradient = jmask.RowSparse(np.array([3, 4, 11]), jnp.zeros((3, columns)), x.shape)
-        table = jmask.PackedTable.from_array(jnp.asarray(x))
-        after = jax.jit(lambda t, y: t.set_rows(t.fitted(gradient), y))(table, jnp.asarray(new))
-        assert after.dtype == x.dtype
-        x[[3, 4, 11]] = new
-        np.testing.assert_array_equal(after.todense(), x)
-
-
-@pytest.mark.parametrize("columns", [1, 8, 64])
-def test_an_entry_with_the_bits_that_stand_for_no_row(columns):
-    """It is a nan, and written as one."""
-    x = table_of((columns,))
-    reserved = int(entries_and_mask(jnp.zeros(()), x.dtype)[0].view(jnp.int32))
-    rows = jnp.full((1, columns), reserved, jnp.int32).view(x.dtype)
-    gradient = jmask.RowSparse([3], rows, x.shape)
-    table = jmask.PackedTable.pack(x)
-    after = table.set_rows(table.fitted(gradient), rows).todense()
-    assert jnp.isnan(after[3]).all()
-    np.testing.assert_array_equal(bits(jnp.delete(after, 3, 0)), bits(jnp.delete(x, 3, 0)))
-
-
-def test_size_is_that_of_the_array():
-    for columns in (1, 8, 64, 100, 200):
-        shapes = part_shapes((10**6, columns))
-        assert sum(a * b for a, b in shapes) <= 10**6 * columns + LANES * len(shapes)
-
-
-@pytest.mark.parametrize("row", [(8,), (100,), (3, 5)])
-def test_full(row):
-    like = jmask.PackedTable.pack(table_of(row))
-    for shape, value, dtype in (((1,), 0.5, jnp.float32), (row, -1.0, jnp.bfloat16)):
-        full = like.full(shape, value, dtype)
-        assert full.dtype == dtype
-        np.testing.assert_array_equal(full, np.full((V, *shape), value))
+@pytest.mark.parametrize("width", [1, 8, 64])
+def test_masked_lines(width):
+    """What rows write to their lines, the nan that stands for no row there among them."""
+    each = LANES // width
+    ids = jnp.array([0, 1, each, 3 * each - 1, 4 * each, 4 * each], jnp.int32)
+    rows = jnp.asarray(np.random.default_rng(0).normal(size=(6, width)), jnp.float32)
+    rows = rows.at[0].set(-0.0).at[1].set(jnp.int32(0x7FC00001).view(jnp.float32))
+    line, values, mask = jax.jit(masked_lines, static_argnums=2)(ids, rows, 4)
+    expected = np.full((4, each, width), 7.0, np.float32)
+    expected.reshape(-1, width)[ids[:4]] = rows[:4]
+    kept = np.full((4, LANES), 7.0, np.float32)
+    for i in range(6):
+        if line[i] < 4:
+            kept[line[i]] = np.where(mask[i], values[i], kept[line[i]])
+    assert sorted(x for x in line.tolist() if x < 4) == [0, 1, 2]
+    np.testing.assert_array_equal(kept, expected.reshape(4, LANES))
+    np.testing.assert_array_equal(np.signbit(kept[0, :width]), True)
 
 
 def test_ids_outside_the_table():
-    x = table_of((100,))
-    table = jmask.PackedTable.pack(x)
-    ids = jnp.array([[V - 1, V, -1], [V + 500, 2, 1]])
-    for mode in ("fill", "clip", "zero"):
-        lookup = functools.partial(jmask.embedding_lookup, mode=mode, padding_id=-1)
-        np.testing.assert_array_equal(lookup(table, ids), lookup(x, ids))
+    """The last line is filled up: what comes after the table is zeros as far as that goes."""
+    x = table_of(48)
+    ids = jnp.array([[V - 1, V + 1, -1], [V + 500, 2, 1]])
+    for mode, wanted in (("fill", x), ("clip", jnp.pad(x, ((0, 1), (0, 0)))), ("zero", x)):
+        lookup = functools.partial(jmask.embedding_lookup, ids=ids, mode=mode, padding_id=-1)
+        np.testing.assert_array_equal(lookup(jmask.packed(x), width=48), lookup(wanted))
 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_few_rows(count):
     x = jnp.ones((count, 20))
-    table, ids = jmask.PackedTable.pack(x), jnp.array([0, 0])
-    lookup = functools.partial(jmask.embedding_lookup, mode="zero")
-    np.testing.assert_array_equal(lookup(table, ids), lookup(x, ids))
-    np.testing.assert_array_equal(table.todense(), x)
-    assert table[jnp.zeros((0, 2), int)].shape == (0, 2, 20)
-
-    tx = jmask.sgd(1.0)
-    step = training_step(lambda t: jnp.sum(lookup(t, ids)), tx)
-    np.testing.assert_array_equal(step(table, tx.init(table))[0], x - 2)
-
-
-def test_packed_is_for_tpus():
-    narrow, wide = jnp.ones((10, 64)), jnp.ones((10, 256))
-    assert isinstance(jmask.packed(narrow, platform="tpu"), jmask.PackedTable)
-    for platform in ("cpu", "gpu", None):
-        assert jmask.packed(narrow, platform) is narrow
-    assert jmask.packed(wide, platform="tpu") is wide
+    lines, ids = jmask.packed(x), jnp.array([0, 0])
+    lookup = functools.partial(jmask.embedding_lookup, mode="zero", width=20)
+    np.testing.assert_array_equal(lookup(lines, ids), lookup(x, ids))
+    assert lookup(lines, jnp.zeros((0, 2), int)).shape == (0, 2, 20)
+    for tx in (jmask.sgd(1.0), jmask.adam(1.0)):
+        for where in (ids, ids[:0]):
+            step = training_step(lambda t: jnp.sum(lookup(t, where)), tx)  # noqa: B023
+            after = step(jnp.copy(lines), tx.init(lines))[0]
+            assert (after.sum() < lines.sum()) == (len(where) > 0 and count > 0)
 
 
-# --- as a tree ---------------------------------------------------------------------------
-
-
-def test_tree():
-    table = jmask.PackedTable.pack(table_of((100,)))
-    leaves, structure = jax.tree.flatten(table)
-    assert [leaf.shape for leaf in leaves] == part_shapes(table.shape)
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(table)]
-    assert paths == [".parts[0]", ".parts[1]", ".parts[2]"]
-    for copy in (
-        structure.unflatten(leaves),
-        jax.jit(lambda t: t)(table),
-        pickle.loads(pickle.dumps(table)),
-    ):
-        assert repr(copy) == "PackedTable(float32[21, 100])"
-        assert len(copy) == V
-        assert copy.ndim == 2
-        np.testing.assert_array_equal(bits(copy), bits(table_of((100,))))
-    assert repr(jax.tree.map(lambda _: None, table)) == "PackedTable(?[21, 100])"
-    with pytest.raises(ValueError, match="no array to share"):
-        np.array(table, copy=False)
-
-
-def test_donated_parts_are_written_in_place():
-    tx, table = jmask.adam(0.1), jmask.PackedTable.pack(jnp.ones((10**4, 100)))
-    compiled = compiled_step(lambda t, ids: jnp.sum(t[ids] ** 2), tx, table, jnp.arange(8))
-    assert temporary_bytes(compiled, 3 * 10**4 * 100 * 4) < 10**4 * 100 * 4 / 10
-    old = table.parts
-    compiled(table, tx.init(table), jnp.arange(8))
-    assert all(part.is_deleted() for part in old)
+def test_tables_that_are_not_packed():
+    """`width` is taken of them too, so that one program runs with both."""
+    for columns in (1, 12, 64, 100, 300):
+        x = jnp.arange(4.0 * columns).reshape(4, columns)
+        rows = jmask.embedding_lookup(x, [3, 1], width=columns)
+        np.testing.assert_array_equal(rows, x[3::-2])
 
 
 # --- gradients ---------------------------------------------------------------------------
@@ -186,92 +133,200 @@ def test_donated_parts_are_written_in_place():
 IDS = jnp.array([[1, 3, 3], [20, 7, 2]])
 RNG = np.random.default_rng(1)
 BAG_WEIGHTS = jnp.array([[1.0, 2.0, -1.0], [0.5, 1.0, 1.0]])
+look = functools.partial(jmask.embedding_lookup, width=16)
+bag = functools.partial(jmask.embedding_bag, width=16)
 
 
 def in_scan(table, wrap=lambda f: f):
     @wrap
     def body(total, ids):
-        return total + jnp.sum(jnp.sin(table[ids])), None
+        return total + jnp.sum(jnp.sin(look(table, ids))), None
 
     return jax.lax.scan(body, jnp.float32(0), IDS)[0]
 
 
-NOT_USED = "jnp.float32(3)"
 LOSSES = functions("t", globals())("""
-    jnp.sum(jnp.sin(t[IDS])); in_scan(t); in_scan(t, wrap=jax.checkpoint);
-    jnp.sum(jmask.embedding_lookup(t, IDS, padding_id=3, mode="clip", max_norm=1.0) ** 3);
-    jnp.sum(jnp.sin(jmask.embedding_bag(t, IDS, weights=BAG_WEIGHTS, combiner="mean")));
-    jnp.sum(jnp.sin(jmask.embedding_bag(t, IDS, combiner="max")));
-    jnp.sum(jax.vmap(lambda ids: jnp.sin(t[ids]).prod(0))(IDS));
-    jax.lax.cond(IDS[0, 0] > 0, lambda: jnp.sum(t[IDS] ** 2), lambda: 0.0); jnp.float32(3)
+    jnp.sum(jnp.sin(look(t, IDS))); in_scan(t); in_scan(t, wrap=jax.checkpoint);
+    jnp.sum(look(t, IDS, padding_id=3, mode="clip", max_norm=1.0) ** 3);
+    jnp.sum(jnp.sin(bag(t, IDS, weights=BAG_WEIGHTS, combiner="mean")));
+    jnp.sum(jnp.sin(bag(t, IDS, combiner="max"))); jnp.sum(jnp.sin(t.reshape(-1, 16)[IDS]));
+    jnp.sum(jax.vmap(lambda ids: jnp.sin(look(t, ids)).prod(0))(IDS));
+    jnp.sum(jnp.sin(look(t, IDS)) * look(t, IDS[::-1])) + jnp.sum(t.reshape(-1, 16)[4] ** 2);
+    jax.lax.cond(IDS[0, 0] > 0, lambda: jnp.sum(look(t, IDS) ** 2), lambda: 0.0);
+    jnp.sum(jnp.sin(look(t * 2.0, IDS)))
 """)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradient(name):
-    """That of the array; `jax.grad` gives all rows, and is right."""
-    loss, x = LOSSES[name], jnp.asarray(RNG.normal(size=(V, 12)), jnp.float32)
-    table = jmask.PackedTable.pack(x)
+    """That of the array, in rows of 16 of its lines; `jax.grad` gives all lines."""
+    loss, x = LOSSES[name], jnp.asarray(RNG.normal(size=(24, 16)), jnp.float32)
+    lines = jmask.packed(x)
 
     @jax.jit
-    def both(table):
-        value, gradient = jmask.value_and_grad(loss)(table)
-        return value, gradient, gradient.todense(), jax.grad(loss)(table).todense()
+    def both(lines):
+        value, gradient = jmask.value_and_grad(loss)(lines)
+        return value, gradient, gradient.todense(), jax.grad(loss)(lines)
 
     with jmask.strict():
-        value, gradient, *dense = both(table)
-    assert isinstance(gradient, jmask.RowSparse)
-    assert gradient.nse <= max(IDS.size, 1) or name == NOT_USED
-    expected = jax.jit(jax.value_and_grad(loss))(x)
+        value, gradient, *dense = both(lines)
+    assert (gradient.shape, gradient.width) == (lines.shape, 16)
+    assert gradient.nse <= 2 * IDS.size + 1
+    expected = jax.jit(jax.value_and_grad(loss))(lines)
     np.testing.assert_allclose(value, expected[0], rtol=1e-5, atol=1e-6)
     for found in dense:
         np.testing.assert_allclose(found, expected[1], rtol=1e-5, atol=1e-6)
 
 
+def test_rows_and_whole_lines():
+    """A line that is looked up whole is all of its rows."""
+    lines = jmask.packed(jnp.asarray(RNG.normal(size=(24, 16)), jnp.float32))
+    loss = lambda t: jnp.sum(jnp.sin(look(t, IDS))) + jnp.sum(t[jnp.array([2, 0, 2])] ** 2)
+    gradient = jmask.grad(loss)(lines)
+    assert (gradient.width, gradient.nse) == (16, 6 + 3 * 8)
+    np.testing.assert_allclose(gradient.todense(), jax.grad(loss)(lines), rtol=1e-5)
+
+
 def test_gradient_vmapped():
-    """The whole of value_and_grad under vmap, one batch of ids for each."""
-    x, loss = (
-        jnp.asarray(RNG.normal(size=(V, 12)), jnp.float32),
-        lambda t, ids: jnp.sum(t[ids] ** 2),
-    )
-    ours, stock = (
-        jax.vmap(lambda ids: jmask.todense(grad(loss)(table, ids)))(IDS)  # noqa: B023
-        for grad, table in ((jmask.grad, jmask.PackedTable.pack(x)), (jax.grad, x))
-    )
-    np.testing.assert_allclose(ours, stock, rtol=1e-5, atol=1e-6)
+    """The whole of value_and_grad under vmap: other ids for each, or other tables."""
+    x = jnp.asarray(RNG.normal(size=(2, 24, 16)), jnp.float32)
+    lines = jax.vmap(jmask.packed)(x)
+    loss = lambda t, ids: jnp.sum(look(t, ids) ** 2)
+    for axes in ((None, 0), (0, None), (0, 0)):
+        args = [a[0] if axis is None else a for a, axis in zip((lines, IDS), axes, strict=True)]
+        ours = jax.vmap(lambda t, ids: jmask.grad(loss)(t, ids).todense(), axes)(*args)
+        np.testing.assert_allclose(ours, jax.vmap(jax.grad(loss), axes)(*args), rtol=1e-5)
+
+
+def test_sums_of_gradients():
+    """Rows of other lines add to those of these, as rows of tables do."""
+    lines = jmask.packed(jnp.asarray(RNG.normal(size=(24, 16)), jnp.float32))
+    one, two = (jmask.grad(lambda t: jnp.sum(look(t, i) ** 2))(lines) for i in IDS)  # noqa: B023
+    expected = one.todense() + two.todense()
+    stacked = jax.tree.map(lambda a, b: jnp.stack([a, b]), one, two)
+    for total in (one + two, jmask.tree.add(one, two), jmask.tree.merge(stacked)):
+        assert total.width == 16
+        np.testing.assert_allclose(total.todense(), expected, rtol=1e-6)
+    again = pickle.loads(pickle.dumps(one))
+    assert repr(again) == repr(one) == "RowSparse(float32[3, 128], nse=3, width=16)"
+    again = jmask.from_arrays(jmask.to_arrays(one), like=one)
+    np.testing.assert_array_equal(again.todense(), one.todense())
 
 
 # --- optimizers --------------------------------------------------------------------------
 
+RUNS = [(12, name, step) for name in OPTIMIZERS for step in STEPS]
+OTHER_ROWS = itertools.product([1, 64, 100, 128], OPTIMIZERS, ["apply_gradients"])
 
-RUNS = [((12,), name, step) for name in OPTIMIZERS for step in STEPS]
-OTHER_ROWS = itertools.product([(100,), (3, 5), (128,)], OPTIMIZERS, ["apply_gradients"])
 
-
-@pytest.mark.parametrize(("row", "name", "step"), chosen(RUNS[::3], [*RUNS, *OTHER_ROWS]))
+@pytest.mark.parametrize(("columns", "name", "step"), chosen(RUNS[::3], [*RUNS, *OTHER_ROWS]))
 @pytest.mark.dtype_promotion
-def test_trajectory(row, name, step):
+def test_trajectory(columns, name, step):
     """That of the array, and rows not touched keep their bits, also beside touched ones."""
-    tx, x = OPTIMIZERS[name], numbers(row)
-    expected = stored_tables.trained_array(name, row)
-    actual = stored_tables.trained(jmask.PackedTable.pack(x), tx, STEPS[step])
+    tx, x = OPTIMIZERS[name], numbers((columns,))
+    expected = stored_tables.trained_array(name, (columns,))
+    lines = jmask.packed(x)
+    actual = stored_tables.trained(lines, tx, STEPS[step], width=columns)
+    actual = actual._replace(params=stored_tables.unpacked(actual.params, lines, x.shape))
+    actual = actual._replace(state=stored_tables.unpacked(actual.state, lines, x.shape))
     stored_tables.assert_same_run(actual, expected)
     stored_tables.assert_other_rows_untouched(actual, x)
 
 
+@pytest.mark.parametrize("name", [*BY_ROWS, "max_row_norm", "unit_norm"])
+def test_what_works_by_rows_is_refused(name):
+    others = {
+        "max_row_norm": optax.chain(jmask.sgd(0.1), jmask.max_row_norm(1.0)),
+        "unit_norm": jmask.lazy(
+            optax.stateless(
+                lambda u, _: jax.tree.map(
+                    lambda x: x / jnp.linalg.norm(x, axis=1, keepdims=True), u
+                )
+            )
+        ),
+    }
+    tx, lines = (OF_ALL_TABLES | others)[name], jmask.packed(numbers())
+    gradient = jmask.grad(lambda t: jnp.sum(look(t, IDS) ** 2))(lines)
+    for step in STEPS.values():
+        with pytest.raises(ValueError, match="row by row, and the table is packed"):
+            step(tx, gradient, tx.init(lines), lines)
+
+
 def test_bfloat16_rounded_stochastically():
     x, tx = numbers().astype(jnp.bfloat16), jmask.sgd(1e-5)
-    gradient = jmask.RowSparse([2, 3], jnp.ones((2, 12)), x.shape)
-    table = jmask.PackedTable.pack(x)
+    lines = jmask.packed(x)
+    gradient = jmask.grad(
+        lambda t: jnp.sum(jmask.embedding_lookup(t, jnp.array([2, 3]), width=12))
+    )(lines)
     keys = jax.random.split(jax.random.key(0), 200)
 
     @jax.jit
     def mean_step(keys):
-        step = lambda key: jmask.apply_gradients(tx, gradient, tx.init(table), table, key=key)
-        new = jax.vmap(lambda key: step(key)[0].todense())(keys)
+        step = lambda key: jmask.apply_gradients(tx, gradient, tx.init(lines), lines, key=key)
+        new = jax.vmap(lambda key: rows_of(step(key)[0], 12))(keys)
         return jnp.mean(new.astype(jnp.float32) - x[None].astype(jnp.float32), axis=0)
 
     moved = mean_step(keys)
     assert moved[2:4].mean() == pytest.approx(-1e-5, rel=0.5)
     assert not moved[:2].any()
     assert not moved[4:].any()
+
+
+@pytest.mark.parametrize("columns", [8, 64, 100])
+@pytest.mark.parametrize("step", STEPS)
+def test_written_in_place(columns, step):
+    tx, x = jmask.adam(0.1), jax.ShapeDtypeStruct((10**5, columns), jnp.float32)
+    lines, ids = jax.eval_shape(jmask.packed, x), jax.ShapeDtypeStruct((8,), jnp.int32)
+    loss = lambda t, ids: jnp.sum(jmask.embedding_lookup(t, ids, width=columns) ** 2)
+    compiled = compiled_step(loss, tx, lines, ids, apply=STEPS[step])
+    size = lines.size * 4
+    assert temporary_bytes(compiled, 3 * size) < size / 10
+
+
+# --- in frameworks -----------------------------------------------------------------------
+
+
+def in_nnx(lines):
+    class Embed(nnx.Module):
+        def __init__(self):
+            self.lines = nnx.Param(lines)
+
+        def __call__(self, ids):
+            return look(self.lines[...], ids)
+
+    model = Embed()
+    optimizer = nnx.Optimizer(model, jmask.adam(0.1), wrt=nnx.Param)
+    grads = jmask.nnx.grad(lambda model: jnp.sum(model(IDS) ** 2))(model)
+    optimizer.update(model, grads)
+    return model.lines[...]
+
+
+def in_linen(lines):
+    class Embed(linen.Module):
+        @linen.compact
+        def __call__(self, ids):
+            return look(self.param("lines", lambda _: lines), ids)
+
+    model = Embed()
+    params = model.init(jax.random.key(0), IDS)
+    grads = jmask.grad(lambda p: jnp.sum(model.apply(p, IDS) ** 2))(params)
+    state = train_state.TrainState.create(apply_fn=None, params=params, tx=jmask.adam(0.1))
+    return state.apply_gradients(grads=grads).params["params"]["lines"]
+
+
+def by_optax(lines):
+    tx = jmask.adam(0.1)
+    grads = jmask.grad(lambda t: jnp.sum(look(t, IDS) ** 2))(lines)
+    updates, _ = tx.update(grads, tx.init(lines), lines)
+    new = optax.apply_updates(lines, updates)
+    return optax.incremental_update(new, lines, 1.0)
+
+
+@pytest.mark.parametrize("train", [in_nnx, in_linen, by_optax])
+@pytest.mark.dtype_promotion
+def test_in_frameworks(train):
+    """An array is a parameter of every framework."""
+    x, tx = numbers((16,)), jmask.adam(0.1)
+    gradient = jmask.grad(lambda t: jnp.sum(t[IDS] ** 2))(x)
+    expected, _ = jmask.apply_gradients(tx, gradient, tx.init(x), x)
+    np.testing.assert_allclose(rows_of(train(jmask.packed(x)), 16), expected, rtol=1e-5)

@@ -106,7 +106,6 @@ SHOWN = """
     HOLES -> MaskedTensor([1.0, --, 3.0], dtype=float32)
     masked(ROW, None) -> MaskedTensor(row_sparse, float32[9], nse=1, values=[5.0])
     masked(csr(MATRIX)) -> MaskedTensor(csr, float32[1, 2], nse=1, values=[5.0])
-    jmask.packed(TABLE, platform="tpu") -> PackedTable(float32[1000, 16])
 """
 
 

@@ -210,23 +210,6 @@ def test_indexing_out_of_range():
     assert (counts[jnp.array([4])] == np.iinfo(np.int32).min).all()
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint8])
-def test_packed_tables_count_from_the_end(dtype, wrap):
-    """As arrays do; beyond the first row is outside, as beyond the last. Gradients agree."""
-    table, first = jmask.packed(TABLE, platform="tpu"), np.iinfo(dtype).min
-    ids = np.array([0, 3, *([-1, -4, -5] if first else [4])], dtype)
-    expected = [
-        row if -4 <= i < 4 else [np.nan] * 2 for i in ids for row in TABLE[i % 4 : i % 4 + 1]
-    ]
-    np.testing.assert_array_equal(wrap(lambda t, i: t[i])(table, jnp.asarray(ids)), expected)
-    np.testing.assert_array_equal(table[ids.tolist()], expected)
-    np.testing.assert_array_equal(table[-1], TABLE[-1])
-    if first:
-        gradient = jmask.grad(lambda t: jnp.nansum(t[jnp.asarray(ids[2:4])]))(table)
-        np.testing.assert_array_equal(gradient.todense()[:, 0], [1, 0, 0, 1])
-
-
 def test_numpy_functions_of_tensors():
     """`np.sum(x)` is `x.sum()`, to which NumPy passes `out=None`."""
     x = tensor([3, 0, 3])

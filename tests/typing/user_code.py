@@ -96,7 +96,7 @@ def numbers_of_numpy() -> None:
     assert jnm.sum(np.ones(3, np.float32), axis=(0,), where=where) == 2
     different, counts = jnm.unique(x, return_counts=True)
     assert jnm.unique(x).shape == different.shape == counts.shape
-    table = jmask.packed(jnp.ones((10, 4)), "tpu")
+    table = jnp.ones((10, 4))
     assert jmask.embedding_lookup(table, np.array([1])).shape == (1, 4)
     bags = jmask.embedding_bag(table, np.array([1, 2]), offsets=[0, 1], weights=[1.0, 2.0])
     assert bags.shape == jmask.embedding_bag(table, jmask.pad_bags([1, 2], [0, 1])).shape
