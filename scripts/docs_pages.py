@@ -47,7 +47,7 @@ PAGES = {
     ),
     "embeddings": (
         "Embeddings and tables",
-        """embedding_lookup embedding_bag pad_bags PaddedBags renormalize packed PackedTable
+        """embedding_lookup embedding_bag pad_bags PaddedBags renormalize packed
         sharded exchange_overflow""",
     ),
 }
@@ -57,7 +57,6 @@ MEMBERS = {
         coalesce retain astype validate""",
     "MaskedTensor": """data mask shape dtype nbytes stype get_data get_mask to_tensor
         filled to_dense to_sparse to_sparse_csr to_row_sparse astype""",
-    "PackedTable": "pack dtype full todense",
     "PaddedBags": "weights bag_of_entry",
 }
 MODULES = ("numpy", "nn", "nnx", "tree", "sparsecore")
@@ -155,8 +154,6 @@ def _page(title: str, about: str, entries: str) -> str:
 
 def _documented(module: ModuleType, groups: Iterable[list[str]]) -> str:
     """Entries that the site generator fills in from docstrings, and what these do not say."""
-    from jmask._tables.stored_table import StoredTable
-
     path, entries = module.__name__, []
     for names in groups:
         found = getattr(module, names[0])
@@ -165,8 +162,6 @@ def _documented(module: ModuleType, groups: Iterable[list[str]]) -> str:
         if name in MEMBERS:
             members = ", ".join(MEMBERS[name].split())
             entry += f"    options:\n      members: [{members}]\n"
-            if issubclass(found, StoredTable):  # made by a function, whose signature counts
-                entry += "      merge_init_into_class: false\n"
         for other in sorted(set(names) - {name}):
             entry += f"\n[](){{ #{path}.{other} }}`{other}` is another name of `{name}`.\n"
         entries.append(entry + _methods(found))

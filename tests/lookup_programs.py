@@ -115,6 +115,7 @@ _ROWS = """
     unstacked table | 6 | square(sum((x[VALID] for x in t.reshape(2, V // 2, D))))
     scanned table | 6 | square(lax.map(lambda x: x[VALID], t.reshape(2, V // 2, D)))
     some columns | 6 | square(t[IDS, 1:3])
+    padded table | 6 | square(jnp.pad(t, ((1, 2), (0, 1)))[IDS])
     expanded table | 6 | square(t[:, None, :][IDS])
     jit | 6 | jax.jit(lambda t: square(t[IDS]))(t)
     jit in jit | 6 | jax.jit(lambda t: square(jax.jit(double_rows)(t, IDS)))(t)
@@ -136,7 +137,7 @@ _ROWS = """
         lax.cond(IDS[0] < 0, lambda t: square(t[IDS]), lambda t: 1.0, t)
     switch | 4 | lax.switch(VALID[1], [lambda t, n=n: square(t[IDS[:n]]) for n in (1, 2, 4)], t)
     scan in cond | 6 | lax.cond(IDS[0] > 0, rnn, lambda t: square(t[IDS]), t)
-    cond in scan | falls back |
+    cond in scan | 3 |
         lax.scan(lambda c, i: (lax.cond(i > 1, lambda: c + square(t[i]), lambda: c * t[0, 0]),
         None), 1.0, VALID)[0]
     cond in scan, rows | 3 |
@@ -160,7 +161,7 @@ _ROWS = """
         3))[0]
     sparse features, dot under vmap | 9 | square(jax.vmap(lambda x: jmask.dot(x, t))(BATCHED))
     sparse features, recomputed | 6 | jax.checkpoint(lambda t: square(jmask.dot(CSR, t)))(t)
-    custom_vjp | 3 | square(custom_lookup(t, VALID))
+    custom_vjp | falls back | square(custom_lookup(t, VALID))
     custom_jvp | 6 | jnp.sum(custom_square(t[IDS]))
     relu and softmax | 12 | square(jax.nn.relu(t[IDS])) + square(jax.nn.softmax(t[IDS]))
     grad inside | 6 | square(jax.grad(lambda x: square(x))(t[IDS]))
@@ -170,7 +171,7 @@ _ROWS = """
         square(lax.scan(lambda c, i: (jnp.tanh(t[i] + t.T @ (t @ c)), None), jnp.zeros(D),
         VALID)[0])
     penalised | falls back | square(t[IDS]) + jnp.sum(t ** 2)
-    scaled by a dense array | dense | square((t * jnp.arange(V, dtype=t.dtype)[:, None])[IDS])
+    scaled by a dense array | 6 | square((t * jnp.arange(V, dtype=t.dtype)[:, None])[IDS])
     transposed lookup | dense | square(t.T[:, IDS])
     columns | dense | square(t[:, VALID])
     entries | 3 | square(t[VALID, VALID])

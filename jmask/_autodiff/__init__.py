@@ -1,13 +1,11 @@
-"""`jmask.grad`: JAX's gradient program, interpreted so that gradients of tables stay rows.
+"""`jmask.grad`: JAX differentiates a program that has an argument of zeros at each lookup.
 
-value_and_grad              `jmask.value_and_grad`
-nnx                         the same of flax nnx modules: `jmask.nnx`
-arguments                   the function, its arguments, and the order of its gradients
-interpreter                 running a jaxpr by a table of rules
-rules, control_flow         the table
-values                      cotangents that are still rows
-row_pattern                 equations that write rows, and equations that move them
-gathered_rows, provenance   rows of another array, scaled: what is known, who asks
-views                       rows of what is made of tables, read from the tables themselves
-uses                        how a program uses its inputs: by lookups, or as a whole
+value_and_grad        `jmask.value_and_grad`: trace, read, differentiate, rows
+nnx                   the same of flax nnx modules: `jmask.nnx`
+arguments, tensors    the function and its arguments; sparse and masked tensors among them
+taps                  the arguments of zeros, and gradients of tables from theirs
+forward, nested       running a program some of whose values are views, or trying to
+views, view_rules     arrays made of tables, and not made: how rows of them are read
+lookups, bags         equations that read rows; sums of rows that are written by hand
+needed, uses          what a gradient goes through; what to say of a dense one
 """

@@ -11,44 +11,23 @@ batch statistics nobody sees.
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, Literal, Var
 
-from jmask._autodiff.values import Filled, RowSum, dense
-from jmask._autodiff.views import makes_view
-from jmask._base.fallback import collected, report_fallback
 from jmask._base.jaxprs import forwarded
 from jmask._base.lowering import lower, primitive
 from jmask._base.row_ids import mapped_words
 from jmask._base.shardings import explicit_sharding, varying_axes
-from jmask._base.types import (
-    Function,
-    Gradient,
-    Gradients,
-    Options,
-    PyTree,
-    PyTreeDef,
-    TensorLike,
-    Value,
-)
+from jmask._base.types import Function, Gradient, Gradients, Options, PyTree
 from jmask._base.validation import leaf_name
 from jmask._kernels.gathered_rows import GATHERED
 from jmask._kernels.rows import plus_zero, zero_after_reading
-from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
+from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import is_row_sparse
-from jmask._tensors.specified import (
-    placeholder_of,
-    values_of,
-    with_placeholder,
-    with_values_of,
-    without_placeholder,
-)
-from jmask._tensors.storage import is_sparse, unique_positions
 
 
 def checked_loss(fun: Function, numbers: Sequence[int], has_aux: bool) -> Function:
@@ -128,125 +107,6 @@ def argument_name(fun: Function, number: int) -> str:
     return names[number] if number < len(names) else f"args[{number}]"
 
 
-# --- tensors -------------------------------------------------------------------------------
-#
-# Sparse and masked tensors as arguments that `jmask.value_and_grad` differentiates.
-#
-# A tensor is differentiated in its stored values and in its placeholder, and which of
-# the two got a gradient decides about the storage of the result:
-#
-#     fun(x)                              gradient in x, a BCOO
-#     sum(x @ y)                          BCOO, the positions of x
-#     sum(todense(x, masked_grad=True))   BCOO, the positions of x
-#     sum(todense(x))                     array: entries that are not stored count too
-#
-# Equal positions are one entry: a tensor that may hold some is coalesced first, and so is its
-# gradient.
-
-
-def tensor_gradients(
-    fun: Function,
-    numbers: Sequence[int],
-    args: Sequence[PyTree],
-    differentiate: Function,
-    finished: Callable[[PyTree], PyTree],
-) -> tuple[PyTree, Sequence[Gradients]]:
-    """Differentiate in the stored values of tensors, and in placeholders where those count.
-
-    Args:
-        numbers: positions to differentiate, which hold tensors.
-        differentiate: (function, positions, arguments) -> value, gradients as the gradient
-            program leaves them.
-        finished: makes gradients in arrays what users get.
-    """
-    tree: PyTreeDef
-    leaves, tree = jax.tree.flatten([args[n] for n in numbers], is_leaf=is_tensor)
-    leaves = [_coalesced(x) for x in leaves]
-    tensors = {i: x for i, x in enumerate(leaves) if is_tensor(x)}
-
-    def with_leaves(args: Sequence[PyTree], leaves: Sequence[Value]) -> list[PyTree]:
-        new = dict(zip(numbers, tree.unflatten(leaves), strict=True))
-        return [new.get(i, x) for i, x in enumerate(args)]
-
-    def function_of_parts(*parts: PyTree, **kwargs: PyTree) -> PyTree:
-        *args, placeholders = parts
-        leaves = tree.flatten_up_to([args[n] for n in numbers])
-        for (i, x), placeholder in zip(tensors.items(), placeholders, strict=True):
-            leaves[i] = _rebuilt(x, leaves[i], placeholder)
-        return fun(*with_leaves(args, leaves), **kwargs)
-
-    def results(placeholders: list[Value]) -> tuple[PyTree, Sequence[Gradients]]:
-        parts = (*with_leaves(args, list(map(values_of, leaves))), placeholders)
-        value, (*gradients, placeholder_gradients) = differentiate(
-            function_of_parts, (*numbers, len(args)), parts
-        )
-        gradients = tree.flatten_up_to(finished(gradients))
-        for (i, x), gradient in zip(tensors.items(), placeholder_gradients, strict=True):
-            gradients[i] = _gradient(x, gradients[i], gradient)
-        return value, tree.unflatten(gradients)
-
-    placeholders = {i: _placeholder_of(x) for i, x in tensors.items()}
-    try:
-        with collected() as reports:
-            value, gradients = results(list(placeholders.values()))
-    except Exception:
-        # A `custom_vjp` in `fun` may insist on the structure of tensors without placeholders
-        # (its backward rule returns one of the same structure): then it has no gradient
-        # at other entries. A fault of `fun` itself comes up again in this
-        # second run, with its own traceback, so nothing is hidden by catching all.
-        return results([None] * len(placeholders))
-    for report in reports:
-        report_fallback(*report)
-    # Tensors that `fun` returns have no placeholder any more, unless a gradient program around
-    # this one takes the derivative of it.
-    if all(placeholder_of(x) is None for x in leaves):
-        value = jax.tree.map(without_placeholder, value, is_leaf=is_tensor)
-    return value, gradients
-
-
-def _placeholder_of(x: TensorLike) -> Value:
-    """Return the placeholder of a tensor: zeros that are not made unless something reads them.
-
-    A tensor that has one is of a gradient program around this one, which takes the derivative
-    of this gradient: it stays at its placeholder.
-    """
-    placeholder = placeholder_of(x)
-    zeros = Filled(tuple(x.shape), jnp.zeros((), x.dtype))
-    return zeros if placeholder is None else placeholder
-
-
-def _coalesced(x: TensorLike) -> TensorLike:
-    if not is_sparse(x):
-        return x
-    placeholder = placeholder_of(x)
-    x = unique_positions(without_placeholder(x))
-    return x if placeholder is None else with_placeholder(x, placeholder)
-
-
-def _rebuilt(x: TensorLike, values: Value, placeholder: Value) -> TensorLike:
-    result = with_values_of(x, values)
-    return result if placeholder is None else with_placeholder(result, placeholder)
-
-
-def _gradient(x: TensorLike, value_gradient: Gradient, everywhere: Value) -> Gradient:
-    """Return the gradient of a tensor, from those in its stored values and its placeholder."""
-    # The stored values are no table: looked up or not, their gradient is an array.
-    if is_row_sparse(value_gradient):
-        value_gradient = value_gradient.todense()
-    if everywhere is None or (isinstance(everywhere, RowSum) and everywhere.is_zero):
-        return with_values_of(x, value_gradient)
-    # At all entries it is that in the stored values where they are specified.
-    everywhere = dense(everywhere)
-    storage = x.storage if isinstance(x, MaskedTensor) else x
-    kept = x.valid if isinstance(x, MaskedTensor) else jnp.ones(value_gradient.shape, bool)
-    if not is_sparse(storage):
-        return jnp.where(kept, value_gradient, everywhere)
-    stored = with_values_of(storage, kept.astype(value_gradient.dtype)).todense().real
-    total = with_values_of(storage, jnp.where(kept, value_gradient, 0)).todense()
-    # Of an entry stored twice, which BCSR may hold, each part has the whole derivative.
-    return jnp.where(stored > 0, total / jnp.maximum(stored, 1), everywhere)
-
-
 # --- after reading ------------------------------------------------------------------------
 #
 # The order of a step: a table is read for the loss and the gradients before it is written.
@@ -296,46 +156,6 @@ def after_reading(value: jax.Array, gradients: Gradients) -> Gradients:
     if zero is None:
         return gradients
     return jax.tree.map(lambda x: _ordered(x, value, zero), gradients, is_leaf=is_row_sparse)
-
-
-def reads_late(program: Jaxpr, results: Sequence[Value]) -> bool:
-    """Decide whether a table with a row-sparse gradient is read for gradients alone.
-
-    `after_reading` orders a table's update after what the value of the loss reads. A loss that
-    is recomputed in the backward pass, or weights of a bag that have a gradient, read it again.
-    """
-    rows = [isinstance(x, RowSum) and x.is_rows for x in results[-len(program.invars) :]]
-    tables = {v for v, is_rows in zip(program.invars, rows, strict=True) if is_rows}
-    for eqn in program.eqns:  # what is made of tables is read from them
-        if any(v in tables for v in eqn.invars if isinstance(v, Var)) and makes_view(eqn):
-            tables.update(eqn.outvars)
-    needed = {program.outvars[0]}
-    for eqn in reversed(program.eqns):
-        if any(v in needed for v in eqn.outvars):
-            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
-        elif any(not isinstance(v, Literal) and v in tables for v in eqn.invars):
-            return True
-    return False
-
-
-def after_all_reads(results: Sequence[Value]) -> list[Value]:
-    """Return the results of a program, of which the first depends on all gradients.
-
-    What waits for the value of the loss (`after_reading`) then waits for all of the program.
-    """
-    value, *others = results
-    # Rows of another table may be made of this one: they are read before it is written. Those
-    # that are not written out are read in the update itself.
-    rows = [x for sums in others if isinstance(sums, RowSum) for _, x in sums.parts]
-    # An optimization barrier would say the same; XLA of JAX 0.10 removes it before it orders.
-    zero = jnp.zeros((), jnp.int32)
-    for x in (*others, *(x for x in rows if GATHERED.of(x) is None)):
-        is_array = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating) and x.size
-        if is_array and explicit_sharding(x) is None and varying_axes(x) <= varying_axes(value):
-            # All of it: for one entry XLA would read a few rows of the table again.
-            own = zero_after_reading(jnp.sum(x))
-            zero = zero if own is None else plus_zero(zero, own)
-    return [value + zero.astype(value.dtype), *others]
 
 
 def _ordered(gradient: Gradient, value: jax.Array, zero: jax.Array) -> Gradient:

@@ -74,7 +74,10 @@ def value_and_grad(
 
     @functools.wraps(f)
     def value_and_grad_of_f(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        args, kwargs = _by_position(f, max(wanted, default=-1), args, kwargs)
+        with nnx.update_context(_TAG):
+            return differentiated(*_by_position(f, max(wanted, default=-1), args, kwargs))
+
+    def differentiated(args: tuple[PyTree, ...], kwargs: Options) -> PyTree:
         arguments = _Arguments(nnx, args, kwargs, wanted)
 
         @functools.wraps(f)
@@ -134,6 +137,10 @@ def grad(
     return grad_of_f
 
 
+# Of the context in which nnx knows the nodes inside of a function as those outside of it.
+_TAG = "jmask"
+
+
 class _Arguments:
     """The arguments of a call: graph nodes in them, their parameters and their other state.
 
@@ -152,6 +159,8 @@ class _Arguments:
         self.nnx, self.wanted, self.args, self.kwargs = nnx, wanted, args, kwargs
         self.is_node = lambda x: isinstance(x, nnx.Pytree | nnx.Variable)
         self.tree: PyTreeDef
+        self.structure: PyTreeDef
+        self.unchanged: dict[int, int]
         self.leaves, self.tree = jax.tree.flatten((args, kwargs), is_leaf=self.is_node)
         paths = jax.tree.leaves_with_path((args, kwargs), is_leaf=self.is_node)
         # The argument that each leaf is of; -1 is for those by keyword.
@@ -174,7 +183,8 @@ class _Arguments:
             return is_argument or predicates[owner](path[1:], x)
 
         self.is_parameter = is_parameter
-        self.graph, params, self.rest = nnx.split(self.nodes, is_parameter, ...)
+        with nnx.split_context(_TAG) as context:
+            self.graph, params, self.rest = context.split(self.nodes, is_parameter, ...)
         leaves = list(self.leaves)
         for number, place in enumerate(self.places):
             leaves[place] = params[number] if number in params else nnx.State({})
@@ -195,27 +205,31 @@ class _Arguments:
                 if self.owners[i] in self.wanted
             }
         )
-        nodes = self.nnx.merge(self.graph, states, self.rest, copy=True)
+        with self.nnx.merge_context(_TAG, inner=True) as context:
+            nodes = context.merge(self.graph, states, self.rest)
         for i, node in zip(self.places, nodes, strict=True):
             leaves[i] = node
         return nodes, self.tree.unflatten(leaves)
 
-    def written(self, nodes: PyTree, parameters: Sequence[PyTree]) -> PyTree:
-        """Return the state of nodes: all but parameters that are as they were given."""
-        given = {id(x) for x in jax.tree.leaves(parameters)}
-        state = self.nnx.to_flat_state(self.nnx.state(nodes))
-        return self.nnx.from_flat_state(
-            [
-                (path, x)
-                for path, x in state
-                if not self.is_parameter(path, x)
-                or not all(id(leaf) in given for leaf in jax.tree.leaves(x))
-            ]
-        )
+    def written(self, nodes: PyTree, parameters: Sequence[PyTree]) -> list[jax.Array]:
+        """Return what nodes have now: all arrays but parameters that are as they were given."""
+        given = {id(x): i for i, x in enumerate(jax.tree.leaves(parameters))}
+        with self.nnx.split_context(_TAG) as context:
+            self.graph, state = context.split(nodes)
+        leaves, self.structure = jax.tree.flatten(state)
+        self.unchanged = {i: given[id(x)] for i, x in enumerate(leaves) if id(x) in given}
+        return [x for i, x in enumerate(leaves) if i not in self.unchanged]
 
-    def write(self, state: PyTree) -> None:
-        """Update the graph nodes of the call in place."""
-        self.nnx.update(self.nodes, state)
+    def write(self, state: Sequence[jax.Array]) -> None:
+        """Update the graph nodes of the call in place: arrays, attributes, submodules."""
+        given, rest = jax.tree.leaves(self.parameters), iter(state)
+        count = len(state) + len(self.unchanged)
+        leaves = [
+            given[self.unchanged[i]] if i in self.unchanged else next(rest)
+            for i in range(count)
+        ]
+        with self.nnx.merge_context(_TAG, inner=False) as context:
+            context.merge(self.graph, self.structure.unflatten(leaves))
 
 
 def _filters(nnx: ModuleType, argnums: Argnums) -> dict[int, object]:

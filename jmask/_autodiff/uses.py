@@ -12,23 +12,46 @@ which compares ids with the numbers of all rows, is a lookup that reads all of a
 """
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jmask._autodiff.interpreter import LOOK_UP_FIRST, place_of
-from jmask._autodiff.views import LOOKUPS
-from jmask._base.fallback import LARGE, Fallback, Place, in_bytes
-from jmask._base.forms import aval_of, bodies_of, name_of, parameter, shard_map_of
+from jmask._autodiff.forward import Use as Needs
+from jmask._autodiff.lookups import LOOKUPS as _LOOKING_UP
+from jmask._base.array_types import is_known
+from jmask._base.fallback import (
+    LARGE,
+    Fallback,
+    Place,
+    in_bytes,
+    place_among,
+    report_fallback,
+)
+from jmask._base.forms import (
+    aval_of,
+    bodies_of,
+    holds_jaxprs,
+    name_of,
+    parameter,
+    shard_map_of,
+    what_is_unknown,
+    within,
+)
 from jmask._base.jaxprs import ARITHMETIC, interpret
 from jmask._base.types import Atom, Shaped
-from jmask._kernels import lines
-from jmask._kernels.sharded_rows import LOOKUP
 
 # `get` reads from a reference, `jax.new_ref(table)[ids]`.
-_LOOKUPS = (*LOOKUPS, LOOKUP.name, lines.LOOKUP.name, "dynamic_slice", "get")
+_LOOKUPS = (*_LOOKING_UP, "dynamic_slice", "get")
 _ONE_HOT = "one-hot product"
+# What `custom_root` is: nobody sees what it runs.
+_OPAQUE = "call_hi_primitive"
+LOOK_UP_FIRST = (
+    "Look rows up first, then compute row by row: `f(table[ids])`, not `f(table)[ids]`. What "
+    "mixes rows, as a graph does, has a dense gradient."
+)
 MULTIPLIED = "multiplied by a one-hot matrix, which reads all of it"
 _STILL_THE_SAME = (
     "concatenate convert_element_type copy copy_p expand_dims name neg new_ref pcast pvary "
@@ -59,71 +82,93 @@ def uses_of_inputs(jaxpr: Jaxpr) -> list[list[Use]]:
     return _uses(jaxpr, [_Origin(i, False) for i in range(count)], count)[0]
 
 
+def place_of(eqn: JaxprEqn) -> Place | None:
+    """Return the line of user code that an equation comes from."""
+    frames = getattr(eqn.source_info.traceback, "frames", ())
+    place = place_among((frame.file_name, frame.line_num) for frame in frames)
+    if place is None:
+        match = re.match(r"(.+?):(\d+)", source_info_util.summarize(eqn.source_info))
+        place = Place(match[1], int(match[2])) if match else None
+    return place
+
+
 def is_multiplied_alone(uses: Sequence[Use]) -> bool:
     """Decide whether an input is multiplied by one-hot matrices, and used in no other way."""
     return bool(uses) and all(use.primitive == _ONE_HOT for use in uses)
 
 
-def refined_reports(
-    jaxpr: Jaxpr,
-    names_of: Callable[[], Sequence[str]],
-    rows: Sequence[int | None],
-    reports: Sequence[Fallback],
-) -> list[Fallback]:
-    """Report gradients of tables once each, at the source line that needs the whole table.
-
-    A gradient program adds the two gradients of a table that is looked up and used otherwise
-    too, and the sum is made at the line of whichever use comes first. And a lookup in
-    `table / norms` is one in another table than the parameter, whose gradient has never been
-    rows: nothing was reported of it, and it is here if the table is large.
+def report_dense(
+    jaxpr: Jaxpr, names_of: Callable[[], Sequence[str]], dense: Mapping[int, Sequence[Needs]]
+) -> None:
+    """Warn of tables with dense gradients, once each, at the line that needs all of it.
 
     Args:
-        names_of: returns the names of the inputs of the gradient program, in backticks.
-        rows: how many rows the gradient of each has; None if it is dense.
-        reports: of running it. Those about a table tell it by its shape alone.
+        names_of: returns the names of the inputs of the program, in backticks.
+        dense: what the program needs of each input that might have been a table.
     """
     inputs = [aval_of(v) for v in jaxpr.invars]
-    shapes = {report.shape for report in reports}
-    is_reported = [tuple(table.shape) in shapes for table in inputs]
-    sizes = zip(rows, inputs, strict=True)
-    is_large = [count is None and _size(table) >= LARGE for count, table in sizes]
-    if not any((*is_reported, *is_large)):
-        return list(dict.fromkeys(reports))
+    looked_up = {i for i, needs in dense.items() if _is_looked_up(inputs[i], needs)}
+    large = {i for i in dense if _size(inputs[i]) >= LARGE}
+    if not looked_up and not large:
+        return
     names, uses = names_of(), uses_of_inputs(jaxpr)
-    dense: list[Fallback] = []
-    others: list[Fallback] = []
-    for i, table in enumerate(inputs):
-        if is_reported[i] or is_large[i]:
-            report = _report(names[i], rows[i], table, uses[i], is_reported[i])
-            if report is not None:
-                (dense if rows[i] is None else others).append(report)
-    # The dense one comes first: of two tables of one shape it is meant.
-    input_reports = [*dense, *others]
-    # What was made dense on the way to a table, of another shape, says less than its uses do.
-    says_more = any(report.shape not in shapes for report in input_reports)
-    table_shapes = {tuple(table.shape) for table in inputs}
-    refined = []
-    for report in reports:
-        if not says_more or report.shape in table_shapes:
-            better = next((x for x in input_reports if x.shape == report.shape), report)
-            refined.append(better._replace(place=better.place or report.place))
-    refined += [report for report in dense if report.shape not in shapes]
-    return list(dict.fromkeys(refined))
+    for i in sorted(looked_up | large):
+        is_looked_up = i in looked_up
+        report = _report(names[i], inputs[i], uses[i], dense[i], is_looked_up)
+        if report is not None:
+            report_fallback(*report)
+
+
+def _is_looked_up(table: Shaped, needs: Sequence[Needs]) -> bool:
+    """Decide whether fewer rows are looked up than a table has.
+
+    Nothing is said of others, such as a matrix of transitions: a dense gradient costs no more
+    than rows would.
+    """
+    if any(use.rows is None and _hides_lookups(use.eqn, table) for use in needs):
+        return True
+    shares = [
+        use.rows / max(use.of, 1) if is_known(use.rows) else 0.0
+        for use in needs
+        if use.is_lookup and use.rows is not None
+    ]
+    return bool(shares) and sum(shares) < 1
+
+
+def _hides_lookups(eqn: JaxprEqn | None, table: Shaped) -> bool:
+    """Decide whether an equation that needs all of a table runs what looks rows up."""
+    if eqn is None:
+        return False
+    if eqn.primitive.name == _OPAQUE:
+        return _size(table) >= LARGE
+    inner = within([eqn])[1:] if holds_jaxprs(eqn) else []
+    return any(e.primitive.name in _LOOKUPS for e in inner)
 
 
 def _report(
-    name: str, rows: int | None, table: Shaped, uses: Sequence[Use], is_reported: bool
+    name: str,
+    table: Shaped,
+    uses: Sequence[Use],
+    needs: Sequence[Needs],
+    is_looked_up: bool,
 ) -> Fallback | None:
     """Report a table that is looked up and needed as a whole, or not looked up by rows."""
     lookups = [use.place for use in uses if use.is_lookup]
     others = [use for use in uses if not use.is_lookup]
     is_multiplied = is_multiplied_alone(others)
-    if not lookups and not is_multiplied:
+    whole = next((use.eqn for use in needs if use.rows is None and use.eqn is not None), None)
+    is_hidden = not lookups and any(_hides_lookups(use.eqn, table) for use in needs)
+    if not lookups and not is_multiplied and not is_hidden:
         return None
-    became, place = "became dense", (others or uses)[0].place
-    if is_multiplied:
+    place = (others or uses)[0].place
+    if whole is not None and name_of(whole) != whole.primitive.name:
+        why, remedy = what_is_unknown(whole), "Please report it."
+    elif is_multiplied:
         why = MULTIPLIED
         remedy = "`table[ids]` is the product `jax.nn.one_hot(ids, len(table)) @ table`."
+    elif is_hidden:
+        why = f"looked up inside of `{others[0].primitive}`, which is not looked into"
+        remedy = "Look rows up before, and give it the rows."
     elif others:
         looked_up = f"looked up ({lookups[0]})" if lookups[0] else "looked up"
         why = f"{looked_up}, but `{others[0].primitive}` needs all of it"
@@ -134,16 +179,22 @@ def _report(
         )
         if any(use.is_lookup and use.is_computed for use in uses):
             remedy = LOOK_UP_FIRST
-        if rows is not None:
-            became = f"has {rows:,} rows and came from an array as large as the table"
-    elif rows is not None or is_reported:  # a report says why, and this could not
-        return None
+        elif others[0].primitive == "dot_general":
+            remedy = (
+                "The logits of a softmax that shares the table have a dense gradient: of "
+                "sampled rows, `hidden @ table[sampled].T`, it is rows; for the whole softmax "
+                "`jmask.densify()` takes the place of jmask.lazy."
+            )
     elif any(use.is_local for use in uses):
         why = "sharded by the `shard_map` that looks it up"
         remedy = (
             "Let `jmask.embedding_lookup(jmask.sharded(table, mesh), ids)` take the place of "
             "the `shard_map`, or take jmask.grad and the step inside it."
         )
+    elif is_looked_up and whole is not None:
+        looked_up = f"looked up ({lookups[0]})" if lookups[0] else "looked up"
+        why = f"{looked_up}, but `{whole.primitive.name}` needs all of it"
+        place, remedy = place_of(whole), LOOK_UP_FIRST
     else:
         why = "looked up in a way that does not read whole rows"
         remedy = (
@@ -153,7 +204,7 @@ def _report(
         )
     return Fallback(
         f"the gradient of {name}, a {table.dtype}{list(table.shape)} table "
-        f"({in_bytes(_size(table))}), {became}, at O(table) cost in each step: it is {why}",
+        f"({in_bytes(_size(table))}), became dense, at O(table) cost in each step: it is {why}",
         place,
         tuple(table.shape),
         remedy,

@@ -3,37 +3,31 @@
     loss, grads = jmask.value_and_grad(lambda table: table[ids].sum())(table)
     grads       RowSparse(ids, ones), and not an array as large as the table
 
-The function is written as always. Its gradient program, the jaxpr of
-`jax.value_and_grad(f)`, is interpreted with rules that keep what a lookup contributes to
-a table's gradient as (ids, rows); see `interpreter`.
+The function is written as always. It is traced once, forwards. Its jaxpr says which parameters
+are tables, that is which are looked up and not needed as a whole; then it runs with an argument
+of zeros at each lookup, in which JAX differentiates. See `taps`.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal, ParamSpec, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
-from jmask._autodiff.arguments import (
-    after_all_reads,
-    after_reading,
-    argument_name,
-    checked_loss,
-    reads_late,
-    tensor_gradients,
-)
-from jmask._autodiff.control_flow import COLLECTIVE_RULES, CONTROL_FLOW_RULES
-from jmask._autodiff.interpreter import Interpreter
-from jmask._autodiff.rules import EQUATION_RULES
-from jmask._autodiff.uses import refined_reports
-from jmask._autodiff.values import Filled, RowSum, dense, is_symbolic
-from jmask._autodiff.views import note_tables
-from jmask._base.fallback import collected, expect_dense, report_fallback
-from jmask._base.forms import drops_rules
-from jmask._base.shardings import on_explicit_mesh
-from jmask._base.types import Function, Gradients, Options, PyTree, PyTreeDef, Value
+from jmask._autodiff.arguments import after_reading, argument_name, checked_loss
+from jmask._autodiff.forward import Forward, Use
+from jmask._autodiff.taps import Taps, gradients_of_tables
+from jmask._autodiff.tensors import Leaves
+from jmask._autodiff.uses import report_dense
+from jmask._autodiff.views import view_of_table
+from jmask._base.fallback import LARGE
+from jmask._base.forms import aval_of
+from jmask._base.shardings import on_explicit_mesh, sharding_of_type
+from jmask._base.types import Function, Gradients, Options, PyTree, PyTreeDef, Shaped, Value
 from jmask._base.validation import (
     KEEP_ARRAYS,
     Model,
@@ -41,14 +35,19 @@ from jmask._base.validation import (
     check_flag,
     leaf_name,
     not_an_array,
+    shown,
 )
-from jmask._tables.stored_table import is_tensor_or_table
+from jmask._tensors.masked_tensor import is_tensor
+from jmask._tensors.specified import counts_everywhere
 
 _KEEP_ARRAYS = (
     f"{KEEP_ARRAYS}; jmask.nnx.value_and_grad and jmask.nnx.grad take a whole model of flax nnx"
 )
 P = ParamSpec("P")
-_INTERPRETER = Interpreter({**EQUATION_RULES, **CONTROL_FLOW_RULES, **COLLECTIVE_RULES})
+# Rows from which an array that is sliced with fixed bounds counts as a table, whose gradient is
+# worth storing by rows: a stack of eight weights of layers is sliced so too, and its users
+# expect an array. A judgement, not a measurement.
+_MANY = 1000
 
 
 @overload
@@ -201,34 +200,51 @@ def value_and_gradients(
     has_aux: bool,
     args: tuple[PyTree, ...],
     kwargs: Options,
-    finished: Callable[[Value], PyTree] | None = None,
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> tuple[PyTree, tuple[Gradients, ...]]:
-    """Return the value (and aux), and a gradient for each of the positions `numbers`.
-
-    `finished` makes what is returned of each result of the gradient program: by default an
-    array or a `RowSparse`.
-    """
-    finished = finished or _finished
+    """Return the value (and aux), and a gradient for each of the positions `numbers`."""
     with on_explicit_mesh([args[i] for i in numbers]):
-        models = {
-            number: Model(args[number], is_tensor_or_table, allow_int) for number in numbers
-        }
+        models = {n: Model(args[n], is_tensor, allow_int) for n in numbers}
         fun = function_of_parameters(fun, models)
         args = tuple(models[i].parameters if i in models else x for i, x in enumerate(args))
         for number in numbers:
-            _check_argument(fun, number, args[number])
-        differentiate = functools.partial(_value_and_results, has_aux, kwargs, holomorphic)
-        finish = functools.partial(jax.tree.map, finished, is_leaf=is_symbolic)
-        given = jax.tree.leaves([args[n] for n in numbers], is_leaf=is_tensor_or_table)
-        if any(map(is_tensor_or_table, given)):
-            value, results = tensor_gradients(fun, numbers, args, differentiate, finish)
-        else:
-            value, results = differentiate(fun, numbers, args)
-            results = finish(results)
-        pairs = zip(numbers, results, strict=True)
-        return value, tuple(models[number].gradient(x) for number, x in pairs)
+            check_argument(fun, number, args[number])
+
+        # 1. The program of the loss, forwards, as a function of the leaves.
+        leaves = Leaves([args[n] for n in numbers])
+        loss = Loss(fun, numbers, args, kwargs, has_aux, leaves)
+        program = loss.traced()
+
+        # 2. Which leaves are tables is read from it: nothing is traced for that.
+        read = Reading(program, leaves)
+        report_dense(program.jaxpr, loss.names, read.dense())
+
+        # 3. The program with a tap at each lookup. Tables are constants of it.
+        arrays = leaves.arrays(program.jaxpr)
+
+        def tapped_loss(zeros: PyTree, others: dict[int, Value]) -> tuple[jax.Array, PyTree]:
+            taps = Taps(zeros)
+            inputs = [others.get(i, x) for i, x in enumerate(arrays)]
+            computed = read.run(inputs, taps)
+            return computed[0], (computed[1:], taps.ids)
+
+        # 4. JAX differentiates: in the taps, and in each leaf that is no table.
+        zeros = jax.tree.map(lambda tap: tap.zeros(), read.taps)
+        others = {i: arrays[i] for i in sorted(read.real - read.tables)}
+        differentiated = jax.value_and_grad(
+            tapped_loss, (0, 1), has_aux=True, holomorphic=holomorphic
+        )
+        with jax.named_scope("jmask.value_and_grad"):
+            (_, (computed, ids)), (cotangents, dense) = differentiated(zeros, others)
+
+            # 5. The cotangents of a table's taps are the rows of its gradient.
+            sparse = gradients_of_tables(arrays, read.taps, ids, cotangents)
+        gradients = leaves.gradients(
+            [sparse[i] if i in sparse else dense.get(i) for i in range(len(arrays))]
+        )
+        pairs = zip(numbers, gradients, strict=True)
+        return loss.result(computed), tuple(models[n].gradient(x) for n, x in pairs)
 
 
 def function_of_parameters(fun: Function, models: dict[int, Model]) -> Function:
@@ -244,86 +260,143 @@ def function_of_parameters(fun: Function, models: dict[int, Model]) -> Function:
     return parameter_function
 
 
-def _value_and_results(
-    has_aux: bool,
-    kwargs: Options,
-    holomorphic: bool,
-    fun: Function,
-    numbers: tuple[int, ...],
-    args: tuple[PyTree, ...],
-    nested: bool = False,
-) -> tuple[PyTree, tuple[Gradients, ...]]:
-    """Return the value (and aux), and the gradients as the gradient program leaves them.
+class Loss:
+    """The loss as a function of the leaves that are differentiated.
 
-    If it is `nested`, a further derivative of a table container will be taken.
+    It returns arrays: the loss, then all that is computed of what it returns. What is not
+    (strings and numbers in `aux`) does not go through the program, and is kept here.
     """
-    loss = checked_loss(fun, numbers, has_aux)
-    stock = jax.value_and_grad(loss, numbers, has_aux, holomorphic=holomorphic)
-    differentiated = tuple(args[number] for number in numbers)
-    structure: PyTreeDef | None = None
-    static: dict[int, PyTree] = {}
 
-    # The gradient program is a function of the differentiated arguments alone. All others are
-    # closed over, so they may be anything, as in JAX. What `fun` returns without having
-    # computed it (strings and numbers in `aux`) does not go through the program: it is
-    # remembered here.
-    def trace(*differentiated: PyTree) -> tuple[list[jax.Array], tuple[Gradients, ...]]:
-        nonlocal structure, static
-        new = dict(zip(numbers, differentiated, strict=True))
-        value, gradients = stock(*(new.get(i, x) for i, x in enumerate(args)), **kwargs)
-        leaves, structure = jax.tree.flatten(value)
-        static = {i: x for i, x in enumerate(leaves) if not isinstance(x, jax.core.Tracer)}
-        return [x for i, x in enumerate(leaves) if i not in static], gradients
+    def __init__(
+        self,
+        fun: Function,
+        numbers: tuple[int, ...],
+        args: tuple[PyTree, ...],
+        kwargs: Options,
+        has_aux: bool,
+        leaves: Leaves,
+    ) -> None:
+        self.fun, self.numbers, self.args, self.kwargs = fun, numbers, args, kwargs
+        self.has_aux, self.leaves = has_aux, leaves
+        self.checked = checked_loss(fun, numbers, has_aux)
+        self.structure: PyTreeDef
+        self.static: dict[int, PyTree] = {}
 
-    given = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Filled) else x,
-        differentiated,
-        is_leaf=is_symbolic,
-    )
-    program, outputs = jax.make_jaxpr(trace, return_shape=True)(*given)
-    if nested and drops_rules(program.jaxpr):
-        raise NotImplementedError(
-            "`jmask.grad` of `jmask.grad` of a PackedTable that is read inside "
-            "a `scan` needs JAX 0.12: before, JAX loses the second derivative. Use an array, "
-            "`table.todense()`, or unroll the scan."
-        )
-    computed, gradients = outputs
-    count = len(computed)
-    wanted = [False] * count + [x.ndim > 0 for x in jax.tree.leaves(gradients)]
+    def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
+        # All other arguments are closed over, so they may be anything, as in JAX.
+        new = dict(zip(self.numbers, self.leaves.rebuilt(arrays), strict=True))
+        result = self.checked(*(new.get(i, x) for i, x in enumerate(self.args)), **self.kwargs)
+        if self.has_aux and not (isinstance(result, tuple) and len(result) == 2):
+            raise TypeError(
+                "with has_aux=True `fun` must return a two-element tuple (loss, aux), got "
+                f"{shown(result)}."
+            )
+        results, self.structure = jax.tree.flatten(result)
+        is_static = [not isinstance(x, jax.core.Tracer) for x in results]
+        self.static = {i: x for i, x in enumerate(results) if is_static[i]}
+        computed = [x for i, x in enumerate(results) if not is_static[i]]
+        return [jnp.asarray(result[0] if self.has_aux else result), *computed]
 
-    def names() -> list[str]:
-        return [
-            leaf_name(argument_name(fun, number), path)
-            for number, tree in zip(numbers, differentiated, strict=True)
-            for path, _ in jax.tree.leaves_with_path(tree)
+    def traced(self) -> ClosedJaxpr:
+        """Return the program; with placeholders of tensors if it asks for them."""
+        program = jax.make_jaxpr(self)(*self.leaves.given)
+        if not self.leaves.of_tensors or self.leaves.everywhere:
+            return program
+        if not counts_everywhere(program.jaxpr):
+            return program
+        self.leaves.everywhere = True
+        try:  # another function, since JAX remembers what it has traced
+            return jax.make_jaxpr(lambda *arrays: self(*arrays))(*self.leaves.given)
+        except TypeError as error:
+            raise TypeError(
+                "the gradient of `jmask.todense(x)` is at all entries of `x`, and `fun` gives "
+                "it a tensor that is `x` in one case and another one in others, as in two "
+                "branches of a `cond`: call todense where `x` is, or with masked_grad=True."
+            ) from error
+
+    def result(self, computed: Sequence[jax.Array]) -> PyTree:
+        """Return what the function returned, of what was computed."""
+        rest, count = iter(computed), len(computed) + len(self.static)
+        results = [self.static[i] if i in self.static else next(rest) for i in range(count)]
+        return self.leaves.without_placeholders(self.structure.unflatten(results))
+
+    def names(self) -> list[str]:
+        """Return the names of the leaves, in backticks."""
+        names = [
+            leaf_name(argument_name(self.fun, number), path)
+            for number in self.numbers
+            for path, _ in jax.tree.leaves_with_path(self.args[number], is_leaf=is_tensor)
         ]
-
-    # What became dense on the way is said when it is known what came of it.
-    inputs = jax.tree.leaves(differentiated, is_leaf=is_symbolic)
-    note_tables([*program.consts, *inputs])
-    with collected() as reports, jax.named_scope("jmask.value_and_grad"):
-        results = _INTERPRETER.run(program.jaxpr, program.consts, inputs, wanted)
-    if isinstance(results[0], jax.core.Tracer) and reads_late(program.jaxpr, results):
-        results = after_all_reads(results)
-    sums = results[count:]
-    rows = [x.nse if isinstance(x, RowSum) and x.is_rows else None for x in sums]
-    for report in refined_reports(program.jaxpr, names, rows, reports):
-        report_fallback(*report)
-    remaining = map(_finished, results[:count])
-    every = range(count + len(static))
-    leaves = [static[i] if i in static else next(remaining) for i in every]
-    tree: PyTreeDef = jax.tree.structure(gradients)
-    return jax.tree.unflatten(structure, leaves), tree.unflatten(sums)
+        return [names[owner] for owner in self.leaves.owners]
 
 
-def _finished(result: PyTree) -> PyTree:
-    """Return a result of the program as users see it."""
-    if isinstance(result, RowSum) and result.is_rows:
-        return result.to_row_sparse()
-    result = dense(result)
-    if isinstance(result, jax.Array) and result.ndim > 1:
-        expect_dense(result)
-    return result
+class Reading:
+    """What is read from a program about its inputs, and how it runs with taps.
+
+    Attributes:
+        real: the inputs that a gradient is taken in.
+        tables: those of them whose gradient is rows.
+        taps: of the lookups of tables, as `Taps.specs`.
+        uses: of each input that might have been a table.
+    """
+
+    def __init__(self, program: ClosedJaxpr, leaves: Leaves) -> None:
+        self._program = program
+        self._avals: list[Shaped] = [aval_of(v) for v in program.jaxpr.invars]
+        self._forward = Forward(self._avals)
+        self._wanted = [True] + [False] * (len(program.jaxpr.outvars) - 1)
+        needed = self._forward.needed.within(program.jaxpr, self._wanted)
+        unused = {i for i in leaves.placeholders if program.jaxpr.invars[i] not in needed}
+        self.real = set(range(len(self._avals))) - unused
+        self.uses: dict[int, list[Use]] = {}
+        self.tables = {i for i in self.real - leaves.of_tensors if self._avals[i].shape}
+        # Tables may be computed with each other: what is dense is an array of the next round.
+        # Each round drops a table, or is the last.
+        while True:
+            uses, self.taps = self._trial()
+            self.uses = uses | self.uses
+            tables = {i for i in self.tables if self._is_sparse(i, uses[i])}
+            if tables == self.tables:
+                break
+            self.tables = tables
+
+    def _trial(self) -> tuple[dict[int, list[Use]], PyTree]:
+        """Return the uses of tables, and the taps of their lookups."""
+        uses: dict[int, list[Use]] = {i: [] for i in self.tables}
+        self._forward.uses, taps = [], Taps()
+        if self.tables:
+            self.run(self._avals, taps)
+        for use in self._forward.uses:
+            uses[use.table].append(use)
+        return uses, taps.specs
+
+    def run(self, inputs: Sequence[Value], taps: Taps) -> list[jax.Array]:
+        """Return all outputs of the program."""
+        views = [view_of_table(i, x) if i in self.tables else x for i, x in enumerate(inputs)]
+        jaxpr, consts = self._program.jaxpr, self._program.consts
+        outs = self._forward.run(jaxpr, consts, views, taps, self._wanted)
+        pairs = zip(outs, self._wanted, strict=True)
+        return [self._forward.array(x, None, taps, is_constant=not w) for x, w in pairs]
+
+    def _is_sparse(self, number: int, uses: Sequence[Use]) -> bool:
+        """Decide by its uses whether the gradient of an input is rows."""
+        table, slices, share = self._avals[number], 0, 0.0
+        sharding = sharding_of_type(table)
+        if sharding is not None and getattr(sharding.spec, "reduced", None):
+            return False  # its gradient is a sum over devices, each of which has a summand
+        for use in uses:
+            if use.rows is None:
+                return False
+            if not use.is_lookup:
+                slices, share = slices + 1, share + use.rows / max(use.of, 1)
+        if slices < len(uses):  # `table[1:]` is a use of the whole table
+            return share < 0.5
+        size = math.prod(table.shape) * table.dtype.itemsize
+        return slices > 0 and size >= LARGE and table.shape[0] >= _MANY and 8 * share <= 1
+
+    def dense(self) -> dict[int, list[Use]]:
+        """Return the uses of inputs that might have been tables, and are none."""
+        return {i: uses for i, uses in self.uses.items() if i not in self.tables}
 
 
 def _positions(argnums: int | Sequence[int], args: tuple[PyTree, ...]) -> tuple[int, ...]:
@@ -343,10 +416,10 @@ def _positions(argnums: int | Sequence[int], args: tuple[PyTree, ...]) -> tuple[
     return tuple(int(number) % len(args) for number in numbers)
 
 
-def _check_argument(fun: Function, number: int, argument: PyTree) -> None:
+def check_argument(fun: Function, number: int, argument: PyTree) -> None:
     """Refuse a differentiated argument with leaves that have no gradient, by name."""
-    for path, leaf in jax.tree.leaves_with_path(argument, is_leaf=is_tensor_or_table):
-        if is_tensor_or_table(leaf):
+    for path, leaf in jax.tree.leaves_with_path(argument, is_leaf=is_tensor):
+        if is_tensor(leaf):
             continue
         array = abstract_leaf(leaf)
         if array is None:

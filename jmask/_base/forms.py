@@ -164,6 +164,11 @@ def _is_known_call(eqn: JaxprEqn) -> bool:
     return counts == (len(eqn.invars), len(eqn.outvars))
 
 
+def recomputed_how(eqn: JaxprEqn) -> Options:
+    """Return what else `jax.checkpoint` takes, of a `remat`."""
+    return {name: eqn.params[name] for name in ("prevent_cse", "policy")}
+
+
 def is_recomputed_apart(eqn: JaxprEqn) -> bool:
     """Decide whether what a `remat` runs must not be merged with the forward pass."""
     return bool(eqn.params["prevent_cse"] and eqn.params["differentiated"])
@@ -183,6 +188,11 @@ def bodies_of(eqn: JaxprEqn) -> list[Opened]:
 def holds_jaxprs(eqn: JaxprEqn) -> bool:
     """Decide whether an equation runs others, and may take inputs that none of them reads."""
     return any(True for _ in jaxprs_in_params(eqn.params))
+
+
+def calls(jaxpr: Jaxpr, name: str) -> bool:
+    """Decide whether a program, or what it runs, calls a jitted function of this name."""
+    return any(eqn.params.get("name") == name for eqn in within(jaxpr.eqns))
 
 
 def within(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
@@ -225,21 +235,11 @@ def _is_known_shard_map(eqn: JaxprEqn) -> bool:
     return counts == (len(eqn.invars), len(eqn.outvars))
 
 
-def summed_axes(eqn: JaxprEqn) -> Sequence[str] | None:
-    """Return the axes over which a `psum` adds, or None if only within groups of devices."""
-    grouped = eqn.params.get("axis_index_groups") is not None
-    return None if grouped else eqn.params["axes"]
-
-
-# --- gather and scatter ------------------------------------------------------------------
+# --- gather -------------------------------------------------------------------------------
 
 _OF_A_GATHER = frozenset(
     "offset_dims collapsed_slice_dims start_index_map operand_batching_dims "
     "start_indices_batching_dims".split()
-)
-_OF_A_SCATTER = frozenset(
-    "update_window_dims inserted_window_dims scatter_dims_to_operand_dims "
-    "operand_batching_dims scatter_indices_batching_dims".split()
 )
 # In all of them but CLIP an index out of range is dropped, or there is none.
 _MODES = ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")
@@ -281,17 +281,14 @@ FORMS: dict[str, Form] = (
             "newly_manual_axes manual_axes",
             _is_known_shard_map,
         ),
+        "expand_dims": _form("", "dimensions"),
         "gather": _form(
             "dimension_numbers slice_sizes mode fill_value indices_are_sorted unique_indices",
             "",
             _has_known_dimensions(_OF_A_GATHER),
         ),
-        "scatter-add": _form(
-            "dimension_numbers mode",
-            "indices_are_sorted unique_indices update_jaxpr update_consts",
-            _has_known_dimensions(_OF_A_SCATTER),
-        ),
         "bcoo_dot_general": _form("dimension_numbers lhs_spinfo", "preferred_element_type"),
+        "bcsr_dot_general": _form("dimension_numbers lhs_spinfo", "preferred_element_type"),
         "broadcast_in_dim": _form("broadcast_dimensions shape", "sharding"),
         "concatenate": _form("dimension"),
         "conj": _form("", "input_dtype"),
@@ -300,13 +297,10 @@ FORMS: dict[str, Form] = (
             "dimension_numbers", "precision preferred_element_type out_sharding"
         ),
         "dynamic_slice": _form("", "slice_sizes"),
-        "dynamic_update_slice": _form(""),
         "integer_pow": _form("y"),
         "mul": _form("", "out_dtype", lambda eqn: eqn.params.get("out_dtype") is None),
         "optimization_barrier": _form(""),
         "pad": _form("padding_config"),
-        "psum": _form("axes", "axis_index_groups"),
-        "psum_invariant": _form("axes", "axis_index_groups"),
         "pvary": _form("", "axes axis_index_groups"),
         "pcast": _form("", "axes from to"),
         "reduce_precision": _form("", "exponent_bits mantissa_bits"),
@@ -315,17 +309,17 @@ FORMS: dict[str, Form] = (
             "new_sizes dimensions sharding",
             lambda eqn: eqn.params.get("dimensions") is None,
         ),
-        "reshard": _form("dst_sharding", "concrete_mesh"),
+        "reshard": _form("", "dst_sharding concrete_mesh"),
         "sharding_constraint": _form("", "context_mesh layout sharding unconstrained_dims"),
         "rev": _form("dimensions"),
         "slice": _form("start_indices limit_indices strides"),
         "split": _form("axis sizes"),
         "squeeze": _form("", "dimensions"),
         "stack": _form("axis"),
+        "tile": _form("reps"),
         "transpose": _form("permutation"),
         "unstack": _form("axis"),
         "name": _form("", "name"),
-        "jmask_add_on_shards": _form("", "shape sharding"),
     }
     | {
         name: _form("axes", "out_sharding")

@@ -49,11 +49,11 @@ def on_explicit_mesh(tree: PyTree) -> Iterator[None]:
 
 def explicit_sharding(*arrays: ArrayLike) -> NamedSharding | None:
     """Return sharding that the type of the first array with explicit axes names, or None."""
-    shardings = (_sharding_of_type(jax.typeof(array)) for array in arrays)
+    shardings = (sharding_of_type(jax.typeof(array)) for array in arrays)
     return next((x for x in shardings if x is not None), None)
 
 
-def _sharding_of_type(shape: Shaped) -> NamedSharding | None:
+def sharding_of_type(shape: Shaped) -> NamedSharding | None:
     """Return the sharding of an abstract array that names explicit axes, or None."""
     sharding = getattr(shape, "sharding", None)
     if not isinstance(sharding, NamedSharding):
@@ -172,7 +172,7 @@ def varying_like(x: jax.Array, shape: Shaped) -> jax.Array:
 
 def typed_like(x: jax.Array, shape: Shaped) -> jax.Array:
     """Return a replicated array, typed as `shape` says: varying, or sharded."""
-    sharding = _sharding_of_type(shape)
+    sharding = sharding_of_type(shape)
     if sharding is not None:
         x = resharded(x, sharding, _whole_spec(sharding, x.ndim))
     return varying_like(x, shape)
@@ -180,7 +180,7 @@ def typed_like(x: jax.Array, shape: Shaped) -> jax.Array:
 
 def on_every_device(x: jax.Array, shape: Shaped) -> jax.Array:
     """Return an array on all devices of the mesh that the type `shape` names, if any."""
-    sharding = _sharding_of_type(shape)
+    sharding = sharding_of_type(shape)
     return x if sharding is None else resharded(x, sharding, (None,) * x.ndim)
 
 

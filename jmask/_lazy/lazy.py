@@ -43,10 +43,8 @@ from jmask._updates.checks import (
     NotRowLocalError,
     check_parameters,
     check_transformation,
-    dense_gradient,
     has_16_bit_sums,
     has_gradients,
-    is_gradient_leaf,
     with_wide_rows,
 )
 from jmask._updates.state_rows import check_made_by
@@ -209,8 +207,8 @@ def densified(
     def update(updates, state, params=None, **extra_args):
         fit = Fit.of(updates, params)
         check_made_by(tx.init, state, fit.params, dtypes=isinstance(tx, RowWise))
-        gradients = jax.tree.map(dense_gradient, fit.gradients, is_leaf=is_gradient_leaf)
-        return tx.update(gradients, state, fit.params, **extra_args)
+        call = LazyCall.of(tx, fit.gradients, state, fit.params, extra_args, on_rows=False)
+        return call.update()
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -54,6 +54,8 @@ from jmask._updates.row_update import update_rows
 from jmask._updates.state_rows import Dimension
 
 _FILL = "broadcast_in_dim"
+# They keep the entries of a row apart where the shape of the result begins with that of a row.
+_PAIRING = ("concatenate", "reshape", "slice", "split", "squeeze")
 
 
 class OnePassTransformation(optax.GradientTransformationExtraArgs):
@@ -183,10 +185,11 @@ def tables_whose_rows_mix(update: ProvedUpdate) -> set[int]:
     for v, i in owners.items():
         shape, row = aval_of(v).shape, aval_of(jaxpr.invars[i]).shape[1:]
         is_whole = update.call.gradients[i].valid is None
-        if shape[1:] != row and not (is_whole and math.prod(shape[1:]) == 1):
+        # A complex entry is a pair, along one dimension more.
+        if shape[1 : 1 + len(row)] != row and not (is_whole and math.prod(shape[1:]) == 1):
             mixed.add(i)
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name not in (*ELEMENTWISE, _FILL):
+        if eqn.primitive.name not in (*ELEMENTWISE, _FILL, *_PAIRING):
             mixed.update(owners[v] for v in eqn.outvars if v in owners)
     return mixed
 

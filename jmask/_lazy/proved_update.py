@@ -52,6 +52,7 @@ from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values
 from jmask._updates.checks import (
     NotRowLocalError,
+    dense_gradient,
     gradient_and_valid,
     in_lines,
     is_gradient_leaf,
@@ -138,10 +139,12 @@ class LazyCall:
         state: optax.OptState,
         params: optax.Params | None,
         extra_args: dict[str, PyTree],
+        *,
+        on_rows: bool = True,
     ) -> "LazyCall":
-        """Return the call of `inner` on rows."""
+        """Return the call of `inner` on rows, or on whole tables, in which a stack is one."""
         given, gradient_tree = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
-        given = list(map(in_lines, given))
+        given = list(map(in_lines, given)) if on_rows else given
         states, state_tree = jax.tree.flatten(state)
         param_leaves, param_tree = jax.tree.flatten(params)
         # Without parameters the gradient has their structure and shapes.
@@ -156,9 +159,14 @@ class LazyCall:
             is_sharded = i not in stacks and is_row_sparse(flat[i]) and has_sharded_rows(param)
             if is_sharded:
                 flat[i] = fitted(param, flat[i])
-        pairs = [(x, None) if is_row_sparse(x) else gradient_and_valid(x) for x in flat]
+        if on_rows:
+            pairs = [(x, None) if is_row_sparse(x) else gradient_and_valid(x) for x in flat]
+        else:
+            pairs = [(dense_gradient(x), None) for x in flat]
         gradients, valid = [x for x, _ in pairs], [x for _, x in pairs]
-        is_table = list(map(is_gradient_leaf, given))
+        is_table = [
+            i in stacks or (on_rows and is_gradient_leaf(x)) for i, x in enumerate(given)
+        ]
         owners = rows_of_state(
             inner.init, shapes, seen, is_table, gradient_tree, state, params is not None
         )

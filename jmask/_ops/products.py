@@ -37,7 +37,7 @@ from jmask._kernels.bag_sum import bag_sum
 from jmask._kernels.rows import add_rows
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse
-from jmask._tensors.specified import placeholder_of, todense
+from jmask._tensors.specified import jmask_everywhere, placeholder_of, todense
 from jmask._tensors.storage import coordinates, stored_at, stype, unique_positions
 
 # --- operands: an array, or one of these -------------------------------------------------
@@ -341,7 +341,8 @@ def dot(
             f"`rhs`, {stype(rhs)} of shape {tuple(rhs.shape)}, became dense in a product, at "
             "O(size) cost: two matrices of entries have no sparse product"
         )
-    return _product_of(lhs, rhs, bool(transpose_a), bool(transpose_b), sparse)
+    result = _product_of(lhs, rhs, bool(transpose_a), bool(transpose_b), sparse)
+    return result if masked_grad else jmask_everywhere(result)
 
 
 def _checked(x: TensorLike, name: str) -> Tensor:

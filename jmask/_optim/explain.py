@@ -19,26 +19,30 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from jmask._autodiff.uses import MULTIPLIED, Use, is_multiplied_alone, uses_of_inputs
-from jmask._autodiff.value_and_grad import function_of_parameters, value_and_gradients
-from jmask._autodiff.values import RowSum
+from jmask._autodiff.taps import Tap
+from jmask._autodiff.tensors import Leaves
+from jmask._autodiff.uses import (
+    MULTIPLIED,
+    Use,
+    is_multiplied_alone,
+    report_dense,
+    uses_of_inputs,
+)
+from jmask._autodiff.value_and_grad import Loss, Reading, check_argument, function_of_parameters
 from jmask._base.fallback import Fallback, Place, collected, in_bytes
 from jmask._base.types import (
     DType,
     Function,
-    Gradient,
     KeyPath,
     Options,
     Params,
     PyTree,
     PyTreeDef,
     Shape,
-    Shaped,
-    Table,
+    Value,
 )
 from jmask._base.validation import abstract_leaf, checked_choice
 from jmask._kernels.lines import LANES, has_narrow_rows
-from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.checks import check_parameters, model_of
 
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
@@ -190,10 +194,9 @@ def explain(
     checked_choice(platform, "platform", PLATFORMS)
     model = model_of(params)
     loss_fn, params = function_of_parameters(loss_fn, {0: model}), model.parameters
-    gradients, uses, reports = _traced(loss_fn, params, batch, has_aux, kwargs)
-    reported = {report.shape for report in reports}
+    taps, uses, reports = _traced(loss_fn, params, batch, has_aux, kwargs)
     leaves = jax.tree.leaves_with_path(params)
-    steps = [_step(*x, reported, platform) for x in zip(leaves, gradients, uses, strict=True)]
+    steps = [_step(*x, platform) for x in zip(leaves, taps, uses, strict=True)]
     explained = {step.shape for step in steps if step.note}
     others = [_with_place(r.message, r.place) for r in reports if r.shape not in explained]
     explanation = Explanation(tuple(steps), tuple(dict.fromkeys(others)))
@@ -208,56 +211,54 @@ def _traced(
     batch: tuple[PyTree, ...],
     has_aux: bool,
     kwargs: Options,
-) -> tuple[list[Gradient], list[list[Use]], list[Fallback]]:
-    """Return, for each parameter, its gradient's kind and its uses; and all fallbacks."""
+) -> tuple[list[list[Tap] | None], list[list[Use]], list[Fallback]]:
+    """Return the taps of each parameter, None if its gradient is dense; uses; all fallbacks."""
     # Shapes become tracers; all else reaches the function as it is, as under value_and_grad.
     structure: PyTreeDef = jax.tree.structure((batch, kwargs))
     others = jax.tree.leaves((batch, kwargs))
     given = {i: x for i, x in enumerate(others) if isinstance(x, jax.ShapeDtypeStruct)}
     shapes = jax.tree.map(abstract_leaf, params), given
-    gradients: list[Gradient] = []
+    taps: list[list[Tap] | None] = []
+    uses: list[list[Use]] = []
 
-    def arguments(traced: dict[int, jax.Array]) -> tuple[tuple[PyTree, ...], Options]:
-        return structure.unflatten([traced.get(i, x) for i, x in enumerate(others)])
-
-    def differentiate(params: Params, traced: dict[int, jax.Array]) -> None:
-        args, keywords = arguments(traced)
-        _, (grads,) = value_and_gradients(
-            loss_fn, (0,), has_aux, (params, *args), keywords, finished=lambda result: result
+    def read(params: Params, traced: dict[int, jax.Array]) -> None:
+        args, keywords = structure.unflatten([traced.get(i, x) for i, x in enumerate(others)])
+        check_argument(loss_fn, 0, params)
+        leaves = Leaves([params])
+        loss = Loss(loss_fn, (0,), (params, *args), keywords, has_aux, leaves)
+        program = loss.traced()
+        reading = Reading(program, leaves)
+        report_dense(program.jaxpr, loss.names, reading.dense())
+        uses.extend(uses_of_inputs(program.jaxpr))
+        found = jax.tree.leaves(reading.taps)
+        taps.extend(
+            [tap for tap in found if tap.table == i] if i in reading.tables else None
+            for i in range(len(leaves.given))
         )
-        is_leaf = lambda x: isinstance(x, RowSum) or is_row_sparse(x)
-        gradients.extend(jax.tree.leaves(grads, is_leaf=is_leaf))
-
-    def value(params: Params, traced: dict[int, jax.Array]) -> jax.Array:
-        args, keywords = arguments(traced)
-        result = loss_fn(params, *args, **keywords)
-        return result[0] if has_aux else result
 
     with collected() as reports:
-        jax.eval_shape(differentiate, *shapes)
-    # Once more by itself: in the gradient program lookups have become scatters.
-    with collected():
-        uses = uses_of_inputs(jax.make_jaxpr(value)(*shapes).jaxpr)
-    return gradients, uses[: len(jax.tree.leaves(params))], reports
+        jax.eval_shape(read, *shapes)
+    return taps, uses, reports
 
 
 def _step(
-    parameter: tuple[KeyPath, Table],
-    gradient: Gradient,
+    parameter: tuple[KeyPath, Value],
+    taps: list[Tap] | None,
     uses: list[Use],
-    reported: set[Shape | None],
     platform: str,
 ) -> ParameterStep:
     path, leaf = parameter
-    array: Shaped = jax.tree.map(abstract_leaf, leaf)
+    array: Value = abstract_leaf(leaf)
     shape, dtype = tuple(array.shape), jnp.dtype(array.dtype)
-    is_rows = is_row_sparse(gradient) or (isinstance(gradient, RowSum) and gradient.is_rows)
-    nse, leading = (gradient.nse, gradient.leading) if is_rows else (None, 1)
+    nse, leading = None, 1
+    if taps is not None:
+        finest = min(taps, key=lambda tap: math.prod(tap.row))
+        leading, size = finest.leading, math.prod(finest.row)
+        nse = sum(tap.count * math.prod(tap.row) // max(size, 1) for tap in taps)
     flat = _flat(shape, leading)
-    if is_rows and gradient.width:  # of a packed table lines are read and written
-        leading, flat = 1, (math.prod(shape) // gradient.width, LANES)
-    is_zero = isinstance(gradient, RowSum) and gradient.is_zero
-    note = _note(flat, nse, uses, is_zero, shape in reported)
+    if taps is not None and finest.width:  # of a packed table lines are read and written
+        leading, flat = 1, (math.prod(shape) // finest.width, LANES)
+    note = _note(flat, nse, uses)
     if platform == "tpu" and nse and has_narrow_rows(flat):
         table = "table" if leading == 1 else f"table.reshape{flat}"
         copied = (
@@ -282,29 +283,24 @@ def _flat(shape: Shape, leading: int) -> Shape:
     return (math.prod(shape[:leading]), *shape[leading:]) if shape else ()
 
 
-def _note(
-    shape: Shape, nse: int | None, uses: list[Use], is_zero: bool, is_reported: bool
-) -> str:
+def _note(shape: Shape, nse: int | None, uses: list[Use]) -> str:
     """Say why the gradient of a parameter is dense, or large."""
     lookups, others = ([use for use in uses if use.is_lookup is kind] for kind in (True, False))
-    whole = [_with_place(f"`{x.primitive}` needs all of it", x.place) for x in others]
-    needs = " and ".join(list(dict.fromkeys(whole))[:2])
-    notes = {
-        "not looked up: no row is touched": nse == 0,
-        f"the rows came from an array as large as the table: {needs}": (
-            nse and needs and is_reported
-        ),
-        # De-duplication is all that a lazy step adds.
-        "as many rows as the table has: `jmask.densify()` in place of jmask.lazy would update "
-        "all of them, at no more cost": nse and nse >= shape[0],
-    }
     if nse is not None:
-        return "; ".join(note for note, holds in notes.items() if holds)
-    if is_zero:
+        # De-duplication is all that a lazy step adds.
+        if nse < shape[0]:
+            return ""
+        return (
+            "as many rows as the table has: `jmask.densify()` in place of jmask.lazy would "
+            "update all of them, at no more cost"
+        )
+    if not uses:
         return (
             "not used: a gradient of dense zeros, with which momentum and weight decay update "
             "all of it; leave it out of what is differentiated"
         )
+    whole = [_with_place(f"`{x.primitive}` needs all of it", x.place) for x in others]
+    needs = " and ".join(list(dict.fromkeys(whole))[:2])
     if is_multiplied_alone(uses):
         return _with_place(MULTIPLIED, uses[0].place)
     if not lookups or not shape:

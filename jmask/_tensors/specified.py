@@ -16,8 +16,10 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
+from jax.extend.core import Jaxpr
 
 from jmask._base.fallback import report_fallback
+from jmask._base.forms import calls
 from jmask._base.types import Mask, PyTree, Tensor, TensorLike
 from jmask._base.validation import check_flag
 from jmask._tensors.masked_tensor import MaskedTensor, checked_mask, is_tensor, joined
@@ -69,8 +71,22 @@ def todense(x: TensorLike, *, masked_grad: bool = False) -> jax.Array:
         return _tensor_or_array(x)
     # The placeholder is an array of zeros, through which the gradient reaches entries that are
     # not stored.
-    placeholder = None if masked_grad else placeholder_of(x)
+    if masked_grad:
+        return dense
+    placeholder = placeholder_of(x)
+    dense = jmask_everywhere(dense)  # for each of several gradient programs
     return dense if placeholder is None else dense + placeholder
+
+
+@jax.jit
+def jmask_everywhere(dense: jax.Array) -> jax.Array:
+    """Return the array: in a program it says that entries count that are not specified."""
+    return dense
+
+
+def counts_everywhere(jaxpr: Jaxpr) -> bool:
+    """Decide whether entries of a tensor count that are not specified, by `todense`."""
+    return calls(jaxpr, "jmask_everywhere")
 
 
 def sparse_mask(x: TensorLike, mask: Mask) -> Tensor:

@@ -47,7 +47,7 @@ def compare(section, other):
 
 
 def test_every_section_has_its_programs():
-    sections = [section for section in SECTIONS if section.startswith("From")]
+    sections = [x for x in SECTIONS if x.startswith("From") and x != "From 0.3"]
     assert len(sections) == 8
     for section in sections:
         is_jax = "optax" in section or "JAX" in section

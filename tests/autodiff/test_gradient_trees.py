@@ -212,7 +212,8 @@ READ = {
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 @pytest.mark.parametrize("read", READ)
 @pytest.mark.parametrize("name", TENSORS)
-def test_traced_once(name, read):
+def test_traced_once_or_twice(name, read):
+    """Twice where entries count that are not stored: the first time says so."""
     function, all_count = READ[read]
     calls = []
 
@@ -222,7 +223,7 @@ def test_traced_once(name, read):
 
     x = TENSORS[name]
     gradient = jmask.grad(loss)(x)
-    assert len(calls) == 1
+    assert len(calls) == 1 + all_count
     assert isinstance(gradient, jax.Array) == all_count
     expected = 2 * np.asarray(jmask.todense(x))
     np.testing.assert_array_equal(jmask.todense(gradient), expected)

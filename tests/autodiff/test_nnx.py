@@ -273,3 +273,48 @@ def test_filters_are_for_the_function_of_nnx():
         with pytest.raises(TypeError, match=r"`argnums` must .*jmask\.nnx\.value_and_grad"):
             jmask.value_and_grad(loss, argnums=argnums)(model)
         assert jmask.nnx.value_and_grad(loss, argnums=argnums)(model)
+
+
+class Changing(nnx.Module):
+    """A module that writes all that a module can hold while it runs."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(50, 4, rngs=rngs)
+        self.old, self.calls, self.deterministic = nnx.Linear(4, 4, rngs=rngs), 0, False
+        self.cache = nnx.data(None)
+
+    def __call__(self, ids):
+        self.calls += 1
+        self.deterministic = True
+        if hasattr(self, "old"):
+            self.new = self.old
+            del self.old
+        self.cache = nnx.Cache(self.embed(ids))
+        return self.new(self.cache[...]).sum()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_a_module_changes_is_written_back(times):
+    ids = jnp.array([1, 2, 1])
+    ours, theirs = Changing(nnx.Rngs(0)), Changing(nnx.Rngs(0))
+    for _ in range(times):
+        value, gradient = jmask.nnx.value_and_grad(lambda m: m(ids))(ours)
+        expected, dense = nnx.value_and_grad(lambda m: m(ids))(theirs)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    found = gradient["embed"]["embedding"][...]
+    np.testing.assert_allclose(found.todense(), dense["embed"]["embedding"][...], rtol=1e-6)
+    assert ours.calls == theirs.calls == times
+    assert ours.deterministic
+    assert not hasattr(ours, "old")
+    np.testing.assert_allclose(ours.cache[...], theirs.cache[...], rtol=1e-6)
+    assert nnx.graphdef(ours) == nnx.graphdef(theirs)
+
+
+def test_a_filter_without_a_match():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    which = nnx.DiffState(0, nnx.BatchStat)
+    value, gradient = jmask.nnx.value_and_grad(
+        lambda m: m(jnp.ones((1, 2))).sum(), argnums=which
+    )(model)
+    assert jnp.isfinite(value)
+    assert not jax.tree.leaves(gradient)

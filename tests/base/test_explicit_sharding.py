@@ -20,7 +20,7 @@ import jmask
 from tests.optimizers import OPTIMIZERS
 from tests.oracle import is_row_sparse
 from tests.sampling import chosen
-from tests.stored_tables import STEPS, unpacked
+from tests.stored_tables import STEPS
 
 pytestmark = pytest.mark.sampled(15)
 
@@ -217,20 +217,6 @@ def test_microbatches(axes, step):
         new, _ = trained(tx, STEPS[step], batches, put(TABLE, *axes), put)
     expected, _ = trained(tx, STEPS[step], batches, jnp.asarray(TABLE), jnp.asarray)
     np.testing.assert_allclose(np.asarray(new), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "clipped optax.adam", "ftrl"])
-@pytest.mark.dtype_promotion
-def test_rows_that_share_a_line(optimizer):
-    """The masks of a packed table's lines stay with their entries."""
-    look = functools.partial(lookup, width=D)
-    table = np.random.default_rng(0).normal(size=(4096, D)).astype(np.float32)
-    batches = np.random.default_rng(1).integers(0, 60, (3, 16))
-    run = functools.partial(trained, OPTIMIZERS[optimizer], jmask.apply_gradients, batches)
-    lines = jmask.packed(jnp.asarray(table))
-    new, _ = run(lines, lambda ids: put(ids, "x"), look=look)
-    expected, _ = run(jnp.asarray(table), jnp.asarray)
-    np.testing.assert_allclose(unpacked(new, lines, table.shape), expected, rtol=1e-5)
 
 
 def test_eagerly():

@@ -186,9 +186,9 @@ def test_a_warning_names_both_lines(loss, primitive, jitted):
         gradient(TABLE, jnp.array([1, 2]))
 
 
-def in_unit_rows(table, ids):
-    unit = table / 3 ** jnp.arange(4.0)[None]  # last
-    return jnp.sum(unit[ids])  # first
+def with_sorted_columns(table, ids):
+    changed = jnp.sort(table, 0)  # last
+    return jnp.sum(changed[ids])  # first
 
 
 def with_a_row_set(table, ids):
@@ -209,7 +209,7 @@ def test_an_output_layer_is_no_table():
 
 @pytest.mark.parametrize(
     ("loss", "primitive"),
-    [(in_unit_rows, "div"), (with_a_row_set, "scatter")],
+    [(with_sorted_columns, "sort"), (with_a_row_set, "scatter")],
     ids=lambda x: getattr(x, "__name__", x),
 )
 def test_lookups_in_what_was_computed_from_all_of_a_table(loss, primitive):

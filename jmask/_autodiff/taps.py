@@ -1,0 +1,284 @@
+"""Taps: arguments of zeros, one for each lookup, in which JAX differentiates.
+
+    rows = table[ids]      becomes     rows = tapped(table[ids], tap)
+    d loss / d tap         is          what the lookup adds to the gradient, at the rows `ids`
+
+A table is a constant of the program with taps, so nothing as large as a table is made. What a
+program looks up is found from its jaxpr first (`Taps` without arrays), and found again when it
+runs with an array for each tap: both go through the lookups in one order.
+"""
+
+import dataclasses
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jmask._base.row_ids import id_dtype
+from jmask._base.shardings import explicit_sharding, resharded, varying_alike, varying_axes
+from jmask._base.types import ArrayFunction, DType, JvpArgs, PyTree, Shape, Value
+from jmask._kernels import sharded_rows
+from jmask._kernels.gathered_rows import GATHERED, GatheredRows, joined
+from jmask._kernels.rows import split_rows
+from jmask._tensors.row_sparse import RowSparse
+
+
+@jax.custom_jvp
+def tapped(rows: jax.Array, tap: jax.Array) -> jax.Array:
+    """Return rows, with the derivative of rows + tap.
+
+    A sum would do, but what is compiled then adds zeros, and a sum with 0 is no -0.
+    """
+    return rows
+
+
+def _derivative(primals: JvpArgs, tangents: JvpArgs) -> tuple[jax.Array, jax.Array]:
+    known = [t for t in tangents if not isinstance(t, SymbolicZero)]
+    return primals[0], sum(known[1:], known[0]) if known else jnp.zeros_like(primals[0])
+
+
+tapped.defjvp(_derivative, symbolic_zeros=True)
+
+
+# --- one tap ------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Tap:
+    """One lookup of a table: what is to be known of it before it runs.
+
+    Attributes:
+        table: the number of the leaf.
+        leading: how many dimensions of the table the ids number.
+        shape: of the tap: rows (n, *row) of ids, or sums (bags, *row) of rows.
+        dtype: of the tap.
+        rows: how many rows of the gradient it makes.
+        ids: the number of dimensions of the ids.
+        kind: "rows"; "bags", whose ids are (ids, bag of each, weight of each or None);
+            "placed", where a type says how rows are sharded: (*ids.shape, *row).
+        varies: the axes of a `shard_map` over which it differs.
+        sharding: that its type names, or None.
+        batch: the lengths of the loops that it is in, outermost first.
+        width: of packed tables, how many entries of a line a row has; `leading` is 2 then.
+    """
+
+    table: int
+    leading: int
+    shape: Shape
+    dtype: DType
+    rows: int
+    kind: Literal["rows", "bags", "placed"] = "rows"
+    ids: int = 1
+    varies: frozenset[str] = frozenset()
+    sharding: NamedSharding | None = None
+    batch: Shape = ()
+    width: int | None = None
+
+    @property
+    def row(self) -> Shape:
+        """The shape of a row."""
+        return self.shape[1:] if self.kind != "placed" else self.shape[self.ids :]
+
+    @property
+    def key(self) -> tuple[int, int, Shape, DType]:
+        """Of taps of one key those of several branches of a `cond` are one."""
+        return self.table, self.leading, self.row, self.dtype
+
+    def rows_of(self, table: Shape) -> int:
+        """Return how many rows a table of this shape has, which is the id of padding."""
+        return (
+            math.prod(table) // self.width if self.width else math.prod(table[: self.leading])
+        )
+
+    @property
+    def count(self) -> int:
+        """The number of rows in all rounds of its loops."""
+        return math.prod(self.batch) * self.rows
+
+    def zeros(self) -> jax.Array:
+        """Return the array in which JAX differentiates."""
+        zeros = jnp.zeros((*self.batch, *self.shape), self.dtype)
+        if self.sharding is not None:
+            spec = (*(None,) * len(self.batch), *self.sharding.spec)
+            zeros = resharded(zeros, self.sharding, spec)
+        return over(self.varies, zeros)
+
+
+def over(axes: frozenset[str], x: jax.Array) -> jax.Array:
+    """Return an array typed as varying over at least these axes of a `shard_map`."""
+    missing = tuple(sorted(axes - varying_axes(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+class Taps:
+    """The taps of a program in the order of its lookups; lists are those of what it runs.
+
+    Attributes:
+        specs: each a `Tap`, or a list of them for a loop, a branch or another nested program.
+        ids: of each the ids, once it has run.
+        is_trial: whether nothing runs: the lookups are only noted.
+        rows_only: whether a bag is to be read row by row, as in a branch.
+        is_without: whether there are none, as where no gradient comes from.
+        made: arrays that were made of views already, at this level of traces.
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[Value] | None = None,
+        rows_only: bool = False,
+        is_without: bool = False,
+    ) -> None:
+        self.specs: list[PyTree] = []
+        self.ids: list[PyTree] = []
+        self.made: dict[tuple[int, bool], tuple[object, Value]] = {}
+        self.is_trial, self.rows_only = arrays is None and not is_without, rows_only
+        self.is_without = is_without
+        self._arrays: Iterator[Value] = iter(arrays or ())
+
+    def note(self, spec: Tap) -> None:
+        """Note one that a trial comes by."""
+        self.specs.append(spec)
+
+    def take(
+        self,
+        spec: Tap,
+        rows: jax.Array,
+        ids: PyTree,
+        as_result: ArrayFunction = lambda tap: tap,
+    ) -> jax.Array:
+        """Return rows with the next tap, which is like `spec`, at `ids`.
+
+        `as_result` makes of the tap, linearly, what has the shape of the rows.
+        """
+        if self.is_without:
+            return rows
+        tap = next(self._arrays)
+        self.note(spec)
+        tap = as_result(tap).reshape(rows.shape)
+        axes = varying_axes(tap) | varying_axes(rows)
+        rows, tap = over(axes, rows), over(axes, tap)
+        # Also between axes that are explicit and those that are automatic for a while.
+        there, here = (getattr(jax.typeof(x), "sharding", None) for x in (rows, tap))
+        if there != here and isinstance(there, NamedSharding):
+            tap = jax.sharding.reshard(tap, there)
+        self.ids.append(ids)
+        return tapped(rows, tap)
+
+    def of_nested(self) -> Sequence[Value] | None:
+        """Return the arrays of the taps of what an equation runs; None in a trial."""
+        return None if self.is_trial else next(self._arrays)
+
+    def inside(self, arrays: Sequence[Value] | None, rows_only: bool = False) -> "Taps":
+        """Return the taps of what an equation runs."""
+        return Taps(arrays, rows_only or self.rows_only)
+
+    def add(self, specs: list[PyTree], ids: list[PyTree]) -> None:
+        """Add the taps of what an equation has run."""
+        self.specs.append(specs)
+        self.ids.append(ids)
+
+    def found(self) -> list[Tap]:
+        """Return all of them, in one list."""
+        return jax.tree.leaves(self.specs)
+
+
+NONE = Taps(is_without=True)
+"""The taps of what has no gradient: there are none."""
+
+
+# --- from taps to a gradient --------------------------------------------------------------
+
+
+def gradients_of_tables(
+    tables: Sequence[Value], specs: PyTree, ids: PyTree, cotangents: PyTree
+) -> dict[int, RowSparse]:
+    """Return the gradient of each table that has taps: the cotangents at the ids of all."""
+    parts: dict[int, list[tuple[Tap, jax.Array, jax.Array]]] = defaultdict(list)
+    of_lookups = jax.tree.leaves(ids, is_leaf=lambda x: isinstance(x, tuple))
+    taps = zip(jax.tree.leaves(specs), of_lookups, jax.tree.leaves(cotangents), strict=True)
+    for spec, i, cotangent in taps:
+        table = tables[spec.table]
+        i, cotangent = jax.tree.map(functools.partial(_on_mesh_of, table), (i, cotangent))
+        parts[spec.table].append((spec, *_from_all_devices(spec, table, i, cotangent)))
+    return {number: _joined(tables[number], of_table) for number, of_table in parts.items()}
+
+
+def _on_mesh_of(table: jax.Array, x: jax.Array) -> jax.Array:
+    """Return an array that was made where axes are automatic on the axes of the table."""
+    sharding, own = explicit_sharding(table), getattr(jax.typeof(x), "sharding", None)
+    if sharding is None or own is None or own.mesh == sharding.mesh:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
+
+
+def _from_all_devices(
+    spec: Tap, table: jax.Array, ids: PyTree, rows: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return ids (n,) and rows (n, *row); of a table that devices share, those of all."""
+    ids, rows = _flat(spec, table, ids, rows)
+    axes = tuple(sorted((varying_axes(ids) | varying_axes(rows)) - varying_axes(table)))
+    if axes:
+        gathered = (
+            lax.all_gather(x, axes, tiled=True, to="invarying")
+            for x in varying_alike(ids, rows)
+        )
+        ids, rows = gathered
+    return ids, rows
+
+
+def _flat(
+    spec: Tap, table: jax.Array, ids: PyTree, rows: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    row = spec.shape[1:]
+    if spec.kind == "rows":
+        return ids.reshape(-1), rows.reshape(-1, *row)
+    if spec.kind == "placed":
+        row = rows.shape[ids.ndim :]
+        if ids.ndim == 1:
+            return ids, rows
+        if explicit_sharding(ids, rows) is None:
+            return ids.reshape(-1), rows.reshape(-1, *row)
+        return sharded_rows.flat(ids, rows, len(row))
+    # All entries of a bag have the cotangent of its sum: the rows are not written out.
+    ids, bag, weight = ids
+    bags, rounds = spec.shape[0], math.prod(spec.batch)
+    if spec.batch:  # bags of each round of a loop come after those of the round before
+        first = bags * lax.iota(bag.dtype, rounds)[:, None]
+        bag = bag.reshape(rounds, -1)
+        bag = jnp.where(bag < bags, bag + first, rounds * bags)
+    weight = None if weight is None else weight.reshape(-1)
+    source = rows.reshape(-1, *row)
+    known = GatheredRows(source, bag.reshape(-1), weight, table.dtype)
+    result = known.array()
+    GATHERED.note(result, known)
+    return ids.reshape(-1), result
+
+
+def _joined(table: jax.Array, parts: Sequence[tuple[Tap, jax.Array, jax.Array]]) -> RowSparse:
+    """Return what several lookups of a table add to its gradient, as one `RowSparse`."""
+    # Rows of the finest kind: single entries, rows of a packed table, rows.
+    finest, *_ = min(parts, key=lambda part: (-part[0].leading, math.prod(part[0].row)))
+    count, row = finest.rows_of(table.shape), finest.row
+    all_ids, all_rows = [], []
+    for spec, ids, rows in parts:
+        each = math.prod(spec.row) // max(math.prod(row), 1)
+        if spec.row != row:
+            ids, rows = split_rows(ids, rows, each, count, row)
+        all_ids.append(ids.astype(id_dtype(count)))
+        all_rows.append(rows if rows.dtype == table.dtype else rows.astype(table.dtype))
+    ids = all_ids[0] if len(parts) == 1 else jnp.concatenate(all_ids)
+    return RowSparse.from_rows(
+        ids,
+        joined(all_rows),
+        table.shape,
+        coalesced=False,
+        leading=finest.leading,
+        width=finest.width,
+    )
