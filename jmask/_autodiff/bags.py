@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jmask._autodiff.lookups import WINDOWS, Lookup, bag_of_table, windows_of
+from jmask._autodiff.lookups import WINDOWS, Lookup, windows_of
+from jmask._autodiff.sums import bag_of_table
 from jmask._autodiff.taps import NONE, Taps
 from jmask._autodiff.views import TableView, View
 from jmask._base.array_types import is_known, trailing, wide

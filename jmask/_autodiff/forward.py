@@ -26,19 +26,16 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jmask._autodiff import bags, nested
 from jmask._autodiff.lookups import (
     ROWS_OF_LINES,
-    SPARSE_PRODUCTS,
     WINDOWS,
-    bag_of_table,
     gather_of,
     is_of_lines,
     lookup_in_lines,
-    rows_of_bag,
     shard_lookup,
     slice_lookup,
-    sparse_product,
     window_lookup,
 )
 from jmask._autodiff.needed import Needed
+from jmask._autodiff.sums import SPARSE_PRODUCTS, bag_of_table, rows_of_bag, sparse_product
 from jmask._autodiff.taps import NONE, Tap, Taps
 from jmask._autodiff.view_rules import COMPUTING, RULES, views_of
 from jmask._autodiff.views import (

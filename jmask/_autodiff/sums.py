@@ -1,0 +1,202 @@
+"""Sums of rows: bag sums, and products with a sparse matrix, a bag for each of its rows.
+
+    jmask_bag_sum                        sums of rows of a table, bag by bag
+    bcoo_dot_general, bcsr_..., csr      X @ table, X sparse
+
+Of a table the equation itself runs, and its sums get a tap: the cotangent of a bag is that of
+all of its rows, which are not written out. Of a view rows are read, each with its own tap.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jmask._autodiff.taps import Tap, Taps
+from jmask._autodiff.views import (
+    Lookup,
+    Positions,
+    TableView,
+    View,
+    Where,
+    planned,
+    read_at,
+    varies_of,
+    varying,
+)
+from jmask._base.array_types import trailing
+from jmask._base.forms import aval_of, parameter
+from jmask._base.jaxprs import bound
+from jmask._base.row_ids import canonical, id_dtype
+from jmask._base.types import Function, Shaped, Value
+from jmask._kernels.bag_sum import BagSum
+from jmask._kernels.rows import add_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class BagsOfTable:
+    """Sums of rows of a table: entry i adds `weight[i]` times row `ids[i]` to bag `bag[i]`.
+
+    Attributes:
+        ids, bag, weight: when it runs: (n,), canonical; weight None for ones.
+    """
+
+    table: View
+    bags: int
+    entries: int
+    aval: Shaped
+    arrays: Callable[[], tuple[jax.Array, jax.Array, jax.Array | None]]
+
+    @property
+    def tap(self) -> Tap:
+        shape = self.bags, *self.table.shape[1:]
+        dtype, axes = self.aval.dtype, varies_of(self.aval)
+        assert isinstance(self.table, TableView)
+        tap = self.table.tap(shape, self.entries, dtype=dtype)
+        return dataclasses.replace(tap, kind="bags", varies=tap.varies | axes)
+
+    def tapped(self, sums: jax.Array, taps: Taps) -> jax.Array:
+        """Return the sums with their tap."""
+        if taps.is_without:
+            return sums
+        as_result = lambda x: x.reshape(sums.shape)
+        return taps.take(self.tap, sums, self.arrays(), as_result)
+
+
+def bag_of_table(x: BagSum, aval: Shaped) -> BagsOfTable:
+    """Return what a bag sum of a table adds up."""
+    entries = math.prod(x.positions.shape)
+
+    def arrays() -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        ids = x.positions.reshape(-1)
+        weight = None if x.weights is None else x.weights.reshape(-1)
+        if x.bag_of_entry is None:
+            bag = lax.iota(jnp.int32, entries) // (entries // x.bags)
+        else:
+            bag = x.bag_of_entry
+            ids = jnp.where(bag < x.bags, ids, np.asarray(x.table.shape[0], ids.dtype))
+        return ids, bag, weight
+
+    return BagsOfTable(x.table, x.bags, entries, aval, arrays)
+
+
+def rows_of_bag(x: BagSum, aval: Shaped) -> tuple[list[Tap], Function]:
+    """Return how a bag sum of a view reads rows, and then is one of these."""
+    view, entries = x.table, math.prod(x.positions.shape)
+    plan = varying(planned(view, 1, (entries,)) or [], varies_of(aval))
+
+    def run(taps: Taps) -> BagSum:
+        positions = x.positions.reshape(-1)
+        exists = positions < view.shape[0]
+        last = np.asarray(view.shape[0] - 1, positions.dtype)
+        first = jnp.minimum(positions, last)
+        rows = read_at(view, Positions([first], Where((entries,))), exists, taps)
+        dtype = id_dtype(entries)
+        which = jnp.where(exists, lax.iota(dtype, entries), np.asarray(entries, dtype))
+        return dataclasses.replace(x, table=rows, positions=which.reshape(x.positions.shape))
+
+    return plan, run
+
+
+SPARSE_PRODUCTS = ("bcoo_dot_general", "bcsr_dot_general", "jmask_csr_product")
+
+
+def sparse_product(
+    eqn: JaxprEqn, name: str, args: Sequence[Value], rows_only: bool
+) -> Lookup | None:
+    """Return X @ table for a sparse X, a bag of rows for each row of X.
+
+    None if it is no sum of whole rows.
+    """
+    x, aval = args[-1], aval_of(eqn.outvars[0])
+    terms = _terms(eqn, name, args)
+    if terms is None:
+        return None
+    if isinstance(x, TableView) and not rows_only:
+        run = lambda taps: terms.tapped(bound(eqn, [*args[:-1], x.array])[0], taps)
+        return [terms.tap], run
+    plan = planned(x, 1, (terms.entries,))
+
+    def by_rows(taps: Taps) -> jax.Array:
+        ids, bag, weight = terms.arrays()
+        assert weight is not None
+        last = np.asarray(x.shape[0] - 1, ids.dtype)
+        first = Positions([jnp.minimum(ids, last)], Where(ids.shape))
+        rows = read_at(x, first, ids <= last, taps)
+        rows = rows.astype(aval.dtype) * trailing(weight.astype(aval.dtype), rows.ndim)
+        sums = jnp.zeros((terms.bags, *x.shape[1:]), aval.dtype)
+        return add_rows(sums, bag, rows).reshape(aval.shape)
+
+    return None if plan is None else (varying(plan, varies_of(aval)), by_rows)
+
+
+def _terms(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> BagsOfTable | None:
+    *sparse, table = args
+    aval = aval_of(eqn.outvars[0])
+    if name == "bcoo_dot_general":
+        return _coo_product(eqn, sparse, table, aval)
+    if name == "bcsr_dot_general":
+        (contract, contract_dense), batch = parameter(eqn, "dimension_numbers")
+        shape = parameter(eqn, "lhs_spinfo").shape
+        is_plain = tuple(contract) == (1,) and tuple(contract_dense) == (0,)
+        if any(batch) or not is_plain or len(shape) != 2 or len(sparse[1].shape) != 1:
+            return None
+    data, columns, pointers = sparse
+    rows, entries = pointers.shape[0] - 1, columns.shape[0]
+
+    def arrays() -> tuple[jax.Array, jax.Array, jax.Array]:
+        number = lax.iota(pointers.dtype, entries)
+        bag = jnp.searchsorted(pointers, number, side="right").astype(jnp.int32) - 1
+        # Entries before the first row or after the last one are padding.
+        bag = jnp.where((bag >= 0) & (bag < rows), bag, rows)
+        return _in_bags(columns, bag, rows, data, table.shape[0])
+
+    return BagsOfTable(table, rows, entries, aval, arrays)
+
+
+def _in_bags(
+    ids: jax.Array, bag: jax.Array, bags: int, weight: jax.Array, rows: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    ids = canonical(ids, rows)
+    padding = np.asarray(rows, ids.dtype)
+    bag = jnp.where(ids < padding, bag, bags)
+    return jnp.where(bag < bags, ids, padding), bag, weight
+
+
+def _coo_product(
+    eqn: JaxprEqn, sparse: Sequence[Value], table: View, aval: Shaped
+) -> BagsOfTable | None:
+    data, indices = sparse
+    (contract, contract_dense), batch = parameter(eqn, "dimension_numbers")
+    shape = parameter(eqn, "lhs_spinfo").shape
+    batched, columns = len(indices.shape) - 2, indices.shape[-1]
+    if (
+        any(batch)
+        or len(contract) != 1
+        or contract[0] < batched
+        or batched + columns < len(shape)
+        or tuple(contract_dense) != (0,)
+    ):
+        return None
+    entries = (*shape[:batched], indices.shape[-2])
+    kept = [d for d in range(len(shape)) if d not in contract]
+    bags = math.prod(shape[d] for d in kept)
+
+    def arrays() -> tuple[jax.Array, jax.Array, jax.Array]:
+        places = [lax.broadcasted_iota(indices.dtype, entries, d) for d in range(batched)]
+        places += [jnp.broadcast_to(indices[..., d], entries) for d in range(columns)]
+        inside, bag = jnp.ones(entries, bool), jnp.zeros(entries, jnp.int32)
+        for d in kept:
+            inside = inside & (places[d] >= 0) & (places[d] < shape[d])
+            bag = bag * np.int32(shape[d]) + places[d].astype(jnp.int32)
+        bag = jnp.where(inside, bag, bags).reshape(-1)
+        weight = jnp.broadcast_to(data, entries).reshape(-1)
+        ids = places[contract[0]].reshape(-1)
+        return _in_bags(ids, bag, bags, weight, table.shape[0])
+
+    return BagsOfTable(table, bags, math.prod(entries), aval, arrays)
