@@ -33,6 +33,7 @@ from jmask._lazy.proved_update import (
     with_whole_rows,
 )
 from jmask._lazy.row_local import RowWise
+from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.apply import (
     Fit,
     dense_parameters,
@@ -43,8 +44,10 @@ from jmask._updates.checks import (
     NotRowLocalError,
     check_parameters,
     check_transformation,
+    dense_gradient,
     has_16_bit_sums,
     has_gradients,
+    is_gradient_leaf,
     with_wide_rows,
 )
 from jmask._updates.state_rows import check_made_by
@@ -207,8 +210,12 @@ def densified(
     def update(updates, state, params=None, **extra_args):
         fit = Fit.of(updates, params)
         check_made_by(tx.init, state, fit.params, dtypes=isinstance(tx, RowWise))
-        call = LazyCall.of(tx, fit.gradients, state, fit.params, extra_args, on_rows=False)
-        return call.update()
+        leaves = jax.tree.leaves(fit.gradients, is_leaf=is_gradient_leaf)
+        if any(is_row_sparse(x) and x.leading > 1 for x in leaves):  # a stack is one table
+            call = LazyCall.of(tx, fit.gradients, state, fit.params, extra_args, on_rows=False)
+            return call.update()
+        gradients = jax.tree.map(dense_gradient, fit.gradients, is_leaf=is_gradient_leaf)
+        return tx.update(gradients, state, fit.params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
