@@ -165,7 +165,9 @@ def test_in_place_for_large_batches(name, lookups):
     table = jax.ShapeDtypeStruct((5_000_000, 128), jnp.float32)
     ids = jax.ShapeDtypeStruct((lookups,), jnp.int32)
     compiled = compiled_step(sum_of_squares, OPTIMIZERS[name], table, ids, sharding=gpu("H100"))
-    assert temporary_bytes(compiled) < 1.1 * lookups * 128 * 4
+    # Cotangents, which are read before the table is written, and their sums: SGD needs none.
+    arrays = 1.1 if name == "sgd" else 2.1
+    assert temporary_bytes(compiled) < arrays * lookups * 128 * 4
 
 
 @pytest.mark.parametrize("with_value", [True, False], ids=["value_and_grad", "grad"])
