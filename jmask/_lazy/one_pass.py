@@ -32,7 +32,7 @@ import optax
 from jax.extend.core import JaxprEqn, Var
 
 from jmask._base.array_types import added
-from jmask._base.forms import aval_of, holds_jaxprs
+from jmask._base.forms import aval_of, holds_jaxprs, within
 from jmask._base.jaxprs import ARITHMETIC, bound, needed_for, read, run
 from jmask._base.types import (
     ArraysFunction,
@@ -55,7 +55,7 @@ from jmask._updates.state_rows import Dimension
 
 _FILL = "broadcast_in_dim"
 # They keep the entries of a row apart where the shape of the result begins with that of a row.
-_PAIRING = ("concatenate", "reshape", "slice", "split", "squeeze")
+_ENTRY_BY_ENTRY = {*ELEMENTWISE, _FILL, "concatenate", "reshape", "slice", "split", "squeeze"}
 
 
 class OnePassTransformation(optax.GradientTransformationExtraArgs):
@@ -180,28 +180,22 @@ def tables_whose_rows_mix(update: ProvedUpdate) -> set[int]:
     A number for each row is one more entry of rows that are updated whole, as by `jmask.ema`
     after an optimizer, but not where some of their entries are masked.
     """
-    jaxpr, owners = update.proof.program.jaxpr, _owners(update)
-    mixed = set()
+    jaxpr, rows = update.proof.program.jaxpr, update.proof.rows
+    eqns, mixed = within(jaxpr.eqns), set()
+    inputs = zip(jaxpr.invars, update.call.leaves, strict=True)
+    owners = {v: leaf.table for v, leaf in inputs if leaf.table is not None}
+    for v in (v for eqn in eqns for v in eqn.outvars if axes_of_rows(v)):
+        owners[v] = next(i for i in rows if _has_rows(v, rows[i]))
     for v, i in owners.items():
         shape, row = aval_of(v).shape, aval_of(jaxpr.invars[i]).shape[1:]
         is_whole = update.call.gradients[i].valid is None
         # A complex entry is a pair, along one dimension more.
         if shape[1 : 1 + len(row)] != row and not (is_whole and math.prod(shape[1:]) == 1):
             mixed.add(i)
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name not in (*ELEMENTWISE, _FILL, *_PAIRING):
+    for eqn in eqns:
+        if not holds_jaxprs(eqn) and eqn.primitive.name not in _ENTRY_BY_ENTRY:
             mixed.update(owners[v] for v in eqn.outvars if v in owners)
     return mixed
-
-
-def _owners(update: ProvedUpdate) -> dict[Var, int]:
-    """Return the table whose rows a variable has: their open number is in its shape."""
-    jaxpr, rows = update.proof.program.jaxpr, update.proof.rows
-    inputs = zip(jaxpr.invars, update.call.leaves, strict=True)
-    owners = {v: leaf.table for v, leaf in inputs if leaf.table is not None}
-    for v in (v for eqn in jaxpr.eqns for v in eqn.outvars if axes_of_rows(v)):
-        owners[v] = next(i for i in rows if _has_rows(v, rows[i]))
-    return owners
 
 
 def _has_rows(v: Var, rows: Dimension) -> bool:
