@@ -24,8 +24,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jmask._base.row_ids import id_dtype
 from jmask._base.shardings import explicit_sharding, resharded, varying_alike, varying_axes
 from jmask._base.types import ArrayFunction, DType, JvpArgs, PyTree, Shape, Value
-from jmask._kernels import sharded_rows
-from jmask._kernels.gathered_rows import GATHERED, GatheredRows, joined
+from jmask._kernels import sharded_rows, tuning
+from jmask._kernels.gathered_rows import GATHERED, GatheredRows, joined, pays
 from jmask._kernels.rows import split_rows
 from jmask._tensors.row_sparse import RowSparse
 
@@ -246,7 +246,7 @@ def _flat(
         if explicit_sharding(ids, rows) is None:
             return ids.reshape(-1), rows.reshape(-1, *row)
         return sharded_rows.flat(ids, rows, len(row))
-    # All entries of a bag have the cotangent of its sum: the rows are not written out.
+    # All entries of a bag have the cotangent of its sum.
     ids, bag, weight = ids
     bags, rounds = spec.shape[0], math.prod(spec.batch)
     if spec.batch:  # bags of each round of a loop come after those of the round before
@@ -257,7 +257,9 @@ def _flat(
     source = rows.reshape(-1, *row)
     known = GatheredRows(source, bag.reshape(-1), weight, table.dtype)
     result = known.array()
-    GATHERED.note(result, known)
+    # Few rows are better written: what makes them takes longer to compile than it saves.
+    if pays(source.shape[0], result.shape[0]) and result.nbytes >= tuning.SMALL_ROWS:
+        GATHERED.note(result, known)
     return ids.reshape(-1), result
 
 

@@ -175,6 +175,13 @@ def _even_few_rows_are_many(monkeypatch):
         monkeypatch.setattr(tuning, threshold, 0)
 
 
+def test_small_arrays_are_arrays(monkeypatch):
+    loss = loss_of(LINES)
+    assert seen(jmask.grad(loss), TABLE, BATCH) is not None
+    monkeypatch.setattr(tuning, "SMALL_ROWS", 4 * B * L * D + 1)
+    assert seen(jmask.grad(loss), TABLE, BATCH) is None
+
+
 @functools.cache
 def dense_gradient(loss):
     """The gradient of a program by JAX, compiled once for all tests of it."""
