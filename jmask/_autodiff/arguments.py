@@ -167,7 +167,7 @@ def _ordered(gradient: Gradient, value: jax.Array, zero: jax.Array) -> Gradient:
     if len({None if x is None else x.mesh for x in shardings}) > 1:
         return gradient
     known = GATHERED.of(gradient.values)
-    if known is None or known.index is None:
+    if known is None:
         waiting = mapped_words(leaf, lambda words: plus_zero(words, zero))
         return gradient.with_leaves(waiting, gradient.values)
     # The ids are sorted meanwhile; of the rows that nothing reads nothing is left.

@@ -6,8 +6,7 @@
 
 All entries of a bag have the cotangent of the bag, so the gradient of bags needs one row
 for each bag, not one for each entry: `source` are the cotangents of the bags, `index` is the
-bag of each entry. That of a dot product is the other operand, row by row, each times a number:
-these rows exist already, and `index` is None.
+bag of each entry.
 
 The rows are an array like any other. That they are gathered is a fact about a traced array,
 kept next to it: a consumer that asks for it reads one block of rows at a time and never
@@ -37,20 +36,19 @@ class GatheredRows:
 
     Attributes:
         source (m, *row): inexact.
-        index (n,): int32, canonical: m stands for a row of zeros. None: rows in their order.
+        index (n,): int32, canonical: m stands for a row of zeros.
         weight (n,): inexact, or None for ones.
         dtype: of the rows.
     """
 
     source: jax.Array
-    index: jax.Array | None
+    index: jax.Array
     weight: jax.Array | None
     dtype: DType = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
-        count = self.source.shape[:1] if self.index is None else self.index.shape
-        return *count, *self.source.shape[1:]
+        return *self.index.shape, *self.source.shape[1:]
 
     @property
     def ndim(self) -> int:
@@ -58,8 +56,6 @@ class GatheredRows:
 
     def array(self) -> jax.Array:
         """Return the rows (n, *row)."""
-        if self.index is None:
-            return _weighted(self.source, self.weight).astype(self.dtype)
         source, index = varying_alike(self.source, self.index)
         fills = lax.GatherScatterMode.FILL_OR_DROP
         gather = Gather.rows_of(source.shape, fills, fill_value=0)
@@ -70,21 +66,12 @@ class GatheredRows:
         # Index and weight are read at these entries first, so that the rows are never all
         # there.
         weight = None if self.weight is None else rows_at(self.weight, entries)
-        if self.index is None:
-            return _weighted(rows_at(self.source, entries), weight).astype(self.dtype)
         index = rows_at(self.index, entries)
         return GatheredRows(self.source, index, weight, self.dtype).array()
 
     def scaled(self, function: Callable[[jax.Array], jax.Array]) -> "GatheredRows":
         """Multiply all rows by one number, as `function` multiplies an array."""
-        # With an index there are fewer source rows than entries. Without one there are as many,
-        # and a number for each is less than a row for each.
-        if self.index is not None:
-            return dataclasses.replace(self, source=function(self.source))
-        weight = self.weight
-        if weight is None:
-            weight = jnp.ones(self.source.shape[:1], self.source.dtype)
-        return dataclasses.replace(self, weight=function(weight))
+        return dataclasses.replace(self, source=function(self.source))  # fewer than entries
 
 
 Rows = jax.Array | GatheredRows
@@ -143,8 +130,7 @@ def joined_rows(parts: Sequence[Rows]) -> GatheredRows | None:
     index, weight, begin = [], [], 0
     for x, source in zip(parts, sources, strict=True):
         entries, m = x.shape[0], source.shape[0]
-        known_index = x.index if isinstance(x, GatheredRows) else None
-        own = lax.iota(jnp.int32, entries) if known_index is None else known_index
+        own = x.index if isinstance(x, GatheredRows) else lax.iota(jnp.int32, entries)
         # `m` stood for a row of zeros; among the joined sources that is `total`.
         index.append(jnp.where(own < m, own + begin, total))
         begin += m

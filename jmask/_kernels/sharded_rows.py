@@ -3,9 +3,9 @@
     lookup      all-gather of the ids, reduce-scatter of the rows          n + n D numbers
     update      all-gather of the ids and of the rows of the gradient      n + n D numbers
 
-A lookup is one equation of a trace, `LOOKUP`, and so is its transpose, `ADD`: that is how its
-gradient is found to be rows. Each device keeps what is its own, and reads, computes and writes
-where the row lives: parameters and state never move.
+A lookup is one equation of a trace, `LOOKUP`, and so is its transpose, `ADD`. Each device keeps
+what is its own, and reads, computes and writes where the row lives: parameters and state never
+move.
 """
 
 import functools

@@ -68,17 +68,13 @@ REPEATS = 2
 # second-level caches. Materialising makes a step .75 to 1.05 times as long and compiling .3 s
 # shorter; from 4 MB of rows on it makes a step 1.1 times as long or longer.
 SMALL_ROWS = 2**20
-# Bytes of rows, and of slices put together, from which rows that do not repeat are not
-# materialised either: glibc gives an array of twice this size back to the system after each
-# step, and the next step waits for new pages (docs/performance.md has the allocator's setting).
-LARGE_ROWS, LARGE_SLICES = 2**24, 2**23
 
 # --- tables computed on before they are looked up ---------------------------------------------
 
-# Equations up to which a lookup in an array made of tables is read through them, and parts of
-# a gradient up to which an equation is run on each. An array that is used twice in each of n
-# steps (`x = x + 0.1 * roll(x)`) has 2^n of both. A judgement: 256 are traced in 0.1 s.
-VIEW_EQUATIONS, GRADIENT_PARTS = 256, 8
+# Equations up to which a lookup in an array made of tables is read through them. An array that
+# is used twice in each of n steps (`x = x + 0.1 * roll(x)`) has 2^n. A judgement: 256 are
+# traced in 0.1 s.
+VIEW_EQUATIONS = 256
 
 # --- several devices -----------------------------------------------------------------------
 

@@ -133,8 +133,6 @@ def build(program):
 # --- thresholds --------------------------------------------------------------------------
 
 THRESHOLDS = {
-    "LARGE_ROWS": (0, 2**24),
-    "LARGE_SLICES": (0, 2**23),
     "REPEATS": (1, 2),
     "SMALL_ROWS": (0, 2**20),
     "MATERIALISED_ROWS": (0, 4096),

@@ -173,8 +173,9 @@ def gathered_gradients(seed, repeats=True):
     Its rows are those of bags, or rows that do not repeat.
     """
     rng = np.random.default_rng(seed)
-    source = jnp.asarray(rng.normal(size=(B if repeats else B * L, D)), jnp.float32)
-    index = jnp.repeat(jnp.arange(B, dtype=jnp.int32), L) if repeats else None
+    bags = B if repeats else B * L
+    source = jnp.asarray(rng.normal(size=(bags, D)), jnp.float32)
+    index = jnp.repeat(jnp.arange(bags, dtype=jnp.int32), B * L // bags)
     weight = jnp.asarray(rng.normal(size=B * L), jnp.float32)
     ids = jnp.asarray(rng.integers(0, V // 2, B * L), jnp.int32).at[7].set(V)
     rows = GatheredRows(source, index, weight, jnp.dtype(jnp.float32))
