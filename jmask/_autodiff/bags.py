@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jmask._autodiff.lookups import WINDOWS, Lookup, windows_of
+from jmask._autodiff.lookups import WINDOWS, windows_of
 from jmask._autodiff.sums import bag_of_table
 from jmask._autodiff.taps import NONE, Taps
-from jmask._autodiff.views import TableView, View
+from jmask._autodiff.views import Lookup, TableView, View
 from jmask._base.array_types import is_known, trailing, wide
 from jmask._base.forms import aval_of, parameter
 from jmask._base.row_ids import canonical, widen
@@ -73,10 +73,6 @@ class Rows(View):
     table: TableView | None = None
     entries: Shape = ()
     of_entries: Callable[[], Entries] = lambda: Entries(jnp.zeros(0))
-
-    @property
-    def row_ndim(self) -> int:
-        return self.ndim - len(self.entries)
 
 
 def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Value], lookup: Lookup) -> Rows | None:

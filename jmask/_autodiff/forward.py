@@ -34,7 +34,7 @@ from jmask._autodiff.lookups import (
     slice_lookup,
     window_lookup,
 )
-from jmask._autodiff.needed import Needed
+from jmask._autodiff.needed import Flags, Needed
 from jmask._autodiff.sums import SPARSE_PRODUCTS, bag_of_table, rows_of_bag, sparse_product
 from jmask._autodiff.taps import NONE, Tap, Taps
 from jmask._autodiff.view_rules import COMPUTING, RULES, views_of
@@ -62,8 +62,6 @@ from jmask._kernels.sharded_rows import LOOKUP
 
 # The user's line in a fallback warning must not be a line of this library.
 source_info_util.register_exclusion(str(Path(__file__).parents[1]))
-
-Flags = Sequence[bool]
 
 # A table by another type: each is bound to the table itself.
 _SAME_TABLE = ("pvary", "pcast", "reshard", "sharding_constraint")
@@ -164,7 +162,7 @@ class Forward:
             return [without_gradient(x)]
         if name == "optimization_barrier":
             arrays = [a for a in args if not isinstance(a, View)]
-            rest = iter(arrays if taps.is_trial or not arrays else bound_alike(eqn, arrays))
+            rest = iter(bound(eqn, arrays) if arrays and not taps.is_trial else arrays)
             return [a if isinstance(a, View) else next(rest) for a in args]
         if name in _SAME_TABLE or is_of_lines(eqn, name, x):
             return [self._same(eqn, x, taps)]
@@ -339,7 +337,7 @@ class Forward:
         """
         if not isinstance(x, View):
             return x
-        if is_constant or taps.is_without:
+        if is_constant:
             return self._constant(x, taps)
         key = id(x), False
         if key not in taps.made:
@@ -464,11 +462,6 @@ def _size(tap: Tap) -> int:
 
 def _not_run(taps: Taps) -> jax.Array:
     raise AssertionError("nothing runs in a trial")
-
-
-def bound_alike(eqn: JaxprEqn, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Bind an equation with as many results as operands to fewer of them."""
-    return list(eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params)))
 
 
 def _is_slow(eqn: JaxprEqn) -> bool:

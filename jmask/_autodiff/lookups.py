@@ -29,6 +29,7 @@ from jmask._autodiff.views import (
     Where,
     ids_at,
     numbered_dimensions,
+    per_entry,
     planned,
     read_at,
     varies_of,
@@ -121,17 +122,14 @@ class Windows:
         entries, more = self.entries(leading), self._more(leading)
         along = []
         for d in range(leading):
-            p = self._grid(starts.get(d, jnp.zeros((), id_dtype(shape[d]))), entries)
+            p = per_entry(starts.get(d, jnp.zeros((), id_dtype(shape[d]))), entries)
             if d in more and self.sizes[d] > 1:
                 axis = len(self.batch) + more.index(d)
                 p = p + lax.broadcasted_iota(p.dtype, entries, axis)
             along.append(p)
-        valid = None if valid is None else self._grid(valid, entries)
-        in_row = {d: self._grid(s, entries) for d, s in starts.items() if d >= leading}
+        valid = None if valid is None else per_entry(valid, entries)
+        in_row = {d: per_entry(s, entries) for d, s in starts.items() if d >= leading}
         return Positions(along, Where(entries)), valid, in_row
-
-    def _grid(self, x: jax.Array, entries: Shape) -> jax.Array:
-        return jnp.broadcast_to(trailing(x, len(entries)) if x.ndim else x, entries)
 
     def placed(
         self, rows: jax.Array, shape: Shape, leading: int, in_row: Mapping[int, jax.Array]
@@ -234,7 +232,7 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Lookup | N
         rows = read_at(x, positions, valid, taps)
         if valid is not None and windows.fill is not None:
             fill = jnp.asarray(windows.fill, rows.dtype)
-            rows = jnp.where(trailing(valid, rows.ndim) if valid.ndim else valid, rows, fill)
+            rows = jnp.where(trailing(valid, rows.ndim), rows, fill)
         return windows.placed(rows, shape, leading, in_row)
 
     return varying(plan, varies_of(aval)), run

@@ -23,6 +23,7 @@ from jmask._autodiff.views import (
     Valid,
     View,
     Where,
+    per_entry,
     view_of_array,
 )
 from jmask._base.array_types import trailing
@@ -144,7 +145,7 @@ def pad_rule(eqn: JaxprEqn, xs: Sequence[Value]) -> list[Reading] | None:
         rows = reads.read(x, p.moved(key, moved), _both(valid, inside))
         along_entries = [(0, 0, 0)] * len(p.entries)
         rows = lax.pad(rows, padding, [*along_entries, *config[len(p.along) :]])
-        return jnp.where(trailing(inside, rows.ndim) if inside.ndim else inside, rows, padding)
+        return jnp.where(trailing(inside, rows.ndim), rows, padding)
 
     return [(at_other_positions(x, key), read)]
 
@@ -197,23 +198,18 @@ def transposed(x: View, order: Sequence[int]) -> Reading:
         total, entries = count + len(before), (*p.entries, *(x.shape[d] for d in before))
         given = dict(zip(order, p.along, strict=False))
         moved = [
-            _per_entry(given[d], lead, entries)
+            per_entry(given[d], entries)
             if d in given
             else lax.broadcasted_iota(id_dtype(x.shape[d]), entries, lead + before.index(d))
             for d in range(total)
         ]
-        valid = None if valid is None else _per_entry(valid, lead, entries)
+        valid = None if valid is None else per_entry(valid, entries)
         rows = reads.read(x, p.moved(key, moved, entries), valid)
         axes = [*before, *range(total, len(order))]
         along_row = (lead + axes.index(d) for d in order[count:])
         return rows.transpose([*range(lead), *along_row])
 
     return plan, read
-
-
-def _per_entry(x: jax.Array, lead: int, entries: Shape) -> jax.Array:
-    """Return numbers (*entries[:lead],), or one, for each of the entries."""
-    return jnp.broadcast_to(trailing(x, len(entries)) if x.ndim else x, entries)
 
 
 def concatenate_rule(eqn: JaxprEqn, xs: Sequence[Value]) -> list[Reading]:
@@ -243,8 +239,7 @@ def _concatenated(parts: Sequence[View], axis: int) -> Reading:
                 within = jnp.clip(local, 0, size - 1)
                 moved = [*p.along[:axis], within, *p.along[axis + 1 :]]
                 rows = reads.read(x, p.moved(key, moved), _both(valid, inside))
-                is_later = local >= 0
-                is_later = trailing(is_later, rows.ndim) if is_later.ndim else is_later
+                is_later = trailing(local >= 0, rows.ndim)
                 result = rows if result is None else jnp.where(is_later, rows, result)
             local = local - np.asarray(size, local.dtype)
         assert result is not None
@@ -301,9 +296,9 @@ def _reshaped(x: View, shape: Shape) -> Reading:
         dtype = id_dtype(max(math.prod(x.shape[:j]), math.prod(shape[:count])))
         several = (*p.entries, each)
         number = jnp.broadcast_to(numbered(p.along, shape[:count], dtype), p.entries)
-        number = _per_entry(number * np.asarray(each, dtype), lead, several)
+        number = per_entry(number * np.asarray(each, dtype), several)
         number = number + lax.broadcasted_iota(dtype, several, lead)
-        valid = None if valid is None else _per_entry(valid, lead, several)
+        valid = None if valid is None else per_entry(valid, several)
         along = positions_of(number, x.shape[:j])
         rows = reads.read(x, p.moved(key, along, several), valid)
         return rows.reshape(*p.entries, *shape[count:])

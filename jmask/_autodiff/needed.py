@@ -16,6 +16,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jmask._base.forms import CALLS, REMATS, aval_of, branches_of, called, name_of, scan_of
 from jmask._base.types import Atom
 
+Flags = Sequence[bool]
+"""Of each variable whether a gradient is taken of it, or comes through it."""
+
 _NO_GRADIENT = frozenset("stop_gradient floor ceil round sign nextafter".split())
 
 
@@ -25,14 +28,14 @@ class Needed:
     def __init__(self) -> None:
         self._known: dict[tuple[int, tuple[bool, ...]], tuple[Jaxpr, set[Var]]] = {}
 
-    def within(self, jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[Var]:
+    def within(self, jaxpr: Jaxpr, wanted: Flags) -> set[Var]:
         """Return the variables through which the gradient of the wanted outputs goes."""
         key = id(jaxpr), tuple(wanted)
         if key not in self._known:
             self._known[key] = jaxpr, self._found(jaxpr, wanted)
         return self._known[key][1]
 
-    def _found(self, jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[Var]:
+    def _found(self, jaxpr: Jaxpr, wanted: Flags) -> set[Var]:
         live = {
             v for v, flag in zip(jaxpr.outvars, wanted, strict=True) if flag and _is_real(v)
         }
@@ -43,7 +46,7 @@ class Needed:
                 live.update(v for v, flag in inputs if flag and _is_real(v))
         return live
 
-    def _inputs(self, eqn: JaxprEqn, flags: Sequence[bool]) -> list[bool]:
+    def _inputs(self, eqn: JaxprEqn, flags: Flags) -> list[bool]:
         name = name_of(eqn)
         if name in (*CALLS, *REMATS) and not name.startswith("custom"):
             return self._of(called(eqn)[0], flags)
@@ -54,7 +57,7 @@ class Needed:
             return self._of(scan_of(eqn).body[0], self.of_scan(eqn, flags))
         return [True] * len(eqn.invars)
 
-    def of_scan(self, eqn: JaxprEqn, flags: Sequence[bool]) -> list[bool]:
+    def of_scan(self, eqn: JaxprEqn, flags: Flags) -> list[bool]:
         """Return which outputs of its body a scan needs, all the way around."""
         scan, wanted = scan_of(eqn), list(flags)
         while True:  # each round adds a carry, or is the last
@@ -65,7 +68,7 @@ class Needed:
                 return wanted
             wanted[: scan.carry] = carry
 
-    def _of(self, jaxpr: Jaxpr, flags: Sequence[bool]) -> list[bool]:
+    def _of(self, jaxpr: Jaxpr, flags: Flags) -> list[bool]:
         live = self.within(jaxpr, flags)
         return [v in live for v in jaxpr.invars]
 

@@ -21,8 +21,8 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
 
-from jmask._autodiff.needed import Needed
-from jmask._autodiff.taps import Tap, Taps, over
+from jmask._autodiff.needed import Flags, Needed
+from jmask._autodiff.taps import Tap, Taps
 from jmask._autodiff.views import TableView, View, element, view_of_table
 from jmask._base.forms import (
     REMATS,
@@ -37,17 +37,14 @@ from jmask._base.forms import (
 )
 from jmask._base.jaxprs import forwarded
 from jmask._base.row_ids import id_dtype
-from jmask._base.shardings import explicit_sharding, resharded, varying_axes
+from jmask._base.shardings import on_every_device, varying_axes, varying_over
 from jmask._base.types import PyTree, Shaped, Value
-
-Flags = Sequence[bool]
 
 
 class Runs(Protocol):
     """What runs the programs: `Forward`."""
 
     leaves: Sequence[Shaped]
-    uses: list
     needed: Needed
 
     def run(
@@ -104,8 +101,7 @@ def _remat(
         return arrays_out, taps_inside.ids
 
     if taps.is_trial:
-        plain = [aval_of(v) for v, x in zip(jaxpr.invars, args, strict=True) if x is not None]
-        body(None, [x for i, x in enumerate(plain) if i not in views])
+        body(None, [aval_of(v) for i, v in enumerate(jaxpr.invars) if i not in views])
         outs, ids = [aval_of(v) for i, v in enumerate(eqn.outvars) if i not in passed], []
     else:
         plain = [x for x in args if not isinstance(x, View)]
@@ -208,18 +204,15 @@ def _cond(
         return [forward.array(x, None, taps, not flag) for x, flag in pairs]
 
     # 1. How many rows of each table a branch looks up; all branches return as many.
-    uses, trials = list(forward.uses), []
-    for branch in branches:
-        trials.append(taps.inside(None, rows_only=True))
-        run(branch, _in_trial(operands, branch[0]), trials[-1])
-    shared = [
-        _shared(key, trials) for key in dict.fromkeys(k for t in trials for k in _keys(t))
-    ]
+    trials = [taps.inside(None, rows_only=True) for _ in branches]
+    for branch, trial in zip(branches, trials, strict=True):
+        run(branch, _in_trial(operands, branch[0]), trial)
+    keys = dict.fromkeys(tap.key for trial in trials for tap in trial.found())
+    shared = [_shared(key, trials) for key in keys]
     if taps.is_trial:
         taps.add(shared, [])
         return _abstract(eqn)
-    forward.uses = uses
-    arrays = dict(zip((tap.key for tap in shared), taps.of_nested() or (), strict=True))
+    arrays = dict(zip(keys, taps.of_nested() or (), strict=True))
 
     # 2. Each with its part of the taps, and ids that are padded.
     def with_taps(branch: Opened, trial: Taps) -> Callable[[], tuple[PyTree, PyTree]]:
@@ -230,11 +223,7 @@ def _cond(
                 begin = used[tap.key]
                 used[tap.key] = begin + tap.count
                 rows = arrays[tap.key][begin : begin + tap.count]
-                rows = rows.reshape(*tap.batch, *tap.shape)
-                if tap.sharding is not None:
-                    spec = (*(None,) * len(tap.batch), *tap.sharding.spec)
-                    rows = resharded(rows, tap.sharding, spec)
-                return rows
+                return tap.sharded(rows.reshape(tap.whole_shape))
 
             inside = taps.inside(jax.tree.map(part, trial.specs), rows_only=True)
             outs = run(branch, operands, inside)
@@ -247,10 +236,6 @@ def _cond(
     outs, ids = lax.switch(which, cases)
     taps.add(shared, ids)
     return outs
-
-
-def _keys(taps: Taps) -> list[object]:
-    return [tap.key for tap in taps.found()]
 
 
 def _shared(key: object, branches: Sequence[Taps]) -> Tap:
@@ -274,15 +259,11 @@ def _padded(forward: Runs, shared: Tap, found: Sequence[tuple[Tap, jax.Array]]) 
     """Return the ids of a branch, with padding for rows that it does not look up."""
     table = forward.leaves[shared.table]
     rows = shared.rows_of(table.shape)
-    ids = [_whole(x).reshape(-1) for tap, x in found if tap.key == shared.key]
+    of_key = [x for tap, x in found if tap.key == shared.key]
+    ids = [on_every_device(x, jax.typeof(x)).reshape(-1) for x in of_key]
     missing = shared.rows - sum(x.shape[0] for x in ids)
     ids.append(jnp.full((missing,), rows, id_dtype(rows)))
-    return over(shared.varies, jnp.concatenate([over(shared.varies, x) for x in ids]))
-
-
-def _whole(ids: jax.Array) -> jax.Array:
-    sharding = explicit_sharding(ids)
-    return ids if sharding is None else resharded(ids, sharding, (None,) * ids.ndim)
+    return jnp.concatenate([varying_over(shared.varies, x) for x in ids])
 
 
 # --- shard_map ----------------------------------------------------------------------------
@@ -314,34 +295,23 @@ def _shard_map(
         outs = forward.run(jaxpr, consts, views, taps_inside, flags)
         pairs = zip(outs, flags, strict=True)
         outs = [forward.array(x, None, taps_inside, not flag) for x, flag in pairs]
-        return outs, jax.tree.map(lambda x: over(axes, x), taps_inside.ids)
+        return outs, jax.tree.map(lambda x: varying_over(axes, x), taps_inside.ids)
 
     def by_device(tap: Tap) -> P:
         return P(*(None,) * len(tap.batch), tuple(sorted(axes)))
 
+    # A trial in any case: of each tap inside the spec is to be known before it runs.
+    body(None, *(aval_of(v) for v in jaxpr.invars))
     if taps.is_trial:
-        body(None, *(aval_of(v) for v in jaxpr.invars))
         outs, ids = _abstract(eqn), list[PyTree]()
     else:
-        of_taps = taps.of_nested()
-        # The types of taps inside are found by a trial, once more: each needs its spec.
-        trial = taps.inside(None, rows_only=True)
-        uses = list(forward.uses)
-        views = [
-            view_of_table(tables[i].number, aval_of(v)) if i in tables else aval_of(v)
-            for i, v in enumerate(jaxpr.invars)
-        ]
-        outs_of_trial = forward.run(jaxpr, consts, views, trial, flags)
-        for x, flag in zip(outs_of_trial, flags, strict=True):
-            forward.array(x, None, trial, not flag)
-        forward.uses = uses
-        specs = jax.tree.map(by_device, trial.specs)
+        specs = jax.tree.map(by_device, inner[-1])
         outs, ids = jax.shard_map(
             body,
             in_specs=(specs, *form.in_specs),
             out_specs=(list(form.out_specs), specs),
             **form.how,
-        )(of_taps, *arrays)
+        )(taps.of_nested(), *arrays)
 
     def of_all(tap: Tap) -> Tap:
         shape = devices * tap.shape[0], *tap.shape[1:]

@@ -22,7 +22,13 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jmask._base.row_ids import id_dtype
-from jmask._base.shardings import explicit_sharding, resharded, varying_alike, varying_axes
+from jmask._base.shardings import (
+    explicit_sharding,
+    resharded,
+    varying_alike,
+    varying_axes,
+    varying_over,
+)
 from jmask._base.types import ArrayFunction, DType, JvpArgs, PyTree, Shape, Value
 from jmask._kernels import sharded_rows, tuning
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows, joined, pays
@@ -104,17 +110,18 @@ class Tap:
 
     def zeros(self) -> jax.Array:
         """Return the array in which JAX differentiates."""
-        zeros = jnp.zeros((*self.batch, *self.shape), self.dtype)
-        if self.sharding is not None:
-            spec = (*(None,) * len(self.batch), *self.sharding.spec)
-            zeros = resharded(zeros, self.sharding, spec)
-        return over(self.varies, zeros)
+        return varying_over(self.varies, self.sharded(jnp.zeros(self.whole_shape, self.dtype)))
 
+    @property
+    def whole_shape(self) -> Shape:
+        """The shape in all rounds of its loops."""
+        return *self.batch, *self.shape
 
-def over(axes: frozenset[str], x: jax.Array) -> jax.Array:
-    """Return an array typed as varying over at least these axes of a `shard_map`."""
-    missing = tuple(sorted(axes - varying_axes(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x
+    def sharded(self, x: jax.Array) -> jax.Array:
+        """Return an array of that shape, sharded as the type of the tap says."""
+        if self.sharding is None:
+            return x
+        return resharded(x, self.sharding, (*(None,) * len(self.batch), *self.sharding.spec))
 
 
 class Taps:
@@ -161,9 +168,7 @@ class Taps:
             return rows
         tap = next(self._arrays)
         self.note(spec)
-        tap = as_result(tap).reshape(rows.shape)
-        axes = varying_axes(tap) | varying_axes(rows)
-        rows, tap = over(axes, rows), over(axes, tap)
+        rows, tap = varying_alike(rows, as_result(tap).reshape(rows.shape))
         # Also between axes that are explicit and those that are automatic for a while.
         there, here = (getattr(jax.typeof(x), "sharding", None) for x in (rows, tap))
         if there != here and isinstance(there, NamedSharding):

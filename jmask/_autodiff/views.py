@@ -23,7 +23,8 @@ from jax import lax
 
 from jmask._autodiff.taps import NONE, Tap, Taps
 from jmask._base.array_types import trailing
-from jmask._base.row_ids import INT32_MAX, id_dtype, numbered
+from jmask._base.row_ids import id_dtype, most_rows, numbered
+from jmask._base.shardings import axes_of_type
 from jmask._base.types import DType, Shape, Value
 from jmask._kernels.gather import Gather
 
@@ -212,8 +213,7 @@ def view_of_table(number: int, x: Value, width: int | None = None) -> TableView:
 
 def varies_of(x: Value) -> frozenset[str]:
     """Return the axes of a `shard_map` over which an array, or an abstract one, differs."""
-    manual = getattr(getattr(x, "aval", x), "manual_axis_type", None)
-    return frozenset() if manual is None else manual.varying
+    return axes_of_type(getattr(x, "aval", x))
 
 
 def varying(plan: Sequence[Tap], axes: frozenset[str]) -> list[Tap]:
@@ -223,13 +223,9 @@ def varying(plan: Sequence[Tap], axes: frozenset[str]) -> list[Tap]:
 
 def numbered_dimensions(shape: Shape, count: int) -> int:
     """Return how many of the first `count` dimensions of a table ids can number."""
-    while count > 1 and math.prod(shape[:count]) > _most_rows():
+    while count > 1 and math.prod(shape[:count]) > most_rows():
         count -= 1
     return count
-
-
-def _most_rows() -> int:
-    return INT32_MAX if not jax.config.read("jax_enable_x64") else 2**63 - 1
 
 
 def _chosen(rows: jax.Array, position: jax.Array, entries: Shape) -> jax.Array:
@@ -240,14 +236,18 @@ def _chosen(rows: jax.Array, position: jax.Array, entries: Shape) -> jax.Array:
     return lax.squeeze(jnp.take_along_axis(rows, index, lead, mode="clip"), [lead])
 
 
+def per_entry(x: jax.Array, entries: Shape) -> jax.Array:
+    """Return numbers along the first dimensions of entries, or one for all, of each."""
+    return jnp.broadcast_to(trailing(x, len(entries)), entries)
+
+
 def ids_at(positions: Positions, sizes: Shape, valid: Valid) -> jax.Array:
     """Return canonical ids (n,) of rows that are numbered along dimensions of these sizes."""
     count, entries = math.prod(sizes), positions.entries
     dtype = id_dtype(count)
     ids = jnp.broadcast_to(numbered(positions.along, sizes, dtype), entries)
     if valid is not None:
-        valid = trailing(valid, len(entries)) if valid.ndim else valid
-        ids = jnp.where(valid, ids, np.asarray(count, dtype))
+        ids = jnp.where(per_entry(valid, entries), ids, np.asarray(count, dtype))
     return ids.reshape(math.prod(entries))
 
 

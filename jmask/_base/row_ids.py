@@ -113,6 +113,11 @@ def is_opaque(leaf: object) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def most_rows() -> int:
+    """Return how many rows ids can number."""
+    return np.iinfo(np.int64 if jax.config.read("jax_enable_x64") else np.int32).max
+
+
 def id_dtype(rows: int) -> DType:
     """Return the integer dtype that holds the ids and the padding of a table of `rows` rows.
 
@@ -121,7 +126,7 @@ def id_dtype(rows: int) -> DType:
     """
     if rows <= INT32_MAX:
         return np.dtype(np.int32)
-    if not jax.config.read("jax_enable_x64"):
+    if rows > most_rows():
         raise ValueError(
             f"a table of {rows} rows needs int64 row ids, and JAX has 64-bit types "
             "disabled: set jax.config.update('jax_enable_x64', True)."

@@ -160,14 +160,13 @@ def varying_alike(*arrays: jax.Array) -> list[jax.Array]:
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return list(arrays)
-    varying = list(map(varying_axes, arrays))
-    every = frozenset[str]().union(*varying)
-    return [_varying_over(every - axes, x) for axes, x in zip(varying, arrays, strict=True)]
+    every = frozenset[str]().union(*map(varying_axes, arrays))
+    return [varying_over(every, x) for x in arrays]
 
 
 def varying_like(x: jax.Array, shape: Shaped) -> jax.Array:
     """Return an array that is the same on all devices, typed as different where `shape` is."""
-    return _varying_over(_axes_of(shape) - varying_axes(x), x)
+    return varying_over(axes_of_type(shape), x)
 
 
 def typed_like(x: jax.Array, shape: Shaped) -> jax.Array:
@@ -186,13 +185,16 @@ def on_every_device(x: jax.Array, shape: Shaped) -> jax.Array:
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
     """Return the axes over which an array in a `shard_map` differs, as far as JAX tracks it."""
-    return _axes_of(jax.typeof(x))
+    return axes_of_type(jax.typeof(x))
 
 
-def _varying_over(axes: frozenset[str], x: jax.Array) -> jax.Array:
-    return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+def varying_over(axes: frozenset[str], x: jax.Array) -> jax.Array:
+    """Return an array typed as varying over at least these axes of a `shard_map`."""
+    missing = tuple(sorted(axes - varying_axes(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def _axes_of(type_of_array: object) -> frozenset[str]:
+def axes_of_type(type_of_array: object) -> frozenset[str]:
+    """Return the axes over which arrays of a type, or an abstract array, differ."""
     manual = getattr(type_of_array, "manual_axis_type", None)
     return frozenset() if manual is None else manual.varying
