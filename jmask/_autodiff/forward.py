@@ -68,8 +68,8 @@ _SAME_TABLE = ("pvary", "pcast", "reshard", "sharding_constraint")
 _BAGS = BAG_SUM.primitive.name
 
 
-class Use(NamedTuple):
-    """One use of a table that its gradient goes through.
+class Need(NamedTuple):
+    """What one use needs of a table, where its gradient goes through it.
 
     `rows` of so many are read, decided when it runs if it is a lookup; None is all of them.
     """
@@ -92,7 +92,7 @@ class Forward:
 
     def __init__(self, leaves: Sequence[Shaped]) -> None:
         self.leaves, self.needed = leaves, Needed()
-        self.uses: list[Use] = []
+        self.uses: list[Need] = []
 
     def run(
         self,
@@ -243,7 +243,7 @@ class Forward:
         for tap in plan if is_live else ():
             taps.note(tap)
             count = tap.rows_of(self.leaves[tap.table].shape)
-            self.uses.append(Use(tap.table, None, tap.rows, count, is_lookup))
+            self.uses.append(Need(tap.table, None, tap.rows, count, is_lookup))
         return abstract
 
     def _lookup(
@@ -363,7 +363,7 @@ class Forward:
         if not taps.is_trial:
             assert not x.tables, "a table with taps is needed as a whole"
             return self._constant(x, taps)
-        self.uses += [Use(number, eqn, None) for number in x.tables]
+        self.uses += [Need(number, eqn, None) for number in x.tables]
         return abstract
 
     def _reading_of_all(self, x: View) -> Lookup | None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jmask._autodiff.forward import Use as Needs
+from jmask._autodiff.forward import Need
 from jmask._autodiff.lookups import LOOKUPS as _LOOKING_UP
 from jmask._base.array_types import is_known
 from jmask._base.fallback import (
@@ -98,7 +98,7 @@ def is_multiplied_alone(uses: Sequence[Use]) -> bool:
 
 
 def report_dense(
-    jaxpr: Jaxpr, names_of: Callable[[], Sequence[str]], dense: Mapping[int, Sequence[Needs]]
+    jaxpr: Jaxpr, names_of: Callable[[], Sequence[str]], dense: Mapping[int, Sequence[Need]]
 ) -> None:
     """Warn of tables with dense gradients, once each, at the line that needs all of it.
 
@@ -119,7 +119,7 @@ def report_dense(
             report_fallback(*report)
 
 
-def _is_looked_up(table: Shaped, needs: Sequence[Needs]) -> bool:
+def _is_looked_up(table: Shaped, needs: Sequence[Need]) -> bool:
     """Decide whether fewer rows are looked up than a table has.
 
     Nothing is said of others, such as a matrix of transitions: a dense gradient costs no more
@@ -149,7 +149,7 @@ def _report(
     name: str,
     table: Shaped,
     uses: Sequence[Use],
-    needs: Sequence[Needs],
+    needs: Sequence[Need],
     is_looked_up: bool,
 ) -> Fallback | None:
     """Report a table that is looked up and needed as a whole, or not looked up by rows."""

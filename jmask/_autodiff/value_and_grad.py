@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jmask._autodiff.arguments import after_reading, argument_name, checked_loss
-from jmask._autodiff.forward import Forward, Use
+from jmask._autodiff.forward import Forward, Need
 from jmask._autodiff.taps import Taps, gradients_of_tables
 from jmask._autodiff.tensors import Leaves
 from jmask._autodiff.uses import report_dense
@@ -348,7 +348,7 @@ class Reading:
         needed = self._forward.needed.within(program.jaxpr, self._wanted)
         unused = {i for i in leaves.placeholders if program.jaxpr.invars[i] not in needed}
         self.real = set(range(len(self._avals))) - unused
-        self.uses: dict[int, list[Use]] = {}
+        self.uses: dict[int, list[Need]] = {}
         self.tables = {i for i in self.real - leaves.of_tensors if self._avals[i].shape}
         # Tables may be computed with each other: what is dense is an array of the next round.
         # Each round drops a table, or is the last.
@@ -360,9 +360,9 @@ class Reading:
                 break
             self.tables = tables
 
-    def _trial(self) -> tuple[dict[int, list[Use]], PyTree]:
+    def _trial(self) -> tuple[dict[int, list[Need]], PyTree]:
         """Return the uses of tables, and the taps of their lookups."""
-        uses: dict[int, list[Use]] = {i: [] for i in self.tables}
+        uses: dict[int, list[Need]] = {i: [] for i in self.tables}
         self._forward.uses, taps = [], Taps()
         if self.tables:
             self.run(self._avals, taps)
@@ -378,7 +378,7 @@ class Reading:
         pairs = zip(outs, self._wanted, strict=True)
         return [self._forward.array(x, None, taps, is_constant=not w) for x, w in pairs]
 
-    def _is_sparse(self, number: int, uses: Sequence[Use]) -> bool:
+    def _is_sparse(self, number: int, uses: Sequence[Need]) -> bool:
         """Decide by its uses whether the gradient of an input is rows."""
         table, slices, share = self._avals[number], 0, 0.0
         sharding = sharding_of_type(table)
@@ -394,7 +394,7 @@ class Reading:
         size = math.prod(table.shape) * table.dtype.itemsize
         return slices > 0 and size >= LARGE and table.shape[0] >= _MANY and 8 * share <= 1
 
-    def dense(self) -> dict[int, list[Use]]:
+    def dense(self) -> dict[int, list[Need]]:
         """Return the uses of inputs that might have been tables, and are none."""
         return {i: uses for i, uses in self.uses.items() if i not in self.tables}
 

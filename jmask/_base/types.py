@@ -4,7 +4,7 @@
 have tensors and tables as leaves, and models as nodes.
 
 The classes of tensors and tables are in sub-packages that import this one, and code tells them
-apart by functions (`is_stored_table`), from which a type checker learns what a value is and not
+apart by functions (`is_row_sparse`), from which a type checker learns what a value is and not
 what it is not. Such names are `Any` to it, and the docstrings say what they hold.
 """
 
@@ -68,7 +68,7 @@ TensorLike = Any
 Mask = Any
 """Booleans, on the storage of what they mask or on a dense one."""
 Table = Any
-"""An array (V, *row), or a StoredTable of this shape."""
+"""An array (V, *row); in a lookup, a RowSparse, too."""
 Ids = Any
 """Integers: an array of JAX or NumPy, or nested lists of them."""
 Ragged = Any
