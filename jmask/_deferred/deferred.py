@@ -55,7 +55,7 @@ from jmask._kernels.rows import gather_rows, ids_after_reading, set_rows
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.proved_update import LazyCall, Leaf, proved, with_whole_rows
-from jmask._tables.stored_table import shape_of
+from jmask._tables.rows_at import shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.apply import Fit

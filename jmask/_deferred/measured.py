@@ -31,7 +31,7 @@ from jmask._base.forms import aval_of, name_of
 from jmask._base.jaxprs import bound, inlined, interpret
 from jmask._base.types import ArraysFunction, HostArray, OptState, PyTreeDef, Shape, Value
 from jmask._deferred.missed_steps import Form, Pair, Step, terms_for
-from jmask._tables.stored_table import shape_of
+from jmask._tables.rows_at import shape_of
 from jmask._updates.checks import NotRowLocalError
 from jmask._updates.state_rows import rows_of_state
 

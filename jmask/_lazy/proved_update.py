@@ -41,7 +41,7 @@ from jmask._kernels.rows import ids_after_reading
 from jmask._lazy import row_local
 from jmask._lazy.over_shards import is_block
 from jmask._lazy.row_local import RowLocal, RowWise
-from jmask._tables.stored_table import (
+from jmask._tables.rows_at import (
     RowsAt,
     as_one_table,
     fitted,

@@ -34,7 +34,7 @@ from jmask._base.types import (
     TensorLike,
 )
 from jmask._ops.lift import adopted, data_of, dense, elementwise, is_hidden
-from jmask._tables.stored_table import from_the_end
+from jmask._tables.rows_at import from_the_end
 from jmask._tensors.masked_tensor import MaskedTensor, any_masked, joined
 from jmask._tensors.methods import library
 from jmask._tensors.row_sparse import RowSparse

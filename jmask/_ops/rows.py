@@ -26,7 +26,7 @@ from jax.experimental.sparse import BCOO, BCSR
 from jmask._base.array_types import adds_when_cast, trailing
 from jmask._base.fallback import report_fallback
 from jmask._base.types import Function, HostArray, Shape, Sparse, Tensor, TensorLike
-from jmask._tables.stored_table import add_to_dense
+from jmask._tables.rows_at import add_to_dense
 from jmask._tensors.masked_tensor import common_shape
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (

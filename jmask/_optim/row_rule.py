@@ -32,7 +32,7 @@ from jmask._base.validation import check_flag
 from jmask._lazy.lazy import densified, lazy
 from jmask._lazy.row_local import RowWise
 from jmask._optim.hyperparameters import check_state_dtype
-from jmask._tables.stored_table import shape_of
+from jmask._tables.rows_at import shape_of
 
 
 class Slot(NamedTuple):

@@ -1,6 +1,6 @@
-"""Table containers, and tables whose rows are sharded over devices, which are arrays.
+"""What is done with the rows of tables, which are arrays.
 
-stored_table    what lookups, gradients and optimizers ask of a container
+rows_at         the rows of a gradient in its tables: read, written, added
 packed          narrow rows in lines of 128, as TPUs lay them out
 sharded         arrays with their rows sharded over the devices of a mesh
 plain_arrays    tensors and tables as the arrays that checkpoints keep, and back

@@ -33,7 +33,7 @@ from jmask._base.types import (
 )
 from jmask._base.validation import Model, leaf_name
 from jmask._kernels.stochastic_rounding import check_key, stochastic_round
-from jmask._tables.stored_table import add_to_dense
+from jmask._tables.rows_at import add_to_dense
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values, with_stored_values

@@ -25,7 +25,7 @@ from jmask._base.validation import (
 )
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.lines import masked_lines
-from jmask._tables.stored_table import shape_of
+from jmask._tables.rows_at import shape_of
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import coordinates, is_sparse, stored_values

@@ -29,7 +29,7 @@ from jmask._kernels.gathered_rows import gathered, scaled
 from jmask._kernels.lines import marked, unmarked
 from jmask._kernels.scatter_update import Combiner, entry_by_entry, update_elementwise
 from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows
-from jmask._tables.stored_table import RowsAt
+from jmask._tables.rows_at import RowsAt
 from jmask._tensors.row_sparse import RowSparse
 from jmask._updates.checks import keep_valid, unchanged_where_masked
 

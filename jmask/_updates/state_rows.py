@@ -18,7 +18,7 @@ from jax import export
 
 from jmask._base.types import OptState, Params, PyTreeDef, Shape, Value
 from jmask._base.validation import leaf_name
-from jmask._tables.stored_table import shape_of
+from jmask._tables.rows_at import shape_of
 from jmask._updates.checks import NotRowLocalError
 
 _T = TypeVar("_T")
