@@ -1,11 +1,10 @@
 """Rows of a gradient in the arrays that have them: read, written, added.
 
-table (V, D), m (V, D), count (V, 1)     RowsAt(ids, rows) reads and writes rows of each
+table (V, D), m (V, D), count (V, 1)     RowsAt.of(gradient) reads and writes rows of each
 tables (M, V, D)                         are one table (M * V, D) there
 table sharded by its type                each shard has its own rows of the gradient
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -66,30 +65,31 @@ class RowsAt(NamedTuple):
     """The rows of a gradient without equal ids, and access to the same rows of its tables.
 
     Attributes:
+        ids: canonical ids (n,), as its tables have the gradient `fitted`.
         values: the rows (n, *row).
-        read: table -> its rows there.
-        write: (table, rows) -> the table with other rows there, in its dtype.
-        add: (table, rows) -> the table with rows of its dtype added.
+        order: of the ids.
     """
 
+    ids: jax.Array
     values: jax.Array
-    read: Callable[[Table], jax.Array]
-    write: Callable[[Table, jax.Array], Table]
-    add: Callable[[Table, jax.Array], Table]
+    order: Order
 
     @classmethod
     def of(cls, gradient: RowSparse) -> "RowsAt":
         """Return access to the rows of a gradient, as its tables have `fitted` it."""
-        return cls.in_arrays(gradient.row_ids(), gradient.values, gradient.order)
+        return cls(gradient.row_ids(), gradient.values, gradient.order)
 
-    @classmethod
-    def in_arrays(cls, ids: jax.Array, values: jax.Array, order: Order) -> "RowsAt":
-        return cls(
-            values,
-            lambda table: gather_unique_rows(table, ids, order),
-            lambda table, rows: set_rows(table, ids, rows, order),
-            lambda table, rows: add_rows(table, ids, rows, order) if ids.shape[0] else table,
-        )
+    def read(self, table: Table) -> jax.Array:
+        """Return the rows of a table."""
+        return gather_unique_rows(table, self.ids, self.order)
+
+    def write(self, table: Table, rows: jax.Array) -> Table:
+        """Return the table with other rows, in its dtype."""
+        return set_rows(table, self.ids, rows, self.order)
+
+    def add(self, table: Table, rows: jax.Array) -> Table:
+        """Return the table with rows of its dtype added."""
+        return add_rows(table, self.ids, rows, self.order) if self.ids.shape[0] else table
 
     def with_step(self, table: Table, step: jax.Array) -> Table:
         """Return the table plus rows, which are rounded once to its dtype."""

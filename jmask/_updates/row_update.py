@@ -83,7 +83,7 @@ def update_rows(
         scalars = [*scalars, valid]
 
     def on_unique_rows(x: RowUpdate) -> list[jax.Array]:
-        at = RowsAt.in_arrays(x.ids, x.rows, x.order)
+        at = RowsAt(x.ids, x.rows, x.order)
         others = x.scalars if valid is None else x.scalars[:-1]
         mask = None if valid is None else x.scalars[-1]
         return _updated_at(at, x.tables, combiner, others, are_steps, mask)
