@@ -5,9 +5,10 @@
     rows = rows * weights[..., None]         weights of entries
     sums = rows.sum(1)                       one bag sum, as of `jmask.embedding_bag`
 
-The rows of a large batch would go through memory once to be written and once to be summed, and
-their cotangents again, each of which is that of its bag. So rows that one equation needs wait
-for it (`Rows`), and a sum of them is a bag sum. What else needs them gets an array.
+Otherwise the rows of a large batch go through memory twice, to be written and to be summed. So
+do their cotangents, although each is the cotangent of its bag. Therefore rows that only one
+equation uses are not read before it runs (`Rows`). If it sums them, the two become one bag sum;
+if it does not, it gets an array.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ from jmask._kernels.bag_sum import BAG_SUM, BagSum, are_many
 
 @dataclasses.dataclass(frozen=True)
 class Entries:
-    """What is known of each entry when it runs: arrays (*entries,).
+    """How each entry reads a row and scales it: arrays (*entries,).
 
     Attributes:
         ids: canonical; padding reads zeros, and has no gradient.
@@ -65,14 +66,14 @@ class Rows(View):
     """Rows (*entries, *row) of a table that are looked up, and not read yet.
 
     Attributes:
-        table: that they are of.
-        entries: their shape.
-        of_entries: what is known of them, once they run.
+        table: whose rows these are.
+        entries: the shape of their ids.
+        described: makes the arrays that describe the entries, once the program runs.
     """
 
     table: TableView | None = None
     entries: Shape = ()
-    of_entries: Callable[[], Entries] = lambda: Entries(jnp.zeros(0))
+    described: Callable[[], Entries] = lambda: Entries(jnp.zeros(0))
 
 
 def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Value], lookup: Lookup) -> Rows | None:
@@ -98,7 +99,7 @@ def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Value], lookup: Lookup) -> 
     ):
         return None
 
-    def of_entries() -> Entries:
+    def described() -> Entries:
         (start,) = windows.starts().values()
         rows = x.shape[0]
         in_range = widen(jnp.clip(start, 0, rows - 1), rows)
@@ -122,7 +123,7 @@ def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Value], lookup: Lookup) -> 
         whole=lookup,
         table=x,
         entries=entries,
-        of_entries=of_entries,
+        described=described,
     )
 
 
@@ -151,7 +152,7 @@ def changed(
     def changed_run(taps: Taps) -> jax.Array:
         return bind([run(taps) if i == which else a for i, a in enumerate(args)])
 
-    entries, of_entries = made
+    entries, described = made
     return dataclasses.replace(
         x,
         shape=tuple(aval.shape),
@@ -160,7 +161,7 @@ def changed(
         make=lambda _: changed_run(NONE),
         whole=(plan, changed_run),
         entries=entries,
-        of_entries=of_entries,
+        described=described,
     )
 
 
@@ -199,13 +200,13 @@ def _times(eqn: JaxprEqn, args: Sequence[Value], which: int, broadcast: Callable
     if numbers is None:
         return None
 
-    def of_entries() -> Entries:
-        known, weight = x.of_entries(), jnp.broadcast_to(numbers(), x.entries)
+    def described() -> Entries:
+        known, weight = x.described(), jnp.broadcast_to(numbers(), x.entries)
         slope = None if known.slope is None else known.slope * weight
         weight = weight if known.weight is None else known.weight * weight
         return dataclasses.replace(known, weight=weight, slope=slope)
 
-    return x.entries, of_entries
+    return x.entries, described
 
 
 def _select(eqn: JaxprEqn, args: Sequence[Value], which: int, broadcast: Callable) -> _Made:
@@ -219,8 +220,8 @@ def _select(eqn: JaxprEqn, args: Sequence[Value], which: int, broadcast: Callabl
     if chosen is None:
         return None
 
-    def of_entries() -> Entries:
-        known, is_kept = x.of_entries(), jnp.broadcast_to(chosen(), x.entries)
+    def described() -> Entries:
+        known, is_kept = x.described(), jnp.broadcast_to(chosen(), x.entries)
         is_kept = is_kept if which == 2 else ~is_kept
 
         def kept(numbers: jax.Array | None, other: int) -> jax.Array | None:
@@ -238,7 +239,7 @@ def _select(eqn: JaxprEqn, args: Sequence[Value], which: int, broadcast: Callabl
         slope = jnp.where(is_kept, slope, slope * np.asarray(0, slope.dtype))
         return Entries(known.ids, read, kept(known.weight, 0), slope, outside)
 
-    return x.entries, of_entries
+    return x.entries, described
 
 
 def is_number(x: Value) -> bool:
@@ -253,7 +254,7 @@ def is_zero(x: Value) -> bool:
 def _widened(eqn: JaxprEqn, args: Sequence[Value], which: int, broadcast: Callable) -> _Made:
     (x,) = args
     is_wide = aval_of(eqn.outvars[0]).dtype == wide(x.table.dtype)
-    return (x.entries, x.of_entries) if is_wide else None
+    return (x.entries, x.described) if is_wide else None
 
 
 def _reshape(eqn: JaxprEqn, args: Sequence[Value], which: int, broadcast: Callable) -> _Made:
@@ -263,7 +264,7 @@ def _reshape(eqn: JaxprEqn, args: Sequence[Value], which: int, broadcast: Callab
     if lead < 1 or shape[lead:] != row or math.prod(shape) != math.prod(x.shape):
         return None
     entries = shape[:lead]
-    return entries, lambda: x.of_entries().moved(lambda a: a.reshape(entries))
+    return entries, lambda: x.described().moved(lambda a: a.reshape(entries))
 
 
 def _transpose(eqn: JaxprEqn, args: Sequence[Value], which: int, broadcast: Callable) -> _Made:
@@ -272,7 +273,7 @@ def _transpose(eqn: JaxprEqn, args: Sequence[Value], which: int, broadcast: Call
     if order[lead:] != tuple(range(lead, x.ndim)):
         return None
     entries = tuple(x.entries[d] for d in order[:lead])
-    return entries, lambda: x.of_entries().moved(lambda a: a.transpose(order[:lead]))
+    return entries, lambda: x.described().moved(lambda a: a.transpose(order[:lead]))
 
 
 _RULES: dict[str, Function] = {
@@ -329,7 +330,7 @@ def sum_of(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Lookup | None:
     tap = bag_of_table(BagSum(x.table, positions, None, None, None, bags, 0), aval).tap
 
     def run(taps: Taps) -> jax.Array:
-        known = x.of_entries().moved(by_bags)
+        known = x.described().moved(by_bags)
         weight = weighted(known.weight)
         read = known.ids if known.read is None else known.read
         ((sums,),) = BAG_SUM([BagSum(x.table.array, read, None, weight, None, bags, 0)])

@@ -138,7 +138,7 @@ class Forward:
 
         # 0. Rows that wait for their sum.
         if any(isinstance(x, bags.Rows) for x in args):
-            made = self._of_rows(eqn, name, args, taps, is_live, scope, is_call)
+            made = self._sum_or_rows(eqn, name, args, taps, is_live, scope, is_call)
             if made is not None:
                 return [made]
             args = [
@@ -262,7 +262,7 @@ class Forward:
             return sparse_product(eqn, name, args, taps.rows_only or not is_live)
         return None
 
-    def _of_rows(
+    def _sum_or_rows(
         self,
         eqn: JaxprEqn,
         name: str,
