@@ -16,7 +16,6 @@ import jax
 from jmask._autodiff import interpreter as _interpreter
 from jmask._kernels import bag_sum as _bag_sum
 from jmask._kernels import gather as _gather
-from jmask._ops import products as _products
 from jmask._updates import row_update as _row_update
 
 # The name in a `works.Task`: what holds the decision, its name there, and what it is without.
@@ -26,7 +25,6 @@ TRICKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     # `table[ids].sum(1)` in a loss is then a lookup and a sum.
     "sums of lookups": (_interpreter, "sum_of_lookups", lambda *_: None),
     "whole small tables": (_row_update, "is_saturated", lambda *_: False),
-    "kernel for CSR": (_products, "suits_kernel", lambda *_: False),
 }
 # The tricks that some program has been made without.
 _asked: set[str] = set()
