@@ -128,7 +128,7 @@ FAR_ENTRIES = {
 @pytest.mark.parametrize("kind", FAR_ENTRIES)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_entries_far_out_of_range(wrap, kind):
-    """They were a segmentation fault in masked products: JAX's kernel for csr read their rows."""
+    """In masked products JAX's kernel for csr read their rows: a segmentation fault."""
     x = FAR_ENTRIES[kind]
     expected, masked = np.zeros((2, 16)), jmask.masked_tensor(x, jnp.ones(x.nse, bool))
     expected[0] = 1
