@@ -37,7 +37,6 @@ from jmask._base.types import (
     Params,
     PyTree,
     PyTreeDef,
-    Shape,
     Table,
 )
 from jmask._base.validation import checked_integer
@@ -54,7 +53,7 @@ from jmask._deferred.row_numbers import chosen_rows
 from jmask._kernels.rows import gather_rows, ids_after_reading, set_rows
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
-from jmask._lazy.proved_update import LazyCall, Leaf, proved, with_whole_rows
+from jmask._lazy.step import LazyStep, with_whole_rows
 from jmask._tables.rows_at import shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import is_row_sparse
@@ -227,7 +226,7 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         states = tree.flatten_up_to(state.tables)
         given = with_wide_rows(tree.unflatten(leaves))
         with muted():  # gradients of tables are dense where a proof is traced
-            call = LazyCall.of(inner, given, state.inner, fit.params, extra_args)
+            call = LazyStep.of(inner, given, state.inner, fit.params, extra_args).proved()
             scalars = _scalars(call, forms)
         for i, (table, form, g) in enumerate(zip(states, forms, leaves, strict=True)):
             if not isinstance(form, Form):
@@ -321,69 +320,52 @@ def _filled(gradient: Gradient) -> Gradient:
 # --- the numbers of a step ----------------------------------------------------------------
 
 
-def _scalars(call: LazyCall, forms: Sequence[Found]) -> dict[int, Step]:
+def _scalars(step: LazyStep, forms: Sequence[Found]) -> dict[int, Step]:
     """Return the step of rows without a gradient, for each table, by what it makes of probes.
 
-    The probes are in a call with the rows of the batch where it sums over rows: for a norm.
+    The probes are in a step with the rows of the batch where it sums over rows: for a norm.
     """
-    tables = [i for i, leaf in enumerate(call.gradients) if leaf.table is not None]
-    if not tables:
+    proof = step.proof
+    if proof is None:
         return {}
-    proof = proved(call).proof
     probes: dict[int, Probes] = {}
-    for i in tables:
+    for i in proof.rows:
         form = forms[i]
         if not isinstance(form, Form):
             raise form or NotDeferrableError("a number has no rows")
-        slots = [x for x in call.leaves if x.table == i and x.kind == "state"]
-        probes[i] = Probes(form, [_row_of(x) for x in (call.gradients[i], *slots)])
+        slots = [x for x in step.leaves if x.table == i and x.kind == "state"]
+        probes[i] = Probes(form, [x.seen.shape[1:] for x in (step.gradients[i], *slots)])
     alone = not proof.sums_over_rows()
-    replaced = call.leaves[: sum(tree.num_leaves for tree in call.trees[:2])]
-    with_rows = [leaf.table for leaf in replaced if leaf.table is not None]
-    found: dict[int, list[jax.Array]] = {i: [] for i in tables}
+    replaced = step.leaves[: len(proof.program.out_avals)]
+    tables = [leaf.table for leaf in replaced if leaf.table is not None]
 
-    def probed(*rows: jax.Array) -> list[jax.Array]:
+    def probed(*given: jax.Array) -> list[jax.Array]:
         """Return what becomes of the probes, beside the rows of the batch or alone."""
-        given, sizes = [], {}
+        rows, sizes = list(given), {}
         slots = {i: iter(x.rows[1:]) for i, x in probes.items()}
-        for leaf, x in zip(call.leaves, rows, strict=True):
+        for k, leaf in enumerate(step.leaves):
             if leaf.table is not None:
                 param = probes[leaf.table].rows[0]
                 numbers = next(slots[leaf.table]) if leaf.kind == "state" else param
                 numbers = 0 * numbers if leaf.kind == "gradient" else numbers
-                more = jnp.asarray(numbers, wide(x.dtype))
-                x = more if alone else jnp.concatenate([x.astype(more.dtype), more])
-                sizes[leaf.table] = x.shape[0]
-            given.append(x)
-        outputs = unrounded(proof.at(sizes))(*given)
-        pairs = zip(replaced, outputs, strict=True)
-        return [x[-probes[k].count :] for leaf, x in pairs if (k := leaf.table) is not None]
+                more = jnp.asarray(numbers, wide(leaf.value.dtype))
+                rows[k] = more if alone else jnp.concatenate([rows[k].astype(more.dtype), more])
+                sizes[leaf.table] = rows[k].shape[0]
+        pairs = zip(replaced, unrounded(proof.at(sizes))(*rows), strict=True)
+        return [x[-probes[i].count :] for leaf, x in pairs if (i := leaf.table) is not None]
 
-    def on_rows(*rows: jax.Array) -> list[jax.Array]:
-        sharding = explicit_sharding(*rows)
-        if sharding is None:
-            new = probed(*rows)
-        else:
-            new = automatically(probed, *rows, like=sharding, spec=[()] * len(with_rows))
-        for i, x in zip(with_rows, new, strict=True):
-            found[i].append(x)
-        return list(rows[: len(replaced)])
-
-    if alone:
-        on_rows(
-            *(
-                leaf.value if leaf.table is None else jnp.zeros((), leaf.value.dtype)
-                for leaf in call.leaves
-            )
-        )
+    zero = lambda leaf: jnp.zeros((), leaf.value.dtype)
+    alike = [leaf.value if leaf.table is None else zero(leaf) for leaf in step.leaves]
+    rows = alike if alone else step.rows()
+    sharding = explicit_sharding(*rows)
+    if sharding is None:
+        new = probed(*rows)
     else:
-        call.update(on_rows)
-    return {i: probes[i].step(found[i]) for i in tables}
-
-
-def _row_of(leaf: Leaf) -> Shape:
-    """Return the shape of a row as the optimizer sees it."""
-    return leaf.value.shape[1:] if leaf.row is None else leaf.row
+        new = automatically(probed, *rows, like=sharding, spec=[()] * len(tables))
+    return {
+        i: x.step([y for table, y in zip(tables, new, strict=True) if table == i])
+        for i, x in probes.items()
+    }
 
 
 # --- rows as they are now -----------------------------------------------------------------
@@ -391,7 +373,7 @@ def _row_of(leaf: Leaf) -> Shape:
 
 def _begun(form: Form, table: jax.Array, window: int) -> TableState:
     """Return what is kept of a table before its first step, each row where it lives."""
-    fresh = form.fresh(wide(table.dtype))
+    fresh = form.line(wide(table.dtype))
     rows = table[..., 0] if table.ndim > 1 else table
     return TableState(
         jnp.zeros_like(rows, jnp.int32),
@@ -403,7 +385,7 @@ def _begun(form: Form, table: jax.Array, window: int) -> TableState:
 
 def _all_current(form: Form, table: TableState, clock: jax.Array) -> TableState:
     """Return the state of a table all of whose rows took a step with a gradient."""
-    fresh = form.fresh(table.lines.dtype)
+    fresh = form.line(table.lines.dtype)
     slot = (clock + 1) % table.lines.shape[0]
     return table._replace(
         last=jnp.full_like(table.last, clock + 1),

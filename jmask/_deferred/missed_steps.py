@@ -118,21 +118,30 @@ class Form:
         """How many coefficients are sums: products, terms and signs."""
         return len(self.pairs) + self.terms + (self.sign is not None)
 
-    def fresh(self, dtype: DTypeLike) -> jax.Array:
-        """Return the coefficients (numbers,) of a row that is caught up."""
-        coefficients = Coefficients(
+    @property
+    def fresh(self) -> "Coefficients":
+        """The coefficients of a row that is caught up."""
+        return Coefficients(
             {(i, j): float(i == j) for i, j in self.pairs},
             [0.0] * self.terms,
             [] if self.sign is None else [0.0],
             [0.0] * self.width,
             [] if self.quotient is None else [1.0],
         )
-        return jnp.asarray(jax.tree.leaves(coefficients), dtype)
+
+    def line(self, dtype: DTypeLike) -> jax.Array:
+        """Return `fresh` as an array (numbers,)."""
+        return jnp.asarray(jax.tree.leaves(self.fresh), dtype)
+
+    def coefficients(self, lines: jax.Array) -> "Coefficients":
+        """Return the columns of lines (W, numbers) as coefficients, each (W,)."""
+        columns = [lines[:, i] for i in range(lines.shape[1])]
+        coefficients: Coefficients
+        coefficients = jax.tree.unflatten(jax.tree.structure(self.fresh), columns)
+        return coefficients
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Coefficients:
+class Coefficients(NamedTuple):
     """The coefficients that take rows from a start step to now, each (W,) or (n,).
 
     Its leaves, in order, are the columns of the array that is kept.
@@ -151,17 +160,6 @@ class Coefficients:
     less_1: list[Coefficient]
     shift: list[Coefficient]
 
-    @classmethod
-    def of(cls, form: Form, lines: jax.Array) -> "Coefficients":
-        columns = iter([lines[:, i] for i in range(lines.shape[1])])
-        return cls(
-            {pair: next(columns) for pair in form.pairs},
-            [next(columns) for _ in range(form.terms)],
-            [] if form.sign is None else [next(columns)],
-            [next(columns) for _ in range(form.width)],
-            list(columns),
-        )
-
 
 def advanced(
     form: Form, lines: jax.Array, carry: jax.Array, clock: jax.Array, step: Step
@@ -176,7 +174,7 @@ def advanced(
     """
     dtype, ring = lines.dtype, lines.shape[0]
     slot = jnp.arange(ring, dtype=clock.dtype)
-    old = Coefficients.of(form, lines)
+    old = form.coefficients(lines)
     moves = step.changes.get((0, 0), 0.0)
 
     # A' = (1 + changes) A
@@ -217,7 +215,7 @@ def advanced(
     less_1 = (new[:, diagonal] - 1) + carry[:, diagonal]
     lines = jnp.concatenate([new, less_1, *(x[:, None] for x in shift)], axis=1)
     is_next = (slot == (clock + 1) % ring)[:, None]
-    return jnp.where(is_next, form.fresh(dtype), lines), jnp.where(is_next, 0, carry)
+    return jnp.where(is_next, form.line(dtype), lines), jnp.where(is_next, 0, carry)
 
 
 def caught_up(form: Form, lines: jax.Array, entries: Sequence[jax.Array]) -> list[jax.Array]:
@@ -228,7 +226,7 @@ def caught_up(form: Form, lines: jax.Array, entries: Sequence[jax.Array]) -> lis
         entries: parameter and state, each (n, *row), in the dtype of the coefficients.
     """
     ndim = entries[0].ndim
-    c = jax.tree.map(lambda x: trailing(x, ndim), Coefficients.of(form, lines))
+    c = jax.tree.map(lambda x: trailing(x, ndim), form.coefficients(lines))
     kept, moves = [], []
     for i, entry in enumerate(entries):
         # Near 1 the digits of product - 1 count, near 0 the digits of the product.

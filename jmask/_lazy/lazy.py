@@ -15,24 +15,23 @@ Which state arrays hold rows is found from the shapes that `inner.init` gives th
 `state_rows`.
 """
 
+import contextlib
+
 import jax
+import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
+from jmask._base.row_ids import hide, id_dtype
+from jmask._base.types import Gradient, Gradients, OptState, Params, PyTree
 from jmask._lazy.one_pass import (
     OnePassTransformation,
     applied_in_one_pass,
     tables_by_rows,
     tables_whose_rows_mix,
 )
-from jmask._lazy.proved_update import (
-    LazyCall,
-    ProvedUpdate,
-    has_entries,
-    proved,
-    with_whole_rows,
-)
 from jmask._lazy.row_local import RowWise
+from jmask._lazy.step import LazyStep, has_entries, with_whole_rows
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.apply import (
     Fit,
@@ -47,10 +46,11 @@ from jmask._updates.checks import (
     dense_gradient,
     has_16_bit_sums,
     has_gradients,
+    in_lines,
     is_gradient_leaf,
     with_wide_rows,
 )
-from jmask._updates.state_rows import check_made_by
+from jmask._updates.state_rows import check_made_by, states_of
 
 # What transformations hold back until a later step, by their states, and what to do instead. A
 # row held back need not be among the rows that the later step touches: it would be lost.
@@ -127,75 +127,79 @@ def lazy(
                     f"the extra argument `{name}` holds a row-sparse gradient, and what takes "
                     "whole gradients (a line search) is not row-local"
                 )
-        return updated(fit.gradients, state, fit.params, extra_args)
-
-    def updated(updates, state, params, extra_args):
         _check_not_deferring(state)
-        if has_gradients(updates):
-            return step_of(updates, state, params, extra_args).update()
+        if has_gradients(fit.gradients):
+            return step_of(inner, fit.gradients, state, fit.params, extra_args).update()
         if isinstance(inner, RowWise):
-            check_made_by(inner.init, state, params)
-        return inner.update(updates, state, params, **extra_args)
-
-    def step_of(updates, state, params, extra_args):
-        """Return the call, proved if `inner` is to run on rows.
-
-        Rows of 16 bits are summed in float32. An `inner` that does not take gradients wider
-        than its state gets the sums in 16 bits, as from JAX: one branch of the `lax.cond` in
-        `optax.novograd` has the dtype of the state, the other has the gradient's.
-        """
-
-        def prove(updates, same_dtypes):
-            call = LazyCall.of(inner, updates, state, params, extra_args)
-            return proved(call, same_dtypes=same_dtypes) if call.has_rows() else call
-
-        def of_entries_or_rows(updates, same_dtypes):
-            if has_entries(updates):
-                try:
-                    step = prove(updates, same_dtypes)
-                    if not tables_by_rows(step):
-                        return step
-                except NotRowLocalError:  # as of a state with one number for each row
-                    pass
-            step = prove(with_whole_rows(updates), same_dtypes)
-            if isinstance(step, ProvedUpdate):
-                in_lines = step.call.tables_in_lines()
-                if in_lines and in_lines & tables_whose_rows_mix(step):
-                    raise NotRowLocalError(
-                        "it works row by row, and the table is packed: it would take lines of "
-                        "several rows for rows",
-                        "Leave the table unpacked, `jmask.embedding_lookup(lines, "
-                        "jnp.arange(V), width=D)`, or use an optimizer that works entry by "
-                        "entry.",
-                    )
-            return step
-
-        if has_16_bit_sums(updates):
-            try:
-                return of_entries_or_rows(with_wide_rows(updates), True)
-            except TypeError:
-                pass
-        return of_entries_or_rows(updates, False)
+            check_made_by(inner.init, state, fit.params)
+        return inner.update(fit.gradients, state, fit.params, **extra_args)
 
     def apply(grads, state, params):
         # Without rows there is nothing to gain from one pass, and nothing to prove. Outside jit
         # a scatter with the optimizer inside would be compiled anew in each step.
         is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((grads, state, params)))
-        if is_traced and has_gradients(grads):
-            _check_not_deferring(state)
-            step = step_of(grads, state, params, {})
-            result = applied_in_one_pass(step) if isinstance(step, ProvedUpdate) else None
-            if result is not None:
-                return result
-            updates, state = step.update()
-        else:
-            updates, state = updated(grads, state, params, {})
+        if not is_traced or not has_gradients(grads):
+            updates, state = update(grads, state, params)
+            return with_updates(params, updates), state
+        _check_not_deferring(state)
+        step = step_of(inner, grads, state, params, {})
+        result = applied_in_one_pass(step)
+        if result is not None:
+            return result
+        updates, state = step.update()
         return with_updates(params, updates), state
 
     lifted = OnePassTransformation(init, noticing_dense_tables(update))
     lifted.apply_gradients = noticing_dense_tables(apply)
     lifted.inner = inner
     return lifted
+
+
+def step_of(
+    inner: optax.GradientTransformationExtraArgs,
+    updates: Gradients,
+    state: OptState,
+    params: Params,
+    extra_args: dict[str, PyTree],
+) -> LazyStep:
+    """Return the step of `inner` on rows, proved.
+
+    Single entries of a table are rows of one entry where `inner` works entry by entry, else
+    they are rows of zeros but for an entry.
+
+    Rows of 16 bits are summed in float32. An `inner` that does not take gradients wider than
+    its state gets the sums in 16 bits, as from JAX: one branch of the `lax.cond` in
+    `optax.novograd` has the dtype of the state, the other has the gradient's.
+    """
+
+    def proved(updates: Gradients, same_dtypes: bool) -> LazyStep:
+        updates = jax.tree.map(in_lines, updates, is_leaf=is_gradient_leaf)
+        return LazyStep.of(inner, updates, state, params, extra_args).proved(
+            same_dtypes=same_dtypes
+        )
+
+    def of_entries_or_rows(updates: Gradients, same_dtypes: bool) -> LazyStep:
+        if has_entries(updates):
+            # Refused may be a state with one number for each row.
+            with contextlib.suppress(NotRowLocalError):
+                step = proved(updates, same_dtypes)
+                if not tables_by_rows(step):
+                    return step
+        step = proved(with_whole_rows(updates), same_dtypes)
+        lines = {i for i, x in enumerate(step.gradients) if x.has_lines()}
+        if lines and lines & tables_whose_rows_mix(step):
+            raise NotRowLocalError(
+                "it works row by row, and the table is packed: it would take lines of several "
+                "rows for rows",
+                "Leave the table unpacked, `jmask.embedding_lookup(lines, jnp.arange(V), "
+                "width=D)`, or use an optimizer that works entry by entry.",
+            )
+        return step
+
+    if has_16_bit_sums(updates):
+        with contextlib.suppress(TypeError):
+            return of_entries_or_rows(with_wide_rows(updates), True)
+    return of_entries_or_rows(updates, False)
 
 
 def densified(
@@ -210,22 +214,27 @@ def densified(
     def update(updates, state, params=None, **extra_args):
         fit = Fit.of(updates, params)
         check_made_by(tx.init, state, fit.params, dtypes=isinstance(tx, RowWise))
-        leaves = jax.tree.leaves(fit.gradients, is_leaf=is_gradient_leaf)
-        if any(is_row_sparse(x) and x.leading > 1 for x in leaves):  # a stack is one table
-            call = LazyCall.of(tx, fit.gradients, state, fit.params, extra_args, on_rows=False)
-            return call.update()
-        gradients = jax.tree.map(dense_gradient, fit.gradients, is_leaf=is_gradient_leaf)
+        gradients = jax.tree.map(_of_all_rows, fit.gradients, is_leaf=is_gradient_leaf)
+        if has_gradients(gradients):
+            return LazyStep.of(tx, gradients, state, fit.params, extra_args).update()
         return tx.update(gradients, state, fit.params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _of_all_rows(gradient: Gradient) -> Gradient:
+    """Return a dense gradient; of a stack, which is one table, all rows of that."""
+    if not is_row_sparse(gradient) or gradient.leading == 1:
+        return dense_gradient(gradient)
+    ids = jnp.arange(gradient.row_count, dtype=id_dtype(gradient.row_count))
+    return gradient.with_leaves(hide(ids), gradient.flat().todense(), order="sorted")
+
+
 def _check_not_deferring(state: optax.OptState) -> None:
-    for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, tuple(_HELD_BACK))):
-        for kind, (what, remedy) in _HELD_BACK.items():
-            if isinstance(node, kind):
-                raise NotRowLocalError(
-                    f"{kind.__name__} holds {what} back for a later step, and a row that is "
-                    "not among those touched then would lose them",
-                    remedy,
-                )
+    for node in states_of(tuple(_HELD_BACK), state):
+        what, remedy = next(x for kind, x in _HELD_BACK.items() if isinstance(node, kind))
+        raise NotRowLocalError(
+            f"{type(node).__name__} holds {what} back for a later step, and a row that is not "
+            "among those touched then would lose them",
+            remedy,
+        )

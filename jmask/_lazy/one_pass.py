@@ -34,24 +34,14 @@ from jax.extend.core import JaxprEqn, Var
 from jmask._base.array_types import added
 from jmask._base.forms import aval_of, holds_jaxprs, within
 from jmask._base.jaxprs import ARITHMETIC, bound, needed_for, read, run
-from jmask._base.types import (
-    ArraysFunction,
-    Atom,
-    Function,
-    Gradient,
-    OptState,
-    Params,
-    Table,
-    Value,
-)
+from jmask._base.types import Atom, Function, Gradient, OptState, Params, Table, Value
 from jmask._kernels.update_rows import updated
-from jmask._lazy.proved_update import Leaf, ProvedUpdate, with_row
-from jmask._lazy.row_local import ELEMENTWISE, axes_of_rows
+from jmask._lazy.row_local import ELEMENTWISE, RowLocal
 from jmask._lazy.sizes import sized
+from jmask._lazy.step import LazyStep, Leaf, with_row
 from jmask._tensors.storage import stored_values
 from jmask._updates.checks import keep_valid, unchanged_where_masked
 from jmask._updates.row_update import update_rows
-from jmask._updates.state_rows import Dimension
 
 _FILL = "broadcast_in_dim"
 # They keep the entries of a row apart where the shape of the result begins with that of a row.
@@ -71,32 +61,83 @@ class OnePassTransformation(optax.GradientTransformationExtraArgs):
     inner: optax.GradientTransformationExtraArgs | None = None
 
 
-def applied_in_one_pass(update: ProvedUpdate) -> tuple[Params, OptState] | None:
+def applied_in_one_pass(step: LazyStep) -> tuple[Params, OptState] | None:
     """Return new parameters and state, or None if it takes more than one pass."""
-    leaves, gradients = update.call.leaves, update.call.gradients
-    tables = [i for i, leaf in enumerate(gradients) if leaf.table is not None]
-    if any(gradients[i].value.nse == 0 for i in tables):
+    leaves, gradients, proof = step.leaves, step.gradients, step.proof
+    if proof is None or any(gradients[i].value.nse == 0 for i in proof.rows):
         return None
-    parts = _taken_apart(update)
+    jaxpr = proof.program.jaxpr
+    parts = _taken_apart(step)
     if parts is None:
         return None
-    outputs = update.proof.program.jaxpr.outvars
     # What each leaf becomes; a parameter takes the output of its gradient.
-    outputs = [*outputs, *outputs[: len(gradients)]]
+    outputs = [*jaxpr.outvars, *jaxpr.outvars[: len(gradients)]]
     combiners: dict[int, Combiner] = {}
-    for table in tables:
-        ways = list(_combiners(update, parts, table, outputs))
-        best = [c for c in ways if c.step is not None or _fits(update, parts, c)]
+    for table in proof.rows:
+        ways = list(_combiners(step, parts, table, outputs))
+        best = [c for c in ways if c.steps is not None or _fits(step, parts, c)]
         # What is written to rows that it does not depend on has to come after reads.
-        chosen = best or ([] if update.unordered else ways)
+        chosen = best or ([] if step.unordered else ways)
         if not chosen:
             return None
         combiners[table] = chosen[0]
-    results = _run(update, parts, combiners, outputs)
-    _, state_tree, param_tree, _ = update.call.trees
+
+    # --- before the pass: what does not depend on rows, or on the gradient alone
+    computed = [
+        c.source for table, c in combiners.items() if c.source is not jaxpr.invars[table]
+    ]
+    shared = [v for eqn in jaxpr.eqns for v in eqn.outvars if v not in parts.table_of]
+    before, needed = needed_for([*shared, *computed], jaxpr.eqns)
+    known = dict(zip(jaxpr.constvars, proof.program.consts, strict=True))
+    sizes: dict[int, int] = {}
+    for v, leaf in zip(jaxpr.invars, leaves, strict=True):
+        if leaf.table is None:
+            known[v] = leaf.value
+        elif v in needed:
+            known[v] = leaf.shown(stored_values(leaf.summed))
+            sizes[leaf.table] = leaf.summed.nse
+    run(before, known, _rule(parts, proof, sizes))
+
+    # --- the pass
+    started = []
+    for table, c in combiners.items():
+        leaf, steps, replaced = leaves[table], c.steps, [leaves[i] for i in c.places]
+        gradient, scalars = leaf.value, [known[v] for v in c.scalars]
+        # Rows of equal ids are summed here only if something is computed of the sums. Then
+        # nothing is gained by adding them one at a time.
+        if c.source in computed or table in parts.reduced:
+            gradient = leaf.summed.with_values(leaf.stored(known[c.source]))
+            steps = None
+        started.append(
+            update_rows(
+                c.function,
+                [x.value for x in replaced],
+                gradient,
+                scalars,
+                are_steps=[x.kind == "param" for x in replaced],
+                is_elementwise=table not in parts.by_rows,
+                linear=steps and functools.partial(steps, scalars),
+                valid=leaf.valid,
+            )
+        )
+    results: dict[int, Table] = {}
+    for c, new in zip(combiners.values(), updated(started), strict=True):
+        results.update((i, leaves[i].stacked(x)) for i, x in zip(c.places, new, strict=True))
+    for i, (leaf, output) in enumerate(zip(leaves, outputs, strict=False)):
+        if leaf.table is None and leaf.kind != "gradient":
+            results[i] = _replaced(leaf, read(known, output))
+    _, state_tree, param_tree, _ = step.trees
     new_params = [results[i] for i, leaf in enumerate(leaves) if leaf.kind == "param"]
     new_state = [results[i] for i, leaf in enumerate(leaves) if leaf.kind == "state"]
     return param_tree.unflatten(new_params), state_tree.unflatten(new_state)
+
+
+def _replaced(leaf: Leaf, new: Gradient) -> Table:
+    """Return what an array that holds no rows becomes, a parameter by its step."""
+    if leaf.kind == "state":
+        return keep_valid(new, leaf.value, leaf.valid)
+    step = unchanged_where_masked(new, leaf.valid)
+    return added(leaf.value, step).astype(jnp.result_type(leaf.value))
 
 
 # --- the update, taken apart -------------------------------------------------------------
@@ -120,75 +161,71 @@ class Parts(NamedTuple):
     reduced: set[int]
 
 
-def _taken_apart(update: ProvedUpdate) -> Parts | None:
+def _taken_apart(step: LazyStep) -> Parts | None:
     """Return the parts of an update, or None if it computes something shared of old rows."""
-    jaxpr, leaves = update.proof.program.jaxpr, update.call.leaves
-    inputs = list(zip(jaxpr.invars, leaves, strict=True))
-    owners = update.proof.owners
-    parts = Parts(tables_by_rows(update), {}, set(), set(), set())
-    for v, leaf in inputs:
+    assert step.proof is not None
+    jaxpr, owners = step.proof.program.jaxpr, step.proof.owners
+    parts = Parts(tables_by_rows(step), {}, set(), set(), set())
+    for v, leaf in zip(jaxpr.invars, step.leaves, strict=True):
         if leaf.table is not None:
             parts.table_of[v] = leaf.table
-            if leaf.kind == "gradient":
-                parts.from_gradient.add(v)
+            parts.from_gradient.update([v] if leaf.kind == "gradient" else ())
     for eqn in jaxpr.eqns:
-        operands = {v for v in eqn.invars if isinstance(v, Var)}
-        of_rows = operands & owners.keys()
-        is_shared = not owners.keys() & {*eqn.outvars}
-        is_mixed = len({owners.get(v) for v in (*of_rows, *eqn.outvars)}) > 1
-        if not is_shared and (is_mixed or eqn.effects or holds_jaxprs(eqn)):
-            return None
-        from_gradient = of_rows <= parts.from_gradient | parts.filled
-        if is_shared:
+        operands = {v for v in eqn.invars if isinstance(v, Var) and v in owners}
+        from_gradient = operands <= parts.from_gradient | parts.filled
+        if not owners.keys() & {*eqn.outvars}:
             if not from_gradient:
                 return None
-            parts.reduced.update(owners[v] for v in of_rows)
-        elif of_rows <= parts.filled and owners[eqn.outvars[0]] not in parts.by_rows:
+            parts.reduced.update(owners[v] for v in operands)
+            continue
+        is_mixed = len({owners.get(v) for v in (*operands, *eqn.outvars)}) > 1
+        if is_mixed or eqn.effects or holds_jaxprs(eqn):
+            return None
+        table = owners[eqn.outvars[0]]
+        if operands <= parts.filled and table not in parts.by_rows:
             if eqn.primitive.name not in (*ARITHMETIC, _FILL):
                 return None
             parts.filled.update(eqn.outvars)
         else:
-            parts.table_of.update((v, owners[v]) for v in eqn.outvars)
+            parts.table_of.update(dict.fromkeys(eqn.outvars, table))
             parts.from_gradient.update(eqn.outvars if from_gradient else ())
     return parts
 
 
-def tables_by_rows(update: ProvedUpdate) -> set[int]:
+def tables_by_rows(step: LazyStep) -> set[int]:
     """Return tables that are not updated entry by entry."""
-    jaxpr, owners = update.proof.program.jaxpr, update.proof.owners
-    shapes = {i: aval_of(jaxpr.invars[i]).shape for i in update.proof.rows}
+    assert step.proof is not None
+    jaxpr, owners = step.proof.program.jaxpr, step.proof.owners
     # What shared numbers are made of is computed before the pass.
-    of_rows = {v for v in (*jaxpr.invars, *jaxpr.outvars) if isinstance(v, Var) and v in owners}
+    of_rows = [eqn for eqn in jaxpr.eqns if any(v in owners for v in eqn.outvars)]
+    eqns, needed = needed_for([*jaxpr.invars, *jaxpr.outvars], of_rows)
     by_rows: set[int] = set()
-    for eqn in reversed(jaxpr.eqns):
-        if of_rows.isdisjoint(eqn.outvars):
-            continue
+    for eqn in eqns:
         rows = [v for v in eqn.invars if isinstance(v, Var) and v in owners]
         others = [v for v in eqn.invars if isinstance(v, Var) and v not in owners]
-        of_rows.update(rows)
         is_simple = len(eqn.outvars) == 1 and not any(aval_of(v).ndim for v in others)
-        fills = eqn.primitive.name == _FILL and not rows
-        if not is_simple or not (fills or eqn.primitive.name in ARITHMETIC):
+        is_fill = eqn.primitive.name == _FILL and not rows
+        if not is_simple or not (is_fill or eqn.primitive.name in ARITHMETIC):
             by_rows.update(owners[v] for v in eqn.outvars if v in owners)
-    sizes = {(owners[v], aval_of(v).shape) for v in of_rows}
+    shapes = {i: aval_of(jaxpr.invars[i]).shape for i in step.proof.rows}
+    sizes = {(owners[v], aval_of(v).shape) for v in needed if v in owners}
     return by_rows | {i for i, shape in sizes if shape != shapes[i] or 0 in shape}
 
 
-def tables_whose_rows_mix(update: ProvedUpdate) -> set[int]:
+def tables_whose_rows_mix(step: LazyStep) -> set[int]:
     """Return tables of which some part of a step takes more than one entry of a row.
 
     A number for each row is one more entry of rows that are updated whole, as by `jmask.ema`
     after an optimizer, but not where some of their entries are masked.
     """
-    jaxpr, rows = update.proof.program.jaxpr, update.proof.rows
+    assert step.proof is not None
+    jaxpr = step.proof.program.jaxpr
     eqns, mixed = within(jaxpr.eqns), set()
-    inputs = zip(jaxpr.invars, update.call.leaves, strict=True)
-    owners = {v: leaf.table for v, leaf in inputs if leaf.table is not None}
-    for v in (v for eqn in eqns for v in eqn.outvars if axes_of_rows(v)):
-        owners[v] = next(i for i in rows if _has_rows(v, rows[i]))
+    variables = (*jaxpr.invars, *(v for eqn in eqns for v in eqn.outvars))
+    owners = {v: i for v in variables if (i := step.proof.owner(v)) is not None}
     for v, i in owners.items():
         shape, row = aval_of(v).shape, aval_of(jaxpr.invars[i]).shape[1:]
-        is_whole = update.call.gradients[i].valid is None
+        is_whole = step.gradients[i].valid is None
         # A complex entry is a pair, along one dimension more.
         if shape[1 : 1 + len(row)] != row and not (is_whole and math.prod(shape[1:]) == 1):
             mixed.add(i)
@@ -198,22 +235,18 @@ def tables_whose_rows_mix(update: ProvedUpdate) -> set[int]:
     return mixed
 
 
-def _has_rows(v: Var, rows: Dimension) -> bool:
-    sizes = [aval_of(v).shape[axis] for axis in axes_of_rows(v)]
-    return any(x == rows or isinstance(x // rows, int) for x in sizes)
-
-
 def _rule(
-    parts: Parts, sized: Callable[[JaxprEqn], JaxprEqn]
+    parts: Parts, proof: RowLocal, sizes: Mapping[int, int]
 ) -> Callable[[JaxprEqn, list[Value]], Sequence[Value]]:
-    """Return the rule that runs equations with a number in the place of what it fills."""
+    """Return the rule that runs equations on so many rows, with a number for what it fills."""
+    at_sizes = sized(proof.program.jaxpr, proof.rows, sizes)
 
     def rule(eqn: JaxprEqn, values: list[Value]) -> Sequence[Value]:
         is_filled = parts.filled.issuperset(eqn.outvars)
         if is_filled and eqn.primitive.name == _FILL:
             return values[:1]
         if eqn.primitive.name not in ARITHMETIC:
-            return bound(sized(eqn), values)
+            return bound(at_sizes(eqn), values)
         # Arithmetic takes scalars beside arrays, but for what is selected or clamped.
         shapes = {jnp.shape(x) for x in values}
         shapes -= set() if eqn.primitive.name in ("clamp", "select_n") else {()}
@@ -222,6 +255,9 @@ def _rule(
         return bound(eqn, values)
 
     return rule
+
+
+# --- combiners ---------------------------------------------------------------------------
 
 
 class Combiner(NamedTuple):
@@ -233,26 +269,26 @@ class Combiner(NamedTuple):
         scalars: shared numbers.
         function: rows of the leaves, of `source`, and `scalars` -> new rows, of a parameter
             what is added; or entries, if the table is updated entry by entry.
-        step: `scalars`, rows of `source` -> what is added to the parameter, if that is all and
+        steps: `scalars`, rows of `source` -> what is added to the parameter, if that is all and
             is linear in the gradient: rows of equal ids may be added one at a time.
     """
 
     places: list[int]
     source: Var
     scalars: list[Var]
-    function: ArraysFunction
-    step: Function | None = None
+    function: Function
+    steps: Function | None
 
 
 def _combiners(
-    update: ProvedUpdate, parts: Parts, table: int, outputs: Sequence[Atom]
+    step: LazyStep, parts: Parts, table: int, outputs: Sequence[Atom]
 ) -> Iterator[Combiner]:
     """Yield ways to compute rows of a table, from its gradient or a value of that."""
-    jaxpr, table_of, proof = update.proof.program.jaxpr, parts.table_of, update.proof
-    leaves, by_rows, rows = update.call.leaves, table in parts.by_rows, proof.rows
+    proof, leaves, table_of = step.proof, step.leaves, parts.table_of
+    assert proof is not None
+    jaxpr, by_rows = proof.program.jaxpr, table in parts.by_rows
     places = [i for i, x in enumerate(leaves) if x.table == table and x.kind != "gradient"]
     places.sort(key=lambda i: leaves[i].kind != "param")
-    are_steps = [leaves[i].kind == "param" for i in places]
     inputs, new = [jaxpr.invars[i] for i in places], [outputs[i] for i in places]
     wanted = [v for v in new if isinstance(v, Var)]
     if [table_of.get(v) for v in wanted] != [table] * len(places):
@@ -263,31 +299,31 @@ def _combiners(
         if x is not None and (v in parts.filled or not aval_of(v).ndim)
     }
 
+    def evaluated(chosen: Sequence[JaxprEqn], given: dict[Var, jax.Array]) -> list[jax.Array]:
+        # JAX keeps what calls this: it closes over no array that is traced.
+        sizes: dict[int, int] = {}
+        if by_rows:
+            sizes[table] = next(iter(given.values())).shape[0]
+            rows = [v for v in given if v in table_of]
+            given = given | {v: with_row(given[v], aval_of(v).shape[1:]) for v in rows}
+        values: dict[Var, Value] = constants | given
+        run(chosen, values, _rule(parts, proof, sizes))
+        return [values[v] for v in wanted]
+
     def combiner(source: Var, chosen: Sequence[JaxprEqn], scalars: list[Var]) -> Combiner:
-        # JAX keeps this function: it closes over no array that is traced.
         def function(*arrays: jax.Array) -> list[jax.Array]:
-            values = dict(constants)
-            values.update(zip((*inputs, source, *scalars), arrays, strict=True))
-            if by_rows:
-                for v in (*inputs, source):
-                    values[v] = with_row(values[v], aval_of(v).shape[1:])
-                run(
-                    chosen,
-                    values,
-                    _rule(parts, sized(jaxpr, rows, {table: arrays[0].shape[0]})),
-                )
-                old = zip(arrays, wanted, strict=False)
-                return [with_row(values[v], x.shape[1:]) for x, v in old]
-            run(chosen, values, _rule(parts, lambda eqn: eqn))
-            return [values[v] for v in wanted]
+            given = dict(zip((*inputs, source, *scalars), arrays, strict=True))
+            made = evaluated(chosen, given)
+            old = zip(made, arrays, strict=False)
+            return [with_row(x, y.shape[1:]) for x, y in old] if by_rows else made
 
-        def step(numbers: Sequence[jax.Array], rows: jax.Array) -> jax.Array:
-            values = constants | {source: rows} | dict(zip(scalars, numbers, strict=True))
-            run(chosen, values, _rule(parts, lambda eqn: eqn))
-            return values[wanted[0]]
+        def steps(numbers: Sequence[jax.Array], rows: jax.Array) -> jax.Array:
+            given = {source: rows} | dict(zip(scalars, numbers, strict=True))
+            return evaluated(chosen, given)[0]
 
-        is_linear = are_steps == [True] and all(_scales(eqn, table_of) for eqn in chosen)
-        return Combiner(places, source, scalars, function, step if is_linear else None)
+        is_step = [leaves[i].kind for i in places] == ["param"]
+        is_linear = is_step and all(_scales(eqn, table_of) for eqn in chosen)
+        return Combiner(places, source, scalars, function, steps if is_linear else None)
 
     equations = [e for e in jaxpr.eqns if e.outvars and table_of.get(e.outvars[0]) == table]
     gradient = jaxpr.invars[table]
@@ -296,11 +332,10 @@ def _combiners(
         chosen, needed = needed_for(wanted, equations, source)
         scalars = [v for v in needed if v not in table_of and v not in constants]
         more, scalars = _of_fewer(scalars, jaxpr.eqns, constants)
-        chosen = [*more, *chosen]
         if any(aval_of(v).ndim for v in scalars if v not in parts.filled):
             return
         if source is gradient or gradient not in needed:
-            yield combiner(source, chosen, scalars)
+            yield combiner(source, [*more, *chosen], scalars)
 
 
 def _of_fewer(
@@ -331,78 +366,12 @@ def _scales(eqn: JaxprEqn, table_of: Mapping[Var, int]) -> bool:
     return name == "neg" and all(are_entries)
 
 
-def _fits(update: ProvedUpdate, parts: Parts, combiner: Combiner) -> bool:
+def _fits(step: LazyStep, parts: Parts, combiner: Combiner) -> bool:
     """Decide whether a scatter has room for the scalars, and all arrays have one dtype."""
-    leaves = [update.call.leaves[i] for i in combiner.places]
+    leaves = [step.leaves[i] for i in combiner.places]
     if leaves[0].table in parts.by_rows:
         return False
     dtypes = {leaf.value.dtype for leaf in leaves}
     dtypes |= {aval_of(v).dtype for v in combiner.scalars}
     has_room = len(combiner.scalars) + (leaves[0].valid is not None) < len(leaves)
     return has_room and dtypes == {aval_of(combiner.source).dtype}
-
-
-# --- the pass ----------------------------------------------------------------------------
-
-
-def _run(
-    update: ProvedUpdate,
-    parts: Parts,
-    combiners: dict[int, Combiner],
-    outputs: Sequence[Atom],
-) -> dict[int, Table]:
-    """Return the new state and parameters, by the positions of the leaves they replace."""
-    leaves, proof = update.call.leaves, update.proof
-    jaxpr = proof.program.jaxpr
-    computed = [c.source for t, c in combiners.items() if c.source is not jaxpr.invars[t]]
-    # Beside these, all that does not depend on rows is computed before the pass.
-    shared = [v for eqn in jaxpr.eqns for v in eqn.outvars if v not in parts.table_of]
-    before, needed = needed_for([*shared, *computed], jaxpr.eqns)
-    known = dict(zip(jaxpr.constvars, proof.program.consts, strict=True))
-    sizes: dict[int, int] = {}
-    for v, leaf in zip(jaxpr.invars, leaves, strict=True):
-        if leaf.table is None:
-            known[v] = leaf.value
-        elif v in needed:
-            known[v] = leaf.shown(stored_values(leaf.summed))
-            sizes[leaf.table] = leaf.summed.nse
-    run(before, known, _rule(parts, sized(jaxpr, proof.rows, sizes)))
-    started = []
-    for table, combiner in combiners.items():
-        leaf, step = leaves[table], combiner.step
-        gradient = leaf.value
-        # Rows of equal ids are summed here only if something is computed of the sums. Then
-        # nothing is gained by adding them one at a time.
-        if combiner.source in computed or table in parts.reduced:
-            gradient = leaf.summed.with_values(leaf.stored(known[combiner.source]))
-            step = None
-        scalars = [known[v] for v in combiner.scalars]
-        replaced = [leaves[i] for i in combiner.places]
-        started.append(
-            update_rows(
-                combiner.function,
-                [x.value for x in replaced],
-                gradient,
-                scalars,
-                are_steps=[x.kind == "param" for x in replaced],
-                is_elementwise=table not in parts.by_rows,
-                linear=step and functools.partial(step, scalars),
-                valid=leaf.valid,
-            )
-        )
-    results: dict[int, Table] = {}
-    for combiner, new in zip(combiners.values(), updated(started), strict=True):
-        stacked = [leaves[i].stacked(x) for i, x in zip(combiner.places, new, strict=True)]
-        results.update(zip(combiner.places, stacked, strict=True))
-    for i, (leaf, output) in enumerate(zip(leaves, outputs, strict=False)):
-        if leaf.table is None and leaf.kind != "gradient":
-            results[i] = _replaced(leaf, read(known, output))
-    return results
-
-
-def _replaced(leaf: Leaf, new: Gradient) -> Table:
-    """Return what an array that holds no rows becomes, a parameter by its step."""
-    if leaf.kind == "state":
-        return keep_valid(new, leaf.value, leaf.valid)
-    step = unchanged_where_masked(new, leaf.valid)
-    return added(leaf.value, step).astype(jnp.result_type(leaf.value))

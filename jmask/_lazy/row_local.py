@@ -130,19 +130,25 @@ class RowLocal:
         jaxpr = with_sizes(self.traced.jaxpr, numbers)
         return ClosedJaxpr(jaxpr, self.traced.consts)
 
+    def owner(self, v: Var) -> int | None:
+        """Return the table whose rows a variable has: their open number is in its shape."""
+        for size in (aval_of(v).shape[axis] for axis in axes_of_rows(v)):
+            if size not in self._table_of:  # a multiple, of what is merged with rows
+                multiples = (i for i, x in self.rows.items() if isinstance(size // x, int))
+                self._table_of[size] = next(multiples)
+            return self._table_of[size]
+        return None
+
+    @functools.cached_property
+    def _table_of(self) -> dict[Dimension, int]:
+        return {rows: i for i, rows in self.rows.items()}
+
     @functools.cached_property
     def owners(self) -> dict[Var, int]:
-        """The table whose rows a variable has: their open number is in its shape."""
-        table_of: dict[Dimension, int] = {rows: i for i, rows in self.rows.items()}
-        owners: dict[Var, int] = {}
+        """The `owner` of each variable of the program that has one."""
         jaxpr = self.program.jaxpr
-        for v in (*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)):
-            for size in (aval_of(v).shape[axis] for axis in axes_of_rows(v)):
-                if size not in table_of:  # a multiple, of what is merged with rows
-                    multiples = (i for i, x in self.rows.items() if isinstance(size // x, int))
-                    table_of[size] = next(multiples)
-                owners[v] = table_of[size]
-        return owners
+        variables = (*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars))
+        return {v: i for v in variables if (i := self.owner(v)) is not None}
 
     def sums_over_rows(self) -> bool:
         """Decide whether a number of the update is a sum over rows."""

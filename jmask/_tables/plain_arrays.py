@@ -6,8 +6,6 @@ The ids of a `RowSparse` travel through pytrees in an opaque dtype, which librar
 arrays do not know.
 """
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,81 +58,47 @@ def from_arrays(arrays: PyTree, like: PyTree) -> PyTree:
     """
     structure: PyTreeDef
     nodes, structure = jax.tree.flatten_with_path(like, is_leaf=is_row_sparse)
+    pairs: list[tuple[KeyPath, PyTree]]
+    pairs = jax.tree.leaves_with_path(arrays, is_leaf=is_row_sparse)
+    given = {_names(path): x for path, x in pairs}
+
+    def taken(path: KeyPath, like: PyTree) -> PyTree:
+        name, names = leaf_name("arrays", path), _names(path)
+        if not is_row_sparse(like):
+            return _as_like(name, given.pop(names), like)
+        if names in given:
+            raise ValueError(
+                f"{name} must be what jmask.to_arrays makes of a RowSparse, "
+                f'{{"indices": ..., "values": ...}}, got {type(given[names]).__name__}.'
+            )
+        ids, values = (given.pop((*names, part)) for part in ("indices", "values"))
+        return _as_row_sparse(name[1:-1], ids, values, like)
+
     try:
-        given = [_at(arrays, path) for path, _ in nodes]
-    except LookupError as error:
-        raise _other_structure(arrays, like) from error
-    count = sum(len(jax.tree.leaves(x, is_leaf=is_row_sparse)) for x in given)
-    if count != len(jax.tree.leaves(arrays, is_leaf=is_row_sparse)):
-        raise _other_structure(arrays, like)
-    pairs = zip(nodes, given, strict=True)
-    return structure.unflatten(
-        [_from_arrays(leaf_name("arrays", path), x, like) for (path, like), x in pairs]
-    )
+        leaves = [taken(path, x) for path, x in nodes]
+    except KeyError:
+        given = {(): arrays}
+    if given:
+        raise ValueError(
+            f"`arrays` must have the structure of `like`, {jax.tree.structure(like)}, with a "
+            'mapping {"indices": ..., "values": ...} for each RowSparse, got '
+            f"{jax.tree.structure(arrays)}."
+        )
+    return structure.unflatten(leaves)
 
 
-def _at(tree: PyTree, path: KeyPath) -> PyTree:
-    """Return what `tree` has at a path of another tree, whose nodes may be mappings here."""
-    for key in path:
-        name = _key(key)
-        if isinstance(tree, Mapping):
-            if name not in tree and str(name) not in tree:
-                raise LookupError(name)
-            tree = tree[name] if name in tree else tree[str(name)]
-        elif isinstance(tree, list | tuple) and isinstance(name, int):
-            tree = tree[name]
-        else:
-            children = dict(_children(tree))
-            if str(name) not in children:
-                raise LookupError(name)
-            tree = children[str(name)]
-    return tree
-
-
-def _children(node: PyTree) -> list[tuple[str, PyTree]]:
-    """Return the children of a node of any type, with their names."""
-    pairs, _ = jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
-    return [(str(_key(path[0])), x) for path, x in pairs if path]
-
-
-def _key(key: object) -> str | int:
-    """Return the key, index or name of an entry of a path."""
-    return next(getattr(key, x) for x in ("key", "name", "idx") if hasattr(key, x))
-
-
-def _other_structure(arrays: PyTree, like: PyTree) -> ValueError:
-    return ValueError(
-        f"`arrays` must have the structure of `like`, {jax.tree.structure(like)}, with a "
-        'mapping {"indices": ..., "values": ...} for each RowSparse, got '
-        f"{jax.tree.structure(arrays)}."
-    )
-
-
-# --- to arrays ---------------------------------------------------------------------------
+def _names(path: KeyPath) -> tuple[str, ...]:
+    """Return the keys, names and indices of a path: nodes may be mappings in another tree."""
+    kinds = ("key", "name", "idx")
+    return tuple(str(next(getattr(key, x) for x in kinds if hasattr(key, x))) for key in path)
 
 
 def _arrays_of(x: Table) -> PyTree:
     return {"indices": x.indices, "values": x.values} if is_row_sparse(x) else x
 
 
-# --- from arrays -------------------------------------------------------------------------
-
-
-def _from_arrays(name: str, given: PyTree, like: PyTree) -> PyTree:
-    if is_row_sparse(like):
-        return _as_row_sparse(name, given, like)
-    return _as_like(name, given, like)
-
-
-def _as_row_sparse(name: str, given: PyTree, like: RowSparse) -> RowSparse:
-    if not isinstance(given, Mapping) or not {"indices", "values"} <= given.keys():
-        raise ValueError(
-            f"{name} must be what jmask.to_arrays makes of a RowSparse, "
-            f'{{"indices": ..., "values": ...}}, got {type(given).__name__}.'
-        )
-    name = name[1:-1]
-    values = _checked_kind(f"`{name}['values']`", given["values"], like)
-    ids = given["indices"]
+def _as_row_sparse(name: str, ids: PyTree, values: PyTree, like: RowSparse) -> RowSparse:
+    values = _checked_kind(f"`{name}['values']`", values, like)
     if getattr(ids, "dtype", None) == jnp.uint32 and jnp.ndim(ids) == 2:  # as orbax stores them
         ids = reveal(wrap(ids))
     ids = _checked_kind(f"`{name}['indices']`", ids, jnp.zeros((), jnp.int32))

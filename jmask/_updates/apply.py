@@ -38,11 +38,10 @@ from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values, with_stored_values
 from jmask._updates.checks import (
+    ORDER,
     as_gradients,
-    check_fits,
     check_gradient,
     check_parameters,
-    check_structure,
     check_transformation,
     dense_gradient,
     gradient_and_valid,
@@ -112,20 +111,7 @@ def apply_updates(
     """
     if key is not None:
         check_key(key)
-    fit = Fit.unchecked(updates, params)
-
-    def check(path: KeyPath, update: Gradient, param: Table) -> None:
-        if update is None or param is None:
-            return
-        if is_gradient_leaf(param):
-            raise TypeError(
-                f"{leaf_name('params', path)} is a {type(param).__name__}: parameters are "
-                "dense, or store all rows, and the order is apply_updates(params, updates)."
-            )
-        check_fits(path, update, param)
-
-    check_structure(fit.gradients, fit.params, "apply_updates(params, updates)")
-    jax.tree.map_with_path(check, fit.gradients, fit.params, is_leaf=_is_update)
+    fit = Fit.of(updates, params, "apply_updates(params, updates)", partial=True)
     return fit.as_given(with_updates(fit.params, fit.gradients, key))
 
 
@@ -336,18 +322,15 @@ class Fit:
     model: Model
 
     @classmethod
-    def unchecked(cls, gradients: Gradients, params: Params) -> "Fit":
-        """Return gradients or updates, and parameters or None, as they are."""
-        model = model_of(params)
-        return cls(as_gradients(gradients), _full_as_arrays(model.parameters), model)
-
-    @classmethod
-    def of(cls, gradients: Gradients, params: Params) -> "Fit":
+    def of(
+        cls, gradients: Gradients, params: Params, order: str = ORDER, *, partial: bool = False
+    ) -> "Fit":
         """Return gradients, and parameters that they fit, or None."""
-        check_parameters(params)
-        fit = cls.unchecked(gradients, params)
+        check_parameters(params, order)
+        model = model_of(params)
+        fit = cls(as_gradients(gradients), _full_as_arrays(model.parameters), model)
         if params is not None:
-            check_gradient(fit.gradients, fit.params)
+            check_gradient(fit.gradients, fit.params, order, partial=partial)
         return fit
 
     def as_given(self, new: Params) -> Params:

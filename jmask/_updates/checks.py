@@ -30,7 +30,7 @@ from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import coordinates, is_sparse, stored_values
 
-_ORDER = "tx.update(grads, opt_state, params)"
+ORDER = "tx.update(grads, opt_state, params)"
 _GRADIENTS = RowSparse, MaskedTensor, BCOO, BCSR
 
 
@@ -54,19 +54,17 @@ def is_full(x: object) -> bool:
     return isinstance(x, RowSparse) and x.nse >= x.row_count
 
 
-def check_parameters(params: Params) -> None:
+def check_parameters(params: Params, order: str = ORDER) -> None:
     """Refuse parameters that are not arrays, or `RowSparse` with all rows."""
     params = model_of(params).parameters
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_gradient_leaf):
-        if is_full(leaf):
-            continue
-        if is_gradient_leaf(leaf):
+        if is_gradient_leaf(leaf) and not is_full(leaf):
             raise TypeError(
                 f"{leaf_name('params', path)} is a {type(leaf).__name__}: parameters must be "
                 "dense arrays, or RowSparse with all rows stored (gradients may be sparse or "
-                "masked). Use its dense form."
+                f"masked). Use its dense form. The order is {order}."
             )
-        if abstract_leaf(leaf) is None:
+        if not is_full(leaf) and abstract_leaf(leaf) is None:
             advice = f"pass eqx.filter(model, eqx.is_inexact_array), or {KEEP_ARRAYS}"
             raise not_an_array(leaf_name("params", path), leaf, advice)
 
@@ -80,53 +78,39 @@ def check_transformation(name: str, tx: object, order: str) -> None:
         )
 
 
-def check_gradient(updates: Gradients, params: Params) -> None:
-    """Refuse a gradient that does not fit arrays."""
-    check_structure(updates, params)
-    parameters = jax.tree.leaves(params, is_leaf=_is_leaf_or_none)
-    for (path, gradient), param in zip(_leaves(updates), parameters, strict=True):
-        if gradient is None is not param:
+def check_gradient(
+    updates: Gradients, params: Params, order: str = ORDER, *, partial: bool = False
+) -> None:
+    """Refuse a gradient that does not fit arrays; a partial one may be None for some."""
+    is_leaf = lambda x: x is None or is_gradient_leaf(x)
+    given: list[tuple[KeyPath, Gradient]] = jax.tree.leaves_with_path(updates, is_leaf=is_leaf)
+    parameters: list[Table] = jax.tree.leaves(params, is_leaf=is_leaf)
+    have: PyTreeDef = jax.tree.structure(updates, is_leaf=is_leaf)
+    expected: PyTreeDef = jax.tree.structure(params, is_leaf=is_leaf)
+    if have != expected:
+        raise ValueError(
+            f"`updates` and `params` must have the same structure, got {have} and {expected}. "
+            f"The order is {order}."
+        )
+    for (path, gradient), param in zip(given, parameters, strict=True):
+        if gradient is None is not param and not partial:
             raise ValueError(
                 f"{leaf_name('updates', path)} is None, and there is a parameter: give it a "
                 "gradient, or keep the parameter out with optax.partition or eqx.partition."
             )
-        if param is None is not gradient:
+        if param is None is not gradient and not partial:
             raise ValueError(
                 f"{leaf_name('params', path)} is None, and there is a gradient for it. The "
-                f"order is {_ORDER}."
+                f"order is {order}."
             )
-        if param is None:
-            continue
-        check_fits(path, gradient, param)
+        if param is not None and gradient is not None:
+            _check_fits(path, gradient, param)
 
 
-def check_structure(updates: Gradients, params: Params, order: str = _ORDER) -> None:
-    """Refuse updates whose tree differs from that of the parameters; either may have None."""
-    given: PyTreeDef = jax.tree.structure(updates, is_leaf=_is_leaf_or_none)
-    expected: PyTreeDef = jax.tree.structure(params, is_leaf=_is_leaf_or_none)
-    if given != expected:
-        raise ValueError(
-            f"`updates` and `params` must have the same structure, got {given} and {expected}. "
-            f"The order is {order}."
-        )
-
-
-def _is_leaf_or_none(x: object) -> bool:
-    return x is None or is_gradient_leaf(x)
-
-
-def _leaves(tree: PyTree) -> list[tuple[KeyPath, PyTree]]:
-    return jax.tree.leaves_with_path(tree, is_leaf=_is_leaf_or_none)
-
-
-def check_fits(path: KeyPath, update: Gradient, param: Table) -> None:
+def _check_fits(path: KeyPath, update: Gradient, param: Table) -> None:
     """Refuse an update that its parameter, at `path` in both trees, cannot take."""
-    name = leaf_name("updates", path)
-    if abstract_leaf(param) is None:
-        raise not_an_array(leaf_name("params", path), param, KEEP_ARRAYS)
-    like = shape_of(param)
-    dtype = jnp.result_type(like.dtype)
-    shape = tuple(jnp.shape(update))
+    name, like = leaf_name("updates", path), shape_of(param)
+    dtype, shape = jnp.result_type(like.dtype), tuple(jnp.shape(update))
     update_dtype = update.dtype if hasattr(update, "dtype") else jnp.result_type(update)
     if shape != like.shape:
         raise ValueError(

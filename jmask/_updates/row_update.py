@@ -4,10 +4,10 @@
 |---------|------------------------------------------|-----------------------------------------|
 | ADD     | linear in the gradient, and of its dtype | an accumulating scatter                 |
 | DENSE   | few rows for each lookup                 | the table, kept where no row is touched |
-| SCATTER | elementwise                              | one scatter, the update its combiner    |
-| ROWS    | anything else                            | gather, compute, scatter of unique rows |
+| ROWS    | not entry by entry                       | gather, compute, scatter of unique rows |
+| SCATTER | anything else                            | one scatter, the update its combiner    |
 
-How a device does ADD, SCATTER and ROWS is found in `_kernels.update_rows`.
+How a device does ADD, ROWS and SCATTER is found in `_kernels.update_rows`.
 
 With V = 10 rows and 8 lookups a dense update does little more than one of rows, on all cores
 and without looking for equal ids. Made lazy it is
@@ -59,94 +59,58 @@ def update_rows(
         valid (n, *row): which entries of a masked gradient exist; its ids are unique. The
             others keep what they have.
     """
-    table = tables[0]
+    table, count = tables[0], len(tables)
     # The gradient is opened once: what follows takes canonical ids, rows, and their order.
     ids, rows, order = gradient.row_ids(), gradient.rows(), gradient.order
     if linear is not None and table.dtype == gradient.dtype and not is_narrow(table.dtype):
         steps = unchanged_where_masked(scaled(gradient.values, linear), valid)
         return RowUpdate(ADDITION, tables, ids, gathered(steps), [], order)
-    if valid is None and is_saturated(gradient, tables):
-        new_entries = _new_entries(combiner, are_steps)
-        new_entries = entry_by_entry(new_entries) if is_elementwise else new_entries
-        dense = add_to_rows(jnp.zeros_like(table, gradient.dtype), ids, rows, order)
-        touched = jnp.zeros(table.shape[:1], bool).at[ids].set(True, mode="drop")
-        made = zip(new_entries(*tables, dense, *scalars), tables, strict=True)
-        return [jnp.where(trailing(touched, x.ndim), new, x) for new, x in made]
-    if is_elementwise and valid is not None and order == "unique" and not is_complex(gradient):
-        return _lines_updated(combiner, tables, gradient, scalars, are_steps, valid)
-    if is_elementwise:
-        if valid is not None:  # a number, as a scatter takes arrays of one dtype
-            scalars = [*scalars, valid.astype(gradient.dtype)]
-        new_entries = _new_entries(combiner, are_steps, valid is not None)
-        return update_elementwise(new_entries, tables, ids, rows, scalars, order)
-    if valid is not None:
-        scalars = [*scalars, valid]
-
-    def on_unique_rows(x: RowUpdate) -> list[jax.Array]:
-        at = RowsAt(x.ids, x.rows, x.order)
-        others = x.scalars if valid is None else x.scalars[:-1]
-        mask = None if valid is None else x.scalars[-1]
-        return _updated_at(at, x.tables, combiner, others, are_steps, mask)
-
-    return RowUpdate(Update(on_unique_rows), tables, ids, rows, scalars, order)
-
-
-def _lines_updated(
-    combiner: Combiner,
-    tables: Sequence[jax.Array],
-    gradient: RowSparse,
-    scalars: Sequence[jax.Array],
-    are_steps: Sequence[bool],
-    valid: jax.Array,
-) -> RowUpdate:
-    """Make the update of a packed table, whose mask is in the bits of its gradient."""
-    count, new_entries = len(tables), _new_entries(combiner, are_steps, is_masked=True)
-
-    def of_marked(*entries: jax.Array) -> list[jax.Array]:
-        old, (line, *rest) = entries[:count], entries[count:]
-        values, mask = unmarked(line)
-        return list(new_entries(*old, values, *rest, mask.astype(jnp.int32)))
-
-    lines = marked(gradient.values, valid)
-    return update_elementwise(
-        of_marked, tables, gradient.row_ids(), lines, scalars, gradient.order
-    )
-
-
-def _new_entries(
-    combiner: Combiner, are_steps: Sequence[bool], is_masked: bool = False
-) -> Combiner:
-    """Return `combiner` with steps added; the last argument is the mask if there is one."""
 
     def new_entries(*entries: jax.Array) -> list[jax.Array]:
-        *given, mask = entries if is_masked else (*entries, None)
-        made = zip(entries, combiner(*given), are_steps, strict=False)
-        new = [(added(x, y) if is_step else y).astype(x.dtype) for x, y, is_step in made]
-        if not is_masked:
-            return new
-        return [jnp.where(mask != 0, x, y) for x, y in zip(new, entries, strict=False)]
+        made = zip(entries, combiner(*entries), are_steps, strict=False)
+        return [(added(x, y) if is_step else y).astype(x.dtype) for x, y, is_step in made]
 
-    return new_entries
+    if valid is None and is_saturated(gradient, tables):
+        function = entry_by_entry(new_entries) if is_elementwise else new_entries
+        dense = add_to_rows(jnp.zeros_like(table, gradient.dtype), ids, rows, order)
+        touched = jnp.zeros(table.shape[:1], bool).at[ids].set(True, mode="drop")
+        made = zip(function(*tables, dense, *scalars), tables, strict=True)
+        return [jnp.where(trailing(touched, x.ndim), new, x) for new, x in made]
 
+    def new_rows(x: RowUpdate) -> list[jax.Array]:
+        at = RowsAt(x.ids, x.rows, x.order)
+        *others, mask = x.scalars if valid is not None else (*x.scalars, None)
+        old = list(map(at.read, x.tables))
+        made = zip(x.tables, old, combiner(*old, at.values, *others), are_steps, strict=True)
+        return [
+            at.with_step(table, unchanged_where_masked(y, mask))
+            if is_step
+            else at.write(table, keep_valid(y, before, mask))
+            for table, before, y, is_step in made
+        ]
 
-def _updated_at(
-    at: RowsAt,
-    tables: Sequence[jax.Array],
-    combiner: Combiner,
-    scalars: Sequence[jax.Array],
-    are_steps: Sequence[bool],
-    valid: jax.Array | None = None,
-) -> list[jax.Array]:
-    """Return tables with new rows, which are computed of the rows that they have."""
-    old = list(map(at.read, tables))
-    new: list[jax.Array] = []
-    made = combiner(*old, at.values, *scalars)
-    for table, before, x, is_step in zip(tables, old, made, are_steps, strict=True):
-        if is_step:
-            new.append(at.with_step(table, unchanged_where_masked(x, valid)))
-        else:
-            new.append(at.write(table, keep_valid(x, before, valid)))
-    return new
+    if not is_elementwise:
+        others = [*scalars] if valid is None else [*scalars, valid]
+        return RowUpdate(Update(new_rows), tables, ids, rows, others, order)
+    if valid is None:
+        return update_elementwise(new_entries, tables, ids, rows, scalars, order)
+
+    def new_valid_entries(*entries: jax.Array) -> list[jax.Array]:
+        *given, mask = entries
+        pairs = zip(new_entries(*given), given, strict=False)
+        return [jnp.where(mask != 0, x, y) for x, y in pairs]
+
+    def new_marked_entries(*entries: jax.Array) -> list[jax.Array]:
+        values, mask = unmarked(entries[count])
+        others = entries[count + 1 :]
+        return new_valid_entries(*entries[:count], values, *others, mask.astype(jnp.int32))
+
+    if order == "unique" and not is_complex(gradient):  # lines, with the mask in their bits
+        lines = marked(gradient.values, valid)
+        return update_elementwise(new_marked_entries, tables, ids, lines, scalars, order)
+    # A number, as a scatter takes arrays of one dtype.
+    others = [*scalars, valid.astype(gradient.dtype)]
+    return update_elementwise(new_valid_entries, tables, ids, rows, others, order)
 
 
 def is_saturated(gradient: RowSparse, tables: Sequence[jax.Array]) -> bool:

@@ -9,6 +9,7 @@ number of rows of each table left open:
 import contextlib
 import contextvars
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar, cast
 
@@ -126,16 +127,16 @@ def rows_of_state(
     """
     rows, opened = open_shapes(seen, [i if x else None for i, x in enumerate(is_table)])
 
-    def shapes() -> OptState:
+    def shapes() -> tuple[OptState, OptState]:
         with refusing_counts("its state"):
-            return jax.eval_shape(init, param_tree.unflatten(opened))
+            of_rows = jax.eval_shape(init, param_tree.unflatten(opened))
+        return of_rows, jax.eval_shape(init, param_tree.unflatten(params))
 
-    key = (init, param_tree, *((x.shape, x.dtype) for x in opened))
-    made = once_a_step(key, shapes)
+    key = (init, param_tree, *((x.shape, x.dtype) for x in (*opened, *params)))
+    made, expected = once_a_step(key, shapes)
     table_of = {size: i for i, size in rows.items()}
     owners: list[tuple[int | None, Shape]] = []
-    usual: list[jax.ShapeDtypeStruct] = []
-    for x in jax.tree.leaves(made):
+    for x, y in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
         owner = table_of.get(x.shape[0]) if x.ndim else None
         row = x.shape if owner is None else x.shape[1:]
         if any(map(export.is_symbolic_dim, row)):
@@ -143,18 +144,13 @@ def rows_of_state(
                 f"its state holds an array of shape {x.shape} that depends on the number of "
                 "rows of a table, but has not one entry for each of them"
             )
+        if owner is not None and y.size != math.prod((*seen[owner].shape[:1], *row)):
+            raise NotRowLocalError(
+                f"its state holds an array of shape {y.shape} for stacked tables, which has "
+                "not one entry for each of their rows",
+                "Make one table of them, `table.reshape(-1, table.shape[-1])`.",
+            )
         owners.append((owner, x.shape[1:]))
-        usual.append(x if owner is None else x.update(shape=seen[owner].shape[:1] + row))
-    expected: OptState = jax.tree.unflatten(jax.tree.structure(made), usual)
-    if any(x.shape != y.shape for x, y in zip(params, seen, strict=True)):  # stacks
-        expected = jax.eval_shape(init, param_tree.unflatten(params))
-        for x, y in zip(jax.tree.leaves(expected), usual, strict=True):
-            if x.size != y.size:
-                raise NotRowLocalError(
-                    f"its state holds an array of shape {x.shape} for stacked tables, which "
-                    "has not one entry for each of their rows",
-                    "Make one table of them, `table.reshape(-1, table.shape[-1])`.",
-                )
     check_state(state, expected, [dtypes and owner is not None for owner, _ in owners])
     return owners
 

@@ -347,7 +347,7 @@ def one_step(form, step, entries):
 def test_steps_taken_together(name):
     """From each start step that the ring has, for entries of many sizes."""
     form, step_at = FORMS[name]
-    lines = jnp.tile(form.fresh(jnp.float32), (RING, 1))
+    lines = jnp.tile(form.line(jnp.float32), (RING, 1))
     carry = jnp.zeros((RING, form.sums), jnp.float32)
 
     @jax.jit

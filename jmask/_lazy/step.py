@@ -1,0 +1,393 @@
+"""One step on the rows of its gradients: whose rows all arrays have, the proof, and the run.
+
+    gradient of a table       RowSparse
+    its parameter and state   arrays with one row per table row, gathered by its ids
+    everything else           as it is
+
+    step = LazyStep.of(inner, gradients, state, params, extra_args)
+    step.proved()             traces `inner.update` once, with the number of rows open
+    step.update()             gathers rows, runs that program on them, scatters the state
+
+The one pass makes its combiner of the equations of the same program.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jmask._base.array_types import has_8_bits
+from jmask._base.jaxprs import evaluate, origins
+from jmask._base.row_ids import hide
+from jmask._base.shardings import automatically, explicit_sharding, spec_of
+from jmask._base.types import Gradient, Gradients, OptState, PyTree, PyTreeDef, Shape, Table
+from jmask._kernels.rows import ids_after_reading
+from jmask._lazy import row_local
+from jmask._lazy.over_shards import is_block
+from jmask._lazy.row_local import RowLocal, RowWise
+from jmask._tables.rows_at import RowsAt, as_one_table, fitted, has_sharded_rows, shape_of
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._tensors.storage import stored_values
+from jmask._updates.checks import (
+    NotRowLocalError,
+    gradient_and_valid,
+    is_gradient_leaf,
+    keep_valid,
+    summed,
+    unchanged_where_masked,
+)
+from jmask._updates.state_rows import once_a_step, rows_of_state
+
+Kind = Literal["gradient", "state", "param", "extra"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A leaf of the gradient, the state, the parameters or the extra arguments.
+
+    Attributes:
+        value: an array; of a gradient, an array or a `RowSparse` as it came. Stacked tables
+            (M, V, D) are the one table (M * V, D) here.
+        kind: which of these trees it is of.
+        table: the position of the `RowSparse` gradient of its table, or None: no rows of it
+            are gathered.
+        valid: the valid entries of the gradient that it belongs to, if that is masked.
+        row: of stacked tables, the shape of a row as `inner` sees it: (1, D), which has as many
+            dimensions as a table of the stack. None where it is that of `value`.
+        stack: what it was before it became one table: an array, or the gradient.
+    """
+
+    value: Table
+    kind: Kind
+    table: int | None = None
+    valid: jax.Array | None = None
+    row: Shape | None = None
+    stack: Table = None
+
+    @functools.cached_property
+    def summed(self) -> Gradient:
+        """The gradient, its rows of equal ids summed. One pass needs it at times."""
+        return summed(self.value) if is_row_sparse(self.value) else self.value
+
+    def has_lines(self) -> bool:
+        """Decide whether it is the gradient of a packed table, of lines: see `in_lines`."""
+        return is_row_sparse(self.value) and self.value.order == "unique"
+
+    @property
+    def seen(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype as `inner` sees them, of whole tables; and whether that is weak."""
+        shape, x = shape_of(self.value), self.value
+        weak = not is_row_sparse(x) and jax.typeof(x).weak_type
+        row = shape.shape if self.row is None else (shape.shape[0], *self.row)
+        return jax.ShapeDtypeStruct(row, shape.dtype, weak_type=weak)
+
+    def shown(self, rows: jax.Array) -> jax.Array:
+        """Return rows of `value` as `inner` sees them."""
+        return rows if self.row is None else with_row(rows, self.row)
+
+    def stored(self, rows: jax.Array) -> jax.Array:
+        """Undo `shown`."""
+        return rows if self.row is None else with_row(rows, self.value.shape[1:])
+
+    def stacked(self, new: Gradient) -> Gradient:
+        """Return what `value` becomes in the shape of the stack."""
+        if self.row is None:
+            return new
+        if is_row_sparse(new):
+            return new.stacked_as(self.stack)
+        return jnp.reshape(new, self.stack.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class LazyStep:
+    """The arguments of one `update`.
+
+    Attributes:
+        inner: the transformation.
+        leaves: of the gradient, then of the state, of the parameters if they were given, and
+            of the arrays among extra arguments. So leaf i of gradient and state is what output
+            i of the update replaces.
+        trees: structures of gradient, state, parameters and extra arguments.
+        others: extra arguments that are no arrays, by their position among all.
+        proof: the program of `inner` from leaves to updates and state, if it was proved.
+    """
+
+    inner: optax.GradientTransformationExtraArgs
+    leaves: list[Leaf]
+    trees: tuple[PyTreeDef, PyTreeDef, PyTreeDef, PyTreeDef]
+    others: dict[int, object]
+    proof: RowLocal | None = None
+
+    @classmethod
+    def of(
+        cls,
+        inner: optax.GradientTransformationExtraArgs,
+        updates: Gradients,
+        state: OptState,
+        params: PyTree,
+        extra_args: dict[str, PyTree],
+    ) -> "LazyStep":
+        """Return a step of `inner` whose arguments fit, not proved yet."""
+        given, gradient_tree = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
+        states, state_tree = jax.tree.flatten(state)
+        param_leaves, param_tree = jax.tree.flatten(params)
+        # Without parameters the gradient has their structure and shapes.
+        shapes = list(map(shape_of, given if params is None else param_leaves))
+        stacks = {i: x for i, x in enumerate(given) if is_row_sparse(x) and x.leading > 1}
+        seen = [
+            x.update(shape=(g.row_count, *(1,) * (g.leading - 1), *g.row)) if i in stacks else x
+            for i, (x, g) in enumerate(zip(shapes, given, strict=True))
+        ]
+        is_table = list(map(is_gradient_leaf, given))
+        owners = rows_of_state(
+            inner.init, shapes, seen, is_table, gradient_tree, state, params is not None
+        )
+        pairs = [(x.flat(), None) if is_row_sparse(x) else gradient_and_valid(x) for x in given]
+        gradients, valid = [x for x, _ in pairs], [x for _, x in pairs]
+        arrays = [*enumerate(param_leaves)]
+        arrays += [(i, x) for (i, _), x in zip(owners, states, strict=True) if i is not None]
+        for i, x in arrays:
+            if is_row_sparse(given[i]) and i not in stacks and has_sharded_rows(x):
+                gradients[i] = fitted(x, gradients[i])
+
+        def leaf(x: Table, kind: Kind, i: int | None, row: Shape = ()) -> Leaf:
+            if i is None:
+                return Leaf(x, kind)
+            table = i if is_row_sparse(gradients[i]) else None
+            if i not in stacks:
+                return Leaf(x, kind, table, valid[i])
+            stack, row = x, row if kind == "state" else seen[i].shape[1:]
+            if kind == "gradient":
+                stack = stacks[i]
+            elif kind == "param":
+                x = as_one_table(x, stacks[i])
+            else:
+                # Numbers of rows have one dimension: XLA copies them in two (jaxlib 0.12).
+                is_number = math.prod(row) == 1 and row != seen[i].shape[1:]
+                is_flat = is_number and explicit_sharding(x) is None
+                kept = () if is_flat else row[stacks[i].leading - 1 :]
+                x = jnp.reshape(x, (stacks[i].row_count, *kept))
+            return Leaf(x, kind, table, None, row, stack)
+
+        of_params = [leaf(x, "param", i) for i, x in enumerate(param_leaves)]  # refuses first
+        leaves = [leaf(x, "gradient", i) for i, x in enumerate(gradients)]
+        leaves += [leaf(x, "state", i, row) for (i, row), x in zip(owners, states, strict=True)]
+        leaves += of_params
+        extra, extra_tree = jax.tree.flatten(extra_args)
+        others = {i: x for i, x in enumerate(extra) if not hasattr(x, "__array__")}
+        leaves += [Leaf(x, "extra") for i, x in enumerate(extra) if i not in others]
+        return cls(inner, leaves, (gradient_tree, state_tree, param_tree, extra_tree), others)
+
+    @property
+    def gradients(self) -> list[Leaf]:
+        """The leaves of the gradient."""
+        return self.leaves[: self.trees[0].num_leaves]
+
+    def flat_update(self, *inputs: jax.Array) -> list[jax.Array]:
+        """Run `inner.update` from leaves to updates and state, all flat."""
+        # Rows of 8 bits, which JAX promotes to nothing, are computed with in 32 and stored in
+        # their own dtype again.
+        wide = [
+            x.astype(jnp.float32) if leaf.table is not None and has_8_bits(x) else x
+            for leaf, x in zip(self.leaves, inputs, strict=True)
+        ]
+        gradient_tree, state_tree, param_tree, extra_tree = self.trees
+        first, second, third, _ = itertools.accumulate(tree.num_leaves for tree in self.trees)
+        arrays = iter(wide[third:])
+        extra = [
+            self.others[i] if i in self.others else next(arrays)
+            for i in range(extra_tree.num_leaves)
+        ]
+        updates, new_state = self.inner.update(
+            gradient_tree.unflatten(wide[:first]),
+            state_tree.unflatten(wide[first:second]),
+            param_tree.unflatten(wide[second:third]),
+            **extra_tree.unflatten(extra),
+        )
+        pairs = ("updates", updates, gradient_tree), ("state", new_state, state_tree)
+        for name, tree, expected in pairs:
+            if jax.tree.structure(tree) != expected:
+                raise NotRowLocalError(f"update changes the structure of its {name}")
+        return [*jax.tree.leaves(updates), *jax.tree.leaves(new_state)]
+
+    # --- its proof -----------------------------------------------------------------------
+
+    def proved(self, *, same_dtypes: bool = False) -> "LazyStep":
+        """Return the step with its proof, if it is on rows; on whole arrays any is exact.
+
+        Args:
+            same_dtypes: whether numbers of the state that belong to no row must keep their
+                dtype. (Rows do: they are stored in the dtype of their table.)
+
+        Raises:
+            NotRowLocalError: with the first operation that mixes or counts rows.
+            TypeError: from `inner`, or by `same_dtypes`.
+        """
+        if all(leaf.table is None for leaf in self.gradients):
+            return self
+        seen, tables = [x.seen for x in self.leaves], [x.table for x in self.leaves]
+        of_shapes = [(x.shape, x.dtype, x.weak_type) for x in seen]
+        others = [(i, id(x)) for i, x in self.others.items()]
+        key = (self.inner.update, self.trees, *of_shapes, *tables, *others)
+
+        def proof() -> tuple[RowLocal, object]:
+            are_gradients = [leaf.kind == "gradient" for leaf in self.leaves]
+            is_row_wise = isinstance(self.inner, RowWise)
+            args = self.flat_update, seen, tables, are_gradients
+            found = row_local.proved(*args, is_row_wise=is_row_wise)
+            return found, self.others  # kept so that no other object gets the same `id`
+
+        step = dataclasses.replace(self, proof=once_a_step(key, proof)[0])
+        assert step.proof is not None
+        for leaf, old, new in zip(
+            self.leaves, seen, step.proof.program.out_avals, strict=False
+        ):
+            is_number = leaf.kind == "state" and leaf.table is None
+            if same_dtypes and is_number and old.dtype != new.dtype:
+                raise TypeError(f"update makes a state of {new.dtype} of one of {old.dtype}")
+        params = [leaf.value for leaf in self.leaves if leaf.kind == "param"]
+        blocks = [params[i] for i in step.proof.rows if params and is_block(params[i], params)]
+        if blocks and step.proof.sums_over_rows():
+            raise NotRowLocalError(
+                "it sums over rows, and in this shard_map every device has other rows of a "
+                "table",
+                "Make the step outside of the shard_map, in the same jit: the table is sharded "
+                "there, too.",
+            )
+        return step
+
+    @functools.cached_property
+    def unordered(self) -> dict[int, int]:
+        """Outputs that are written to rows which they do not depend on, and these rows.
+
+        A new row of the state that does not depend on the old one; an update that does not
+        depend on the parameter where the state does (an average of parameters). From the
+        position of the output to the position of the leaf that is read.
+        """
+        if self.proof is None:
+            return {}
+        jaxpr = self.proof.program.jaxpr
+        inputs = origins(jaxpr, [1 << i for i in range(len(jaxpr.invars))])
+        params = {leaf.table: i for i, leaf in enumerate(self.leaves) if leaf.kind == "param"}
+        unordered: dict[int, int] = {}
+        for i, (leaf, bits) in enumerate(zip(self.leaves, inputs, strict=False)):
+            read = i if leaf.kind == "state" else params.get(leaf.table)
+            if leaf.table is None or read is None or bits >> read & 1:
+                continue
+            if any(x >> read & 1 for x in inputs):
+                unordered[i] = read
+        return unordered
+
+    # --- its run -------------------------------------------------------------------------
+
+    def update(self) -> tuple[Gradients, OptState]:
+        """Return updates and state."""
+        rows = self.rows()
+        outputs = self.flat_update(*rows) if self.proof is None else self._on_rows(rows)
+        results: list[Gradient] = []
+        for i, (leaf, old, new) in enumerate(zip(self.leaves, rows, outputs, strict=False)):
+            gradient = None if leaf.table is None else self.leaves[leaf.table].summed
+            if gradient is not None and not gradient.nse:
+                new = new[:0]  # the program had a row in the place of none
+            if leaf.kind == "gradient":
+                new = unchanged_where_masked(new, leaf.valid)
+            else:
+                new = keep_valid(new, old, leaf.valid)
+            if gradient is not None:
+                new = leaf.stored(new)
+                if i in self.unordered:
+                    # XLA knows where to write only after it has read these rows.
+                    ids = ids_after_reading(gradient.row_ids(), rows[self.unordered[i]])
+                    gradient = gradient.with_leaves(hide(ids), gradient.values)
+                if leaf.kind == "gradient":
+                    new = gradient.with_values(new)
+                else:
+                    new = RowsAt.of(gradient).write(leaf.value, new)
+            results.append(leaf.stacked(new))
+        gradient_tree, state_tree, *_ = self.trees
+        count = gradient_tree.num_leaves
+        return gradient_tree.unflatten(results[:count]), state_tree.unflatten(results[count:])
+
+    def rows(self) -> list[jax.Array]:
+        """Return all leaves as `inner` sees them: of tables the rows of the gradient."""
+        rows = []
+        for i, leaf in enumerate(self.leaves):
+            if leaf.kind == "gradient":
+                x = stored_values(leaf.summed)
+            elif leaf.table is None:
+                x = leaf.value
+            else:
+                x = RowsAt.of(self.leaves[leaf.table].summed).read(leaf.value)
+            if i in self.unordered.values():
+                # GPUs would read them once more, for another result and after the write: from
+                # a copy of the table, where that is stacked (jaxlib 0.12).
+                x = lax.optimization_barrier(x)
+            rows.append(leaf.shown(x))
+        return rows
+
+    def _on_rows(self, rows: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        assert self.proof is not None
+        # A table without lookups has a row here: of no rows there is no maximum.
+        sizes = {i: max(self.leaves[i].summed.nse, 1) for i in self.proof.rows}
+        program = self.proof.at(sizes)
+        arrays = [
+            x if jnp.shape(x) == aval.shape else jnp.zeros(aval.shape, aval.dtype)
+            for x, aval in zip(rows, program.in_avals, strict=True)
+        ]
+        # Types that say where an array is were not known when the program was traced.
+        if all(jax.typeof(x) == y for x, y in zip(arrays, program.in_avals, strict=True)):
+            return jax.core.eval_jaxpr(program.jaxpr, program.consts, *arrays)
+        sharding = explicit_sharding(*arrays)
+        if sharding is None:
+            return evaluate(program, *arrays)
+        # It was traced for no mesh. Updates and state lie where gradients and state did.
+        specs = [spec_of(x) for x in arrays[: len(program.out_avals)]]
+        run = functools.partial(evaluate, program)
+        return automatically(run, *arrays, like=sharding, spec=specs)
+
+
+def with_row(rows: jax.Array, row: Shape) -> jax.Array:
+    """Return rows (n, ...) reshaped to (n, *row)."""
+    return rows if rows.shape[1:] == row else jnp.reshape(rows, (rows.shape[0], *row))
+
+
+# --- single entries -----------------------------------------------------------------------
+
+
+def has_entries(updates: Gradients) -> bool:
+    """Decide whether a gradient is of single entries of a table, whose rows are finer."""
+    return any(map(_is_entries, jax.tree.leaves(updates, is_leaf=is_gradient_leaf)))
+
+
+def _is_entries(x: object) -> bool:
+    return is_row_sparse(x) and x.leading > 1 and not x.row
+
+
+def with_whole_rows(updates: Gradients, *, lines: bool = False) -> Gradients:
+    """Return gradients of entries (V, D) as rows, of zeros but for an entry each.
+
+    Args:
+        lines: whether to return rows of packed tables as lines, too.
+    """
+
+    def whole(x: Gradient) -> Gradient:
+        if not _is_entries(x) and not (lines and is_row_sparse(x) and x.width):
+            return x
+        width, ids = x.width or 1, x.flat().row_ids()
+        each = x.shape[-1] // width
+        place = lax.broadcasted_iota(ids.dtype, (x.nse, each, width), 1)
+        rows = x.values.reshape(x.nse, 1, width)
+        values = jnp.where(place == (ids % each)[:, None, None], rows, 0)
+        values = values.reshape(x.nse, each * width)
+        return RowSparse.from_rows(
+            ids // each, values, x.shape, coalesced=False, leading=x.leading - 1
+        )
+
+    return jax.tree.map(whole, updates, is_leaf=is_gradient_leaf)
