@@ -9,7 +9,7 @@ The shapes of the program that was proved, whose number of rows is open, take it
     g -> g * g -> sum                             ()          of the gradient alone: so is this
     full_like(g, 0.1)                             (rows, D)   one number, which fills it: so too
     m, g  -> 0.9 m + 0.1 g -> / (1 - 0.9 ** c)    (rows, D)   entry by entry
-    mean(g * g, 1)                                (rows,)     row by row
+    mean(g * g, 1)                                (rows,)     row by row: not in one pass
 
 Where all is entry by entry it is the combiner of a scatter, if that has room for the scalars
 that change from step to step: it takes one operand fewer than there are tables. Adam with a
@@ -17,11 +17,10 @@ fixed rate needs two scalars, and a scatter of parameter and both moments takes 
 are compiled in and need none. A value made of the gradient alone (clipped by the norm of all
 gradients) can replace the gradient, which saves its scalars. A mask is one operand more.
 
-Everything else is computed on gathered rows; see `row_update`.
+What is computed row by row gains nothing from one pass (measured on CPUs), and takes several.
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -36,9 +35,9 @@ from jmask._base.forms import aval_of, holds_jaxprs, within
 from jmask._base.jaxprs import ARITHMETIC, bound, needed_for, read, run
 from jmask._base.types import Atom, Function, Gradient, OptState, Params, Table, Value
 from jmask._kernels.update_rows import updated
-from jmask._lazy.row_local import ELEMENTWISE, RowLocal
+from jmask._lazy.row_local import ELEMENTWISE
 from jmask._lazy.sizes import sized
-from jmask._lazy.step import LazyStep, Leaf, with_row
+from jmask._lazy.step import LazyStep, Leaf
 from jmask._tensors.storage import stored_values
 from jmask._updates.checks import keep_valid, unchanged_where_masked
 from jmask._updates.row_update import update_rows
@@ -67,7 +66,7 @@ def applied_in_one_pass(step: LazyStep) -> tuple[Params, OptState] | None:
     if proof is None or any(gradients[i].value.nse == 0 for i in proof.rows):
         return None
     jaxpr = proof.program.jaxpr
-    parts = _taken_apart(step)
+    parts = None if tables_by_rows(step) else _taken_apart(step)
     if parts is None:
         return None
     # What each leaf becomes; a parameter takes the output of its gradient.
@@ -75,7 +74,7 @@ def applied_in_one_pass(step: LazyStep) -> tuple[Params, OptState] | None:
     combiners: dict[int, Combiner] = {}
     for table in proof.rows:
         ways = list(_combiners(step, parts, table, outputs))
-        best = [c for c in ways if c.steps is not None or _fits(step, parts, c)]
+        best = [c for c in ways if c.steps is not None or _fits(step, c)]
         # What is written to rows that it does not depend on has to come after reads.
         chosen = best or ([] if step.unordered else ways)
         if not chosen:
@@ -96,7 +95,7 @@ def applied_in_one_pass(step: LazyStep) -> tuple[Params, OptState] | None:
         elif v in needed:
             known[v] = leaf.shown(stored_values(leaf.summed))
             sizes[leaf.table] = leaf.summed.nse
-    run(before, known, _rule(parts, proof, sizes))
+    run(before, known, _rule(parts, sized(jaxpr, proof.rows, sizes)))
 
     # --- the pass
     started = []
@@ -115,7 +114,6 @@ def applied_in_one_pass(step: LazyStep) -> tuple[Params, OptState] | None:
                 gradient,
                 scalars,
                 are_steps=[x.kind == "param" for x in replaced],
-                is_elementwise=table not in parts.by_rows,
                 linear=steps and functools.partial(steps, scalars),
                 valid=leaf.valid,
             )
@@ -147,14 +145,12 @@ class Parts(NamedTuple):
     """The variables of an update that hold rows or entries of tables.
 
     Attributes:
-        by_rows: tables that are not updated entry by entry.
-        table_of: whose rows or entries a variable has; no others depend on rows.
+        table_of: whose entries a variable has; no others depend on rows.
         from_gradient: those that are made of the gradient alone.
-        filled: those that have the shape of a table and one number in it, but of `by_rows`.
+        filled: those that have the shape of a table and one number in it.
         reduced: tables over whose gradient something shared is computed.
     """
 
-    by_rows: set[int]
     table_of: dict[Var, int]
     from_gradient: set[Var]
     filled: set[Var]
@@ -165,7 +161,7 @@ def _taken_apart(step: LazyStep) -> Parts | None:
     """Return the parts of an update, or None if it computes something shared of old rows."""
     assert step.proof is not None
     jaxpr, owners = step.proof.program.jaxpr, step.proof.owners
-    parts = Parts(tables_by_rows(step), {}, set(), set(), set())
+    parts = Parts({}, set(), set(), set())
     for v, leaf in zip(jaxpr.invars, step.leaves, strict=True):
         if leaf.table is not None:
             parts.table_of[v] = leaf.table
@@ -181,13 +177,12 @@ def _taken_apart(step: LazyStep) -> Parts | None:
         is_mixed = len({owners.get(v) for v in (*operands, *eqn.outvars)}) > 1
         if is_mixed or eqn.effects or holds_jaxprs(eqn):
             return None
-        table = owners[eqn.outvars[0]]
-        if operands <= parts.filled and table not in parts.by_rows:
+        if operands <= parts.filled:
             if eqn.primitive.name not in (*ARITHMETIC, _FILL):
                 return None
             parts.filled.update(eqn.outvars)
         else:
-            parts.table_of.update(dict.fromkeys(eqn.outvars, table))
+            parts.table_of.update((v, owners[v]) for v in eqn.outvars)
             parts.from_gradient.update(eqn.outvars if from_gradient else ())
     return parts
 
@@ -213,22 +208,16 @@ def tables_by_rows(step: LazyStep) -> set[int]:
 
 
 def tables_whose_rows_mix(step: LazyStep) -> set[int]:
-    """Return tables of which some part of a step takes more than one entry of a row.
-
-    A number for each row is one more entry of rows that are updated whole, as by `jmask.ema`
-    after an optimizer, but not where some of their entries are masked.
-    """
+    """Return tables of which some part of a step takes more than one entry of a row."""
     assert step.proof is not None
     jaxpr = step.proof.program.jaxpr
     eqns, mixed = within(jaxpr.eqns), set()
     variables = (*jaxpr.invars, *(v for eqn in eqns for v in eqn.outvars))
     owners = {v: i for v in variables if (i := step.proof.owner(v)) is not None}
     for v, i in owners.items():
-        shape, row = aval_of(v).shape, aval_of(jaxpr.invars[i]).shape[1:]
-        is_whole = step.gradients[i].valid is None
         # A complex entry is a pair, along one dimension more.
-        if shape[1 : 1 + len(row)] != row and not (is_whole and math.prod(shape[1:]) == 1):
-            mixed.add(i)
+        row = aval_of(jaxpr.invars[i]).shape[1:]
+        mixed.update([i] if aval_of(v).shape[1 : 1 + len(row)] != row else ())
     for eqn in eqns:
         if not holds_jaxprs(eqn) and eqn.primitive.name not in _ENTRY_BY_ENTRY:
             mixed.update(owners[v] for v in eqn.outvars if v in owners)
@@ -236,10 +225,9 @@ def tables_whose_rows_mix(step: LazyStep) -> set[int]:
 
 
 def _rule(
-    parts: Parts, proof: RowLocal, sizes: Mapping[int, int]
+    parts: Parts, at_sizes: Callable[[JaxprEqn], JaxprEqn] = lambda eqn: eqn
 ) -> Callable[[JaxprEqn, list[Value]], Sequence[Value]]:
-    """Return the rule that runs equations on so many rows, with a number for what it fills."""
-    at_sizes = sized(proof.program.jaxpr, proof.rows, sizes)
+    """Return the rule that runs equations with a number in the place of what it fills."""
 
     def rule(eqn: JaxprEqn, values: list[Value]) -> Sequence[Value]:
         is_filled = parts.filled.issuperset(eqn.outvars)
@@ -267,8 +255,8 @@ class Combiner(NamedTuple):
         places: of the leaves that are replaced: state and parameters of one table.
         source: the gradient, or what is made of it.
         scalars: shared numbers.
-        function: rows of the leaves, of `source`, and `scalars` -> new rows, of a parameter
-            what is added; or entries, if the table is updated entry by entry.
+        function: entries of the leaves, of `source`, and `scalars` -> new entries, of a
+            parameter what is added.
         steps: `scalars`, rows of `source` -> what is added to the parameter, if that is all and
             is linear in the gradient: rows of equal ids may be added one at a time.
     """
@@ -283,10 +271,10 @@ class Combiner(NamedTuple):
 def _combiners(
     step: LazyStep, parts: Parts, table: int, outputs: Sequence[Atom]
 ) -> Iterator[Combiner]:
-    """Yield ways to compute rows of a table, from its gradient or a value of that."""
+    """Yield ways to compute entries of a table, from its gradient or a value of that."""
     proof, leaves, table_of = step.proof, step.leaves, parts.table_of
     assert proof is not None
-    jaxpr, by_rows = proof.program.jaxpr, table in parts.by_rows
+    jaxpr = proof.program.jaxpr
     places = [i for i, x in enumerate(leaves) if x.table == table and x.kind != "gradient"]
     places.sort(key=lambda i: leaves[i].kind != "param")
     inputs, new = [jaxpr.invars[i] for i in places], [outputs[i] for i in places]
@@ -301,21 +289,14 @@ def _combiners(
 
     def evaluated(chosen: Sequence[JaxprEqn], given: dict[Var, jax.Array]) -> list[jax.Array]:
         # JAX keeps what calls this: it closes over no array that is traced.
-        sizes: dict[int, int] = {}
-        if by_rows:
-            sizes[table] = next(iter(given.values())).shape[0]
-            rows = [v for v in given if v in table_of]
-            given = given | {v: with_row(given[v], aval_of(v).shape[1:]) for v in rows}
         values: dict[Var, Value] = constants | given
-        run(chosen, values, _rule(parts, proof, sizes))
+        run(chosen, values, _rule(parts))
         return [values[v] for v in wanted]
 
     def combiner(source: Var, chosen: Sequence[JaxprEqn], scalars: list[Var]) -> Combiner:
         def function(*arrays: jax.Array) -> list[jax.Array]:
-            given = dict(zip((*inputs, source, *scalars), arrays, strict=True))
-            made = evaluated(chosen, given)
-            old = zip(made, arrays, strict=False)
-            return [with_row(x, y.shape[1:]) for x, y in old] if by_rows else made
+            given = zip((*inputs, source, *scalars), arrays, strict=True)
+            return evaluated(chosen, dict(given))
 
         def steps(numbers: Sequence[jax.Array], rows: jax.Array) -> jax.Array:
             given = {source: rows} | dict(zip(scalars, numbers, strict=True))
@@ -328,7 +309,7 @@ def _combiners(
     equations = [e for e in jaxpr.eqns if e.outvars and table_of.get(e.outvars[0]) == table]
     gradient = jaxpr.invars[table]
     made = [v for e in equations for v in e.outvars if v in parts.from_gradient]
-    for source in (gradient, *(made if not by_rows else ())):
+    for source in (gradient, *made):
         chosen, needed = needed_for(wanted, equations, source)
         scalars = [v for v in needed if v not in table_of and v not in constants]
         more, scalars = _of_fewer(scalars, jaxpr.eqns, constants)
@@ -366,11 +347,9 @@ def _scales(eqn: JaxprEqn, table_of: Mapping[Var, int]) -> bool:
     return name == "neg" and all(are_entries)
 
 
-def _fits(step: LazyStep, parts: Parts, combiner: Combiner) -> bool:
+def _fits(step: LazyStep, combiner: Combiner) -> bool:
     """Decide whether a scatter has room for the scalars, and all arrays have one dtype."""
     leaves = [step.leaves[i] for i in combiner.places]
-    if leaves[0].table in parts.by_rows:
-        return False
     dtypes = {leaf.value.dtype for leaf in leaves}
     dtypes |= {aval_of(v).dtype for v in combiner.scalars}
     has_room = len(combiner.scalars) + (leaves[0].valid is not None) < len(leaves)

@@ -28,11 +28,11 @@ from jmask._base.jaxprs import evaluate, origins
 from jmask._base.row_ids import hide
 from jmask._base.shardings import automatically, explicit_sharding, spec_of
 from jmask._base.types import Gradient, Gradients, OptState, PyTree, PyTreeDef, Shape, Table
-from jmask._kernels.rows import ids_after_reading
+from jmask._kernels.rows import gather_unique_rows, ids_after_reading, set_rows
 from jmask._lazy import row_local
 from jmask._lazy.over_shards import is_block
 from jmask._lazy.row_local import RowLocal, RowWise
-from jmask._tables.rows_at import RowsAt, as_one_table, fitted, has_sharded_rows, shape_of
+from jmask._tables.rows_at import as_one_table, fitted, shape_of
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values
 from jmask._updates.checks import (
@@ -154,7 +154,7 @@ class LazyStep:
         arrays = [*enumerate(param_leaves)]
         arrays += [(i, x) for (i, _), x in zip(owners, states, strict=True) if i is not None]
         for i, x in arrays:
-            if is_row_sparse(given[i]) and i not in stacks and has_sharded_rows(x):
+            if is_row_sparse(given[i]) and i not in stacks:
                 gradients[i] = fitted(x, gradients[i])
 
         def leaf(x: Table, kind: Kind, i: int | None, row: Shape = ()) -> Leaf:
@@ -309,7 +309,7 @@ class LazyStep:
                 if leaf.kind == "gradient":
                     new = gradient.with_values(new)
                 else:
-                    new = RowsAt.of(gradient).write(leaf.value, new)
+                    new = set_rows(leaf.value, gradient.row_ids(), new, gradient.order)
             results.append(leaf.stacked(new))
         gradient_tree, state_tree, *_ = self.trees
         count = gradient_tree.num_leaves
@@ -324,7 +324,8 @@ class LazyStep:
             elif leaf.table is None:
                 x = leaf.value
             else:
-                x = RowsAt.of(self.leaves[leaf.table].summed).read(leaf.value)
+                gradient = self.leaves[leaf.table].summed
+                x = gather_unique_rows(leaf.value, gradient.row_ids(), gradient.order)
             if i in self.unordered.values():
                 # GPUs would read them once more, for another result and after the write: from
                 # a copy of the table, where that is stacked (jaxlib 0.12).

@@ -1,22 +1,19 @@
-"""Rows of a gradient in the arrays that have them: read, written, added.
+"""Rows of a gradient in the arrays that have them.
 
-table (V, D), m (V, D), count (V, 1)     RowsAt.of(gradient) reads and writes rows of each
-tables (M, V, D)                         are one table (M * V, D) there
-table sharded by its type                each shard has its own rows of the gradient
+tables (M, V, D)              are one table (M * V, D)
+table sharded by its type     each shard has its own rows of the gradient
 """
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.array_types import added, is_complex, is_narrow, joint_dtype, wide
-from jmask._base.row_ids import Order, hide, id_dtype
+from jmask._base.array_types import is_complex, is_narrow, joint_dtype, wide
+from jmask._base.row_ids import hide, id_dtype
 from jmask._base.shardings import spec_of
 from jmask._base.shards import Shards
 from jmask._base.types import Ids, Numbers, Table, TensorLike
-from jmask._kernels.rows import add_rows, gather_unique_rows, is_routed, set_rows
+from jmask._kernels.rows import gather_unique_rows, is_routed, set_rows
 from jmask._kernels.sharded_rows import routed
 from jmask._kernels.stochastic_rounding import stochastic_round
 from jmask._kernels.update_rows import add_to_rows
@@ -36,66 +33,19 @@ def from_the_end(ids: Numbers, rows: int) -> Ids:
 
 
 def fitted(table: Table, gradient: RowSparse) -> RowSparse:
-    """Return a gradient as the table takes it, equal ids summed.
-
-    Where the rows of an array are sharded by its type, each shard has its own rows of it.
-    """
+    """Return a gradient of which each shard has its own rows, if a table is sharded by type."""
     shards = Shards.of(table) if isinstance(table, jax.Array) else None
-    if shards is None or not shards.rows or gradient.leading > 1:
-        return gradient.coalesce() if gradient.order == "any" else gradient
-    if is_routed(shards, gradient.row_ids(), gradient.order):
+    ids, order = gradient.row_ids(), gradient.order
+    if shards is None or not shards.rows or is_routed(shards, ids, order):
         return gradient
-    ids, values = routed(table, gradient.row_ids(), gradient.values)
+    ids, values = routed(table, ids, gradient.values)
     return gradient.with_leaves(hide(ids), values, order="routed")
-
-
-def has_sharded_rows(x: Table) -> bool:
-    """Decide whether the type of an array says that its rows are sharded."""
-    shards = Shards.of(x) if isinstance(x, jax.Array) else None
-    return shards is not None and bool(shards.rows)
 
 
 def shape_of(x: TensorLike) -> jax.ShapeDtypeStruct:
     """Return shape and dtype of a leaf: array, number or `RowSparse`."""
     values = x.values if isinstance(x, RowSparse) else x
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(values))
-
-
-class RowsAt(NamedTuple):
-    """The rows of a gradient without equal ids, and access to the same rows of its tables.
-
-    Attributes:
-        ids: canonical ids (n,), as its tables have the gradient `fitted`.
-        values: the rows (n, *row).
-        order: of the ids.
-    """
-
-    ids: jax.Array
-    values: jax.Array
-    order: Order
-
-    @classmethod
-    def of(cls, gradient: RowSparse) -> "RowsAt":
-        """Return access to the rows of a gradient, as its tables have `fitted` it."""
-        return cls(gradient.row_ids(), gradient.values, gradient.order)
-
-    def read(self, table: Table) -> jax.Array:
-        """Return the rows of a table."""
-        return gather_unique_rows(table, self.ids, self.order)
-
-    def write(self, table: Table, rows: jax.Array) -> Table:
-        """Return the table with other rows, in its dtype."""
-        return set_rows(table, self.ids, rows, self.order)
-
-    def add(self, table: Table, rows: jax.Array) -> Table:
-        """Return the table with rows of its dtype added."""
-        return add_rows(table, self.ids, rows, self.order) if self.ids.shape[0] else table
-
-    def with_step(self, table: Table, step: jax.Array) -> Table:
-        """Return the table plus rows, which are rounded once to its dtype."""
-        if table.dtype == joint_dtype(table, step):
-            return self.add(table, step)
-        return self.write(table, added(self.read(table), step))
 
 
 # --- add to dense -------------------------------------------------------------------------
@@ -133,11 +83,11 @@ def add_to_dense(dense: Table, rows: RowSparse, key: jax.Array | None = None) ->
         return add_to_rows(dense, rows.row_ids(), rows.rows(), rows.order)
     rows = rows.coalesce() if rows.order == "any" else rows
     dtype = dtype if key is None else wide(dtype)
-    at = RowsAt.of(rows)
-    new = at.read(dense).astype(dtype) + at.values.astype(dtype)
+    ids, order = rows.row_ids(), rows.order
+    new = gather_unique_rows(dense, ids, order).astype(dtype) + rows.values.astype(dtype)
     if key is not None:
         new = stochastic_round(new, dense.dtype, key)
-    return at.write(dense, new)
+    return set_rows(dense, ids, new, order)
 
 
 def as_one_table(tables: Table, gradient: RowSparse) -> jax.Array:

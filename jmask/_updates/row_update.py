@@ -4,10 +4,9 @@
 |---------|------------------------------------------|-----------------------------------------|
 | ADD     | linear in the gradient, and of its dtype | an accumulating scatter                 |
 | DENSE   | few rows for each lookup                 | the table, kept where no row is touched |
-| ROWS    | not entry by entry                       | gather, compute, scatter of unique rows |
 | SCATTER | anything else                            | one scatter, the update its combiner    |
 
-How a device does ADD, ROWS and SCATTER is found in `_kernels.update_rows`.
+How a device does ADD and SCATTER is found in `_kernels.update_rows`.
 
 With V = 10 rows and 8 lookups a dense update does little more than one of rows, on all cores
 and without looking for equal ids. Made lazy it is
@@ -28,10 +27,9 @@ from jmask._kernels import tuning
 from jmask._kernels.gathered_rows import gathered, scaled
 from jmask._kernels.lines import marked, unmarked
 from jmask._kernels.scatter_update import Combiner, entry_by_entry, update_elementwise
-from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows
-from jmask._tables.rows_at import RowsAt
+from jmask._kernels.update_rows import ADDITION, RowUpdate, add_to_rows
 from jmask._tensors.row_sparse import RowSparse
-from jmask._updates.checks import keep_valid, unchanged_where_masked
+from jmask._updates.checks import unchanged_where_masked
 
 
 def update_rows(
@@ -41,20 +39,17 @@ def update_rows(
     scalars: Sequence[jax.Array],
     *,
     are_steps: Sequence[bool],
-    is_elementwise: bool = True,
     linear: Callable[[jax.Array], jax.Array] | None = None,
     valid: jax.Array | None = None,
 ) -> RowUpdate | list[jax.Array]:
     """Make an update of the rows of a gradient; `updated` runs it.
 
     Args:
-        combiner: (*tables, gradient, *scalars) -> one array for each table: entries to entries
-            if it is elementwise, rows (n, ...) to rows if not.
+        combiner: (*tables, gradient, *scalars) -> an entry for each table, of such entries.
         tables: with the same rows.
         gradient: of such a table; rows of equal ids are summed first.
         scalars: what else the combiner takes.
         are_steps: of which tables the combiner returns what is added; else what is put there.
-        is_elementwise: whether entries of all tables correspond one to one.
         linear: rows of the gradient -> what is added to the only table, if that is all.
         valid (n, *row): which entries of a masked gradient exist; its ids are unique. The
             others keep what they have.
@@ -71,27 +66,11 @@ def update_rows(
         return [(added(x, y) if is_step else y).astype(x.dtype) for x, y, is_step in made]
 
     if valid is None and is_saturated(gradient, tables):
-        function = entry_by_entry(new_entries) if is_elementwise else new_entries
         dense = add_to_rows(jnp.zeros_like(table, gradient.dtype), ids, rows, order)
         touched = jnp.zeros(table.shape[:1], bool).at[ids].set(True, mode="drop")
-        made = zip(function(*tables, dense, *scalars), tables, strict=True)
+        made = zip(entry_by_entry(new_entries)(*tables, dense, *scalars), tables, strict=True)
         return [jnp.where(trailing(touched, x.ndim), new, x) for new, x in made]
 
-    def new_rows(x: RowUpdate) -> list[jax.Array]:
-        at = RowsAt(x.ids, x.rows, x.order)
-        *others, mask = x.scalars if valid is not None else (*x.scalars, None)
-        old = list(map(at.read, x.tables))
-        made = zip(x.tables, old, combiner(*old, at.values, *others), are_steps, strict=True)
-        return [
-            at.with_step(table, unchanged_where_masked(y, mask))
-            if is_step
-            else at.write(table, keep_valid(y, before, mask))
-            for table, before, y, is_step in made
-        ]
-
-    if not is_elementwise:
-        others = [*scalars] if valid is None else [*scalars, valid]
-        return RowUpdate(Update(new_rows), tables, ids, rows, others, order)
     if valid is None:
         return update_elementwise(new_entries, tables, ids, rows, scalars, order)
 
