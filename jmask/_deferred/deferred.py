@@ -13,6 +13,7 @@ While a row is inactive its gradient is zero, so what a dense optimizer does to 
 `measured` finds it out, and `missed_steps` takes the steps since the row was last caught up.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -24,7 +25,6 @@ import optax
 from jax import lax
 
 from jmask._base.array_types import trailing, wide
-from jmask._base.fallback import muted
 from jmask._base.row_ids import Order, id_dtype
 from jmask._base.shardings import automatically, explicit_sharding
 from jmask._base.shards import Shards, entry
@@ -50,22 +50,21 @@ from jmask._deferred.measured import (
 )
 from jmask._deferred.missed_steps import Form, Step, advanced, caught_up
 from jmask._deferred.row_numbers import chosen_rows
-from jmask._kernels.rows import gather_rows, ids_after_reading, set_rows
-from jmask._lazy.lazy import lazy
+from jmask._kernels.rows import gather_rows, gather_unique_rows, ids_after_reading, set_rows
+from jmask._lazy.lazy import applied, step_of
 from jmask._lazy.one_pass import OnePassTransformation
-from jmask._lazy.step import LazyStep, with_whole_rows
+from jmask._lazy.step import LazyStep, Leaf, with_whole_rows
 from jmask._tables.rows_at import shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import is_row_sparse
-from jmask._updates.apply import Fit
+from jmask._updates.apply import Fit, noticing_dense_tables
 from jmask._updates.checks import (
     check_parameters,
     check_transformation,
     gradient_and_valid,
     is_gradient_leaf,
-    with_wide_rows,
 )
-from jmask._updates.state_rows import one_step, rows_of_state
+from jmask._updates.state_rows import rows_of_state
 
 # Rows of a block where all rows are caught up: temporaries are of the size of a block, not of
 # the table.
@@ -182,9 +181,8 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
     if checked_integer("window", window) < 2:
         raise ValueError(f"`window` must be 2 steps or more, got {window}.")
     inner = optax.with_extra_args_support(inner)
-    lifted = inner if isinstance(inner, OnePassTransformation) else lazy(inner)
-    assert isinstance(lifted, OnePassTransformation)
-    inner = lifted.inner or inner  # of arrays
+    if isinstance(inner, OnePassTransformation) and inner.inner is not None:
+        inner = inner.inner  # of arrays
 
     @functools.cache
     def forms_for(tree: PyTreeDef, likes: tuple[jax.ShapeDtypeStruct, ...]) -> list[Found]:
@@ -208,49 +206,27 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         clock = jnp.zeros((), jnp.int32)
         return DeferredState(inner.init(params), clock, tree.unflatten(tables))
 
-    @one_step()
     def stepped(
-        take: Function,
         grads: Gradients,
         state: DeferredState,
         params: Params,
+        finish: Function = applied,
         **extra_args: PyTree,
     ) -> tuple[PyTree, DeferredState]:
-        """Take a step by `take`, the lazy one, and note what it was for all other rows."""
+        """Take the step of rows, and note what it was for all others."""
         _check_state(state)
         fit, forms = Fit.of(grads, params), forms_of(params)
         tree: PyTreeDef = jax.tree.structure(fit.gradients, is_leaf=is_gradient_leaf)
-        leaves = list(map(_filled, jax.tree.leaves(fit.gradients, is_leaf=is_gradient_leaf)))
+        gradients = jax.tree.map(_filled, fit.gradients, is_leaf=is_gradient_leaf)
         # A dense step moves all rows of a line.
-        leaves = jax.tree.leaves(with_whole_rows(leaves, lines=True), is_leaf=is_gradient_leaf)
-        states = tree.flatten_up_to(state.tables)
-        given = with_wide_rows(tree.unflatten(leaves))
-        with muted():  # gradients of tables are dense where a proof is traced
-            call = LazyStep.of(inner, given, state.inner, fit.params, extra_args).proved()
-            scalars = _scalars(call, forms)
-        for i, (table, form, g) in enumerate(zip(states, forms, leaves, strict=True)):
-            if not isinstance(form, Form):
-                continue
-            if not is_row_sparse(g):
-                is_behind = jnp.any(table.last != state.clock)
-                leaves[i] = jnp.where(is_behind, jnp.nan, g).astype(g.dtype)
-                states[i] = _all_current(form, table, state.clock)
-                continue
-            rows, each = table.last.shape[: g.leading], table.last.shape[g.leading :]
-            last, ids = table.last.reshape(math.prod(rows), *each), g.flat().row_ids()
-            # Padding reads any row.
-            is_row = trailing(ids < last.shape[0], last.ndim)
-            since = gather_rows(last, ids)
-            behind = (since != state.clock) & is_row
-            values = jnp.where(trailing(behind, g.values.ndim), jnp.nan, g.values)
-            leaves[i] = g.with_values(values)
-            step = jax.tree.map(lambda x, like=table.lines: x.astype(like.dtype), scalars[i])
-            lines, carry = advanced(form, table.lines, table.carry, state.clock, step)
-            ids = ids_after_reading(ids, since)
-            last = set_rows(last, ids, jnp.full(behind.shape, state.clock + 1))
-            states[i] = TableState(last.reshape(table.last.shape), lines, carry, table.swept)
-        results, new = take(tree.unflatten(leaves), state.inner, fit.params, **extra_args)
-        return results, DeferredState(new, state.clock + 1, tree.unflatten(states))
+        gradients = with_whole_rows(gradients, lines=True)
+        step = step_of(inner, gradients, state.inner, fit.params, extra_args)
+        tables, leaves = tree.flatten_up_to(state.tables), list(step.leaves)
+        for i, (form, scalars) in enumerate(zip(forms, _scalars(step, forms), strict=True)):
+            if isinstance(form, Form):
+                leaves[i], tables[i] = _noted(form, tables[i], state.clock, leaves[i], scalars)
+        results, new = finish(dataclasses.replace(step, leaves=leaves), fit.params)
+        return results, DeferredState(new, state.clock + 1, tree.unflatten(tables))
 
     def update(
         updates: Gradients,
@@ -260,7 +236,7 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
     ) -> tuple[Gradients, DeferredState]:
         if params is None:
             raise ValueError("`params` must be given to update(): rows are compared with them.")
-        return stepped(lifted.update, updates, state, params, **extra_args)
+        return noticing(updates, state, params, lambda step, _: step.update(), **extra_args)
 
     def catch_up(
         params: Params, state: DeferredState, ids: PyTree = None
@@ -272,28 +248,22 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         tables = tree.flatten_up_to(state.tables)
         forms = forms_of(params)
         likes, is_table = list(map(shape_of, leaves)), [isinstance(x, Form) for x in forms]
-        owners = [
-            owner
-            for owner, _ in rows_of_state(inner.init, likes, likes, is_table, tree, state.inner)
-        ]
+        owners = rows_of_state(inner.init, likes, likes, is_table, tree, state.inner)
         slots = jax.tree.leaves(state.inner)
         for i, where in chosen_rows([path for path, _ in paths], leaves, ids).items():
             form = forms[i]
             if not isinstance(form, Form):
                 continue
-            places = [k for k, owner in enumerate(owners) if owner == i]
+            places = [k for k, (owner, _) in enumerate(owners) if owner == i]
             old = [leaves[i], *(slots[k] for k in places)]
-            (leaves[i], *new), tables[i] = _caught_up(form, old, tables[i], state.clock, where)
-            for k, x in zip(places, new, strict=True):
+            (leaves[i], *rows), tables[i] = _caught_up(form, old, tables[i], state.clock, where)
+            for k, x in zip(places, rows, strict=True):
                 slots[k] = x
-        slot_tree: PyTreeDef = jax.tree.structure(state.inner)
-        new_state = DeferredState(
-            slot_tree.unflatten(slots), state.clock, tree.unflatten(tables)
-        )
-        return tree.unflatten(leaves), new_state
+        new = jax.tree.unflatten(jax.tree.structure(state.inner), slots)
+        return tree.unflatten(leaves), DeferredState(new, state.clock, tree.unflatten(tables))
 
-    applied = functools.partial(stepped, lifted.apply_gradients)
-    return Deferred(init, update, catch_up, applied)
+    noticing = noticing_dense_tables(stepped)
+    return Deferred(init, update, catch_up, noticing)
 
 
 def _check_state(state: object) -> None:
@@ -312,22 +282,44 @@ def _filled(gradient: Gradient) -> Gradient:
     rows, valid = gradient_and_valid(gradient)
     if not is_row_sparse(rows):
         return gradient.to_tensor(0)
-    return rows.with_values(
-        jnp.where(valid, rows.values, 0) if valid is not None else rows.values
-    )
+    return rows if valid is None else rows.with_values(jnp.where(valid, rows.values, 0))
+
+
+def _noted(
+    form: Form, table: TableState, clock: jax.Array, leaf: Leaf, step: Step | None
+) -> tuple[Leaf, TableState]:
+    """Return the gradient, nan where rows were not caught up, and what is kept of a table."""
+    g, last = leaf.value, table.last
+    if leaf.table is None:  # all rows take the step
+        g = jnp.where(jnp.any(last != clock), jnp.nan, g).astype(g.dtype)
+        slot = (clock + 1) % table.lines.shape[0]
+        lines = table.lines.at[slot].set(form.line(table.lines.dtype))
+        kept = (jnp.full_like(last, clock + 1), lines, table.carry.at[slot].set(0))
+        return dataclasses.replace(leaf, value=g), TableState(*kept, table.swept)
+    flat, ids = last.reshape(g.row_count, *g.row[:-1]), g.row_ids()
+    since = gather_unique_rows(flat, ids, g.order)
+    # Padding reads any row.
+    behind = (since != clock) & trailing(ids < g.row_count, flat.ndim)
+    values = jnp.where(trailing(behind, g.values.ndim), jnp.nan, g.values)
+    step = jax.tree.map(lambda x: x.astype(table.lines.dtype), step)
+    lines, carry = advanced(form, table.lines, table.carry, clock, step)
+    ids = ids_after_reading(ids, since)
+    flat = set_rows(flat, ids, jnp.full(behind.shape, clock + 1), g.order)
+    new = TableState(flat.reshape(last.shape), lines, carry, table.swept)
+    return dataclasses.replace(leaf, value=g.with_values(values)), new
 
 
 # --- the numbers of a step ----------------------------------------------------------------
 
 
-def _scalars(step: LazyStep, forms: Sequence[Found]) -> dict[int, Step]:
-    """Return the step of rows without a gradient, for each table, by what it makes of probes.
+def _scalars(step: LazyStep, forms: Sequence[Found]) -> list[Step | None]:
+    """Return the step of rows without a gradient, of each table, by what it makes of probes.
 
     The probes are in a step with the rows of the batch where it sums over rows: for a norm.
     """
     proof = step.proof
     if proof is None:
-        return {}
+        return [None] * len(forms)
     probes: dict[int, Probes] = {}
     for i in proof.rows:
         form = forms[i]
@@ -362,10 +354,8 @@ def _scalars(step: LazyStep, forms: Sequence[Found]) -> dict[int, Step]:
         new = probed(*rows)
     else:
         new = automatically(probed, *rows, like=sharding, spec=[()] * len(tables))
-    return {
-        i: x.step([y for table, y in zip(tables, new, strict=True) if table == i])
-        for i, x in probes.items()
-    }
+    made = {i: [y for table, y in zip(tables, new, strict=True) if table == i] for i in probes}
+    return [probes[i].step(made[i]) if i in probes else None for i in range(len(forms))]
 
 
 # --- rows as they are now -----------------------------------------------------------------
@@ -383,17 +373,6 @@ def _begun(form: Form, table: jax.Array, window: int) -> TableState:
     )
 
 
-def _all_current(form: Form, table: TableState, clock: jax.Array) -> TableState:
-    """Return the state of a table all of whose rows took a step with a gradient."""
-    fresh = form.line(table.lines.dtype)
-    slot = (clock + 1) % table.lines.shape[0]
-    return table._replace(
-        last=jnp.full_like(table.last, clock + 1),
-        lines=table.lines.at[slot].set(fresh),
-        carry=table.carry.at[slot].set(0),
-    )
-
-
 def _caught_up(
     form: Form,
     slots: list[jax.Array],
@@ -403,23 +382,22 @@ def _caught_up(
 ) -> tuple[list[jax.Array], TableState]:
     """Return parameter and state with rows as they are now: those of ids (n,), None for all."""
     arrays, shared = [*slots, table.last], [table.lines, clock, table.swept]
-    chosen = [] if ids is None else [ids]
-    shards = Shards.of(slots[0], *chosen)
+    shards = Shards.of(slots[0], *([] if ids is None else [ids]))
     if shards is None:
-        *new, last, swept = _block_caught_up(form, arrays, shared, *chosen)
+        *new, last, swept = _block_caught_up(form, arrays, shared, ids)
         return new, table._replace(last=last, swept=swept)
 
-    def on_block(*given: jax.Array) -> list[jax.Array]:
+    def on_block(
+        shared: list[jax.Array], ids: jax.Array | None, *arrays: jax.Array
+    ) -> list[jax.Array]:
         """Catch rows of the block of this device up."""
-        arrays, ids = list(given[: -3 - len(chosen)]), given[len(given) - len(chosen) :]
-        places = (shards.local(x, math.prod(arrays[-1].shape)) for x in ids)
-        return _block_caught_up(form, arrays, given[len(arrays) :][:3], *places)
+        here = None if ids is None else shards.local(ids, math.prod(arrays[-1].shape))
+        return _block_caught_up(form, list(arrays), shared, here)
 
     rows = (entry(shards.rows),)
     specs = [shards.spec if x.shape == slots[0].shape else rows for x in arrays]
-    given, everywhere = [*arrays, *shared, *chosen], [()] * (3 + len(chosen))
-    new_of_all = shards.run(on_block, *given, specs=[*specs, *everywhere], out=[*specs, ()])
-    *new, last, swept = new_of_all
+    given, out = [(), (), *specs], [*specs, ()]
+    *new, last, swept = shards.run(on_block, shared, ids, *arrays, specs=given, out=out)
     return new, table._replace(last=last, swept=swept)
 
 
@@ -427,7 +405,7 @@ def _block_caught_up(
     form: Form,
     arrays: list[jax.Array],
     shared: Sequence[jax.Array],
-    ids: jax.Array | None = None,
+    ids: jax.Array | None,
 ) -> list[jax.Array]:
     """Return parameter, state, `last` and `swept`; see `_caught_up`."""
     lines, clock, swept = shared

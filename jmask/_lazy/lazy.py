@@ -135,18 +135,10 @@ def lazy(
         return inner.update(fit.gradients, state, fit.params, **extra_args)
 
     def apply(grads, state, params):
-        # Without rows there is nothing to gain from one pass, and nothing to prove. Outside jit
-        # a scatter with the optimizer inside would be compiled anew in each step.
-        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((grads, state, params)))
-        if not is_traced or not has_gradients(grads):
-            updates, state = update(grads, state, params)
-            return with_updates(params, updates), state
-        _check_not_deferring(state)
-        step = step_of(inner, grads, state, params, {})
-        result = applied_in_one_pass(step)
-        if result is not None:
-            return result
-        updates, state = step.update()
+        if has_gradients(grads):
+            _check_not_deferring(state)
+            return applied(step_of(inner, grads, state, params, {}), params)
+        updates, state = update(grads, state, params)
         return with_updates(params, updates), state
 
     lifted = OnePassTransformation(init, noticing_dense_tables(update))
@@ -200,6 +192,19 @@ def step_of(
         with contextlib.suppress(TypeError):
             return of_entries_or_rows(with_wide_rows(updates), True)
     return of_entries_or_rows(updates, False)
+
+
+def applied(step: LazyStep, params: Params) -> tuple[Params, OptState]:
+    """Return new parameters and state, in one pass where there is one."""
+    # Outside jit a scatter with the optimizer inside would be compiled anew in each step.
+    is_traced = any(
+        isinstance(x, Tracer) for x in jax.tree.leaves([x.value for x in step.leaves])
+    )
+    result = applied_in_one_pass(step) if is_traced else None
+    if result is None:
+        updates, state = step.update()
+        result = with_updates(params, updates), state
+    return result
 
 
 def densified(

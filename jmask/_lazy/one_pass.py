@@ -211,7 +211,8 @@ def tables_whose_rows_mix(step: LazyStep) -> set[int]:
     """Return tables of which some part of a step takes more than one entry of a row."""
     assert step.proof is not None
     jaxpr = step.proof.program.jaxpr
-    eqns, mixed = within(jaxpr.eqns), set()
+    eqns = within(jaxpr.eqns)
+    mixed: set[int] = set()
     variables = (*jaxpr.invars, *(v for eqn in eqns for v in eqn.outvars))
     owners = {v: i for v in variables if (i := step.proof.owner(v)) is not None}
     for v, i in owners.items():
