@@ -56,7 +56,6 @@ from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.step import LazyStep, Leaf, with_whole_rows
 from jmask._tables.rows_at import shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.apply import Fit, noticing_dense_tables
 from jmask._updates.checks import (
     check_parameters,
@@ -277,12 +276,7 @@ def _check_state(state: object) -> None:
 
 def _filled(gradient: Gradient) -> Gradient:
     """Return a gradient that is 0 where it was masked, as it is to dense optimizers."""
-    if not isinstance(gradient, MaskedTensor):
-        return gradient
-    rows, valid = gradient_and_valid(gradient)
-    if not is_row_sparse(rows):
-        return gradient.to_tensor(0)
-    return rows if valid is None else rows.with_values(jnp.where(valid, rows.values, 0))
+    return gradient_and_valid(gradient)[0] if isinstance(gradient, MaskedTensor) else gradient
 
 
 def _noted(

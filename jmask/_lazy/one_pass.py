@@ -9,7 +9,7 @@ The shapes of the program that was proved, whose number of rows is open, take it
     g -> g * g -> sum                             ()          of the gradient alone: so is this
     full_like(g, 0.1)                             (rows, D)   one number, which fills it: so too
     m, g  -> 0.9 m + 0.1 g -> / (1 - 0.9 ** c)    (rows, D)   entry by entry
-    mean(g * g, 1)                                (rows,)     row by row: not in one pass
+    mean(g * g, 1)                                (rows,)     row by row
 
 Where all is entry by entry it is the combiner of a scatter, if that has room for the scalars
 that change from step to step: it takes one operand fewer than there are tables. Adam with a
@@ -17,7 +17,7 @@ fixed rate needs two scalars, and a scatter of parameter and both moments takes 
 are compiled in and need none. A value made of the gradient alone (clipped by the norm of all
 gradients) can replace the gradient, which saves its scalars. A mask is one operand more.
 
-What is computed row by row gains nothing from one pass (measured on CPUs), and takes several.
+Everything else is computed on gathered rows; see `row_update`.
 """
 
 import functools
@@ -35,9 +35,9 @@ from jmask._base.forms import aval_of, holds_jaxprs, within
 from jmask._base.jaxprs import ARITHMETIC, bound, needed_for, read, run
 from jmask._base.types import Atom, Function, Gradient, OptState, Params, Table, Value
 from jmask._kernels.update_rows import updated
-from jmask._lazy.row_local import ELEMENTWISE
+from jmask._lazy.row_local import ELEMENTWISE, RowLocal
 from jmask._lazy.sizes import sized
-from jmask._lazy.step import LazyStep, Leaf
+from jmask._lazy.step import LazyStep, Leaf, with_row
 from jmask._tensors.storage import stored_values
 from jmask._updates.checks import keep_valid, unchanged_where_masked
 from jmask._updates.row_update import update_rows
@@ -66,7 +66,7 @@ def applied_in_one_pass(step: LazyStep) -> tuple[Params, OptState] | None:
     if proof is None or any(gradients[i].value.nse == 0 for i in proof.rows):
         return None
     jaxpr = proof.program.jaxpr
-    parts = None if tables_by_rows(step) else _taken_apart(step)
+    parts = _taken_apart(step)
     if parts is None:
         return None
     # What each leaf becomes; a parameter takes the output of its gradient.
@@ -74,7 +74,7 @@ def applied_in_one_pass(step: LazyStep) -> tuple[Params, OptState] | None:
     combiners: dict[int, Combiner] = {}
     for table in proof.rows:
         ways = list(_combiners(step, parts, table, outputs))
-        best = [c for c in ways if c.steps is not None or _fits(step, c)]
+        best = [c for c in ways if c.steps is not None or _fits(step, parts, c)]
         # What is written to rows that it does not depend on has to come after reads.
         chosen = best or ([] if step.unordered else ways)
         if not chosen:
@@ -95,7 +95,7 @@ def applied_in_one_pass(step: LazyStep) -> tuple[Params, OptState] | None:
         elif v in needed:
             known[v] = leaf.shown(stored_values(leaf.summed))
             sizes[leaf.table] = leaf.summed.nse
-    run(before, known, _rule(parts, sized(jaxpr, proof.rows, sizes)))
+    run(before, known, _rule(parts, proof, sizes))
 
     # --- the pass
     started = []
@@ -114,6 +114,7 @@ def applied_in_one_pass(step: LazyStep) -> tuple[Params, OptState] | None:
                 gradient,
                 scalars,
                 are_steps=[x.kind == "param" for x in replaced],
+                is_elementwise=table not in parts.by_rows,
                 linear=steps and functools.partial(steps, scalars),
                 valid=leaf.valid,
             )
@@ -145,12 +146,14 @@ class Parts(NamedTuple):
     """The variables of an update that hold rows or entries of tables.
 
     Attributes:
-        table_of: whose entries a variable has; no others depend on rows.
+        by_rows: tables that are not updated entry by entry.
+        table_of: whose rows or entries a variable has; no others depend on rows.
         from_gradient: those that are made of the gradient alone.
-        filled: those that have the shape of a table and one number in it.
+        filled: those that have the shape of a table and one number in it, but of `by_rows`.
         reduced: tables over whose gradient something shared is computed.
     """
 
+    by_rows: set[int]
     table_of: dict[Var, int]
     from_gradient: set[Var]
     filled: set[Var]
@@ -161,7 +164,7 @@ def _taken_apart(step: LazyStep) -> Parts | None:
     """Return the parts of an update, or None if it computes something shared of old rows."""
     assert step.proof is not None
     jaxpr, owners = step.proof.program.jaxpr, step.proof.owners
-    parts = Parts({}, set(), set(), set())
+    parts = Parts(tables_by_rows(step), {}, set(), set(), set())
     for v, leaf in zip(jaxpr.invars, step.leaves, strict=True):
         if leaf.table is not None:
             parts.table_of[v] = leaf.table
@@ -177,12 +180,13 @@ def _taken_apart(step: LazyStep) -> Parts | None:
         is_mixed = len({owners.get(v) for v in (*operands, *eqn.outvars)}) > 1
         if is_mixed or eqn.effects or holds_jaxprs(eqn):
             return None
-        if operands <= parts.filled:
+        table = owners[eqn.outvars[0]]
+        if operands <= parts.filled and table not in parts.by_rows:
             if eqn.primitive.name not in (*ARITHMETIC, _FILL):
                 return None
             parts.filled.update(eqn.outvars)
         else:
-            parts.table_of.update((v, owners[v]) for v in eqn.outvars)
+            parts.table_of.update(dict.fromkeys(eqn.outvars, table))
             parts.from_gradient.update(eqn.outvars if from_gradient else ())
     return parts
 
@@ -226,9 +230,10 @@ def tables_whose_rows_mix(step: LazyStep) -> set[int]:
 
 
 def _rule(
-    parts: Parts, at_sizes: Callable[[JaxprEqn], JaxprEqn] = lambda eqn: eqn
+    parts: Parts, proof: RowLocal, sizes: Mapping[int, int]
 ) -> Callable[[JaxprEqn, list[Value]], Sequence[Value]]:
-    """Return the rule that runs equations with a number in the place of what it fills."""
+    """Return the rule that runs equations on so many rows, with a number for what it fills."""
+    at_sizes = sized(proof.program.jaxpr, proof.rows, sizes)
 
     def rule(eqn: JaxprEqn, values: list[Value]) -> Sequence[Value]:
         is_filled = parts.filled.issuperset(eqn.outvars)
@@ -256,8 +261,8 @@ class Combiner(NamedTuple):
         places: of the leaves that are replaced: state and parameters of one table.
         source: the gradient, or what is made of it.
         scalars: shared numbers.
-        function: entries of the leaves, of `source`, and `scalars` -> new entries, of a
-            parameter what is added.
+        function: rows of the leaves, of `source`, and `scalars` -> new rows, of a parameter
+            what is added; or entries, if the table is updated entry by entry.
         steps: `scalars`, rows of `source` -> what is added to the parameter, if that is all and
             is linear in the gradient: rows of equal ids may be added one at a time.
     """
@@ -272,10 +277,10 @@ class Combiner(NamedTuple):
 def _combiners(
     step: LazyStep, parts: Parts, table: int, outputs: Sequence[Atom]
 ) -> Iterator[Combiner]:
-    """Yield ways to compute entries of a table, from its gradient or a value of that."""
+    """Yield ways to compute rows of a table, from its gradient or a value of that."""
     proof, leaves, table_of = step.proof, step.leaves, parts.table_of
     assert proof is not None
-    jaxpr = proof.program.jaxpr
+    jaxpr, by_rows = proof.program.jaxpr, table in parts.by_rows
     places = [i for i, x in enumerate(leaves) if x.table == table and x.kind != "gradient"]
     places.sort(key=lambda i: leaves[i].kind != "param")
     inputs, new = [jaxpr.invars[i] for i in places], [outputs[i] for i in places]
@@ -290,14 +295,21 @@ def _combiners(
 
     def evaluated(chosen: Sequence[JaxprEqn], given: dict[Var, jax.Array]) -> list[jax.Array]:
         # JAX keeps what calls this: it closes over no array that is traced.
+        sizes: dict[int, int] = {}
+        if by_rows:
+            sizes[table] = next(iter(given.values())).shape[0]
+            rows = [v for v in given if v in table_of]
+            given = given | {v: with_row(given[v], aval_of(v).shape[1:]) for v in rows}
         values: dict[Var, Value] = constants | given
-        run(chosen, values, _rule(parts))
+        run(chosen, values, _rule(parts, proof, sizes))
         return [values[v] for v in wanted]
 
     def combiner(source: Var, chosen: Sequence[JaxprEqn], scalars: list[Var]) -> Combiner:
         def function(*arrays: jax.Array) -> list[jax.Array]:
-            given = zip((*inputs, source, *scalars), arrays, strict=True)
-            return evaluated(chosen, dict(given))
+            given = dict(zip((*inputs, source, *scalars), arrays, strict=True))
+            made = evaluated(chosen, given)
+            old = zip(made, arrays, strict=False)
+            return [with_row(x, y.shape[1:]) for x, y in old] if by_rows else made
 
         def steps(numbers: Sequence[jax.Array], rows: jax.Array) -> jax.Array:
             given = {source: rows} | dict(zip(scalars, numbers, strict=True))
@@ -310,7 +322,7 @@ def _combiners(
     equations = [e for e in jaxpr.eqns if e.outvars and table_of.get(e.outvars[0]) == table]
     gradient = jaxpr.invars[table]
     made = [v for e in equations for v in e.outvars if v in parts.from_gradient]
-    for source in (gradient, *made):
+    for source in (gradient, *(made if not by_rows else ())):
         chosen, needed = needed_for(wanted, equations, source)
         scalars = [v for v in needed if v not in table_of and v not in constants]
         more, scalars = _of_fewer(scalars, jaxpr.eqns, constants)
@@ -348,9 +360,11 @@ def _scales(eqn: JaxprEqn, table_of: Mapping[Var, int]) -> bool:
     return name == "neg" and all(are_entries)
 
 
-def _fits(step: LazyStep, combiner: Combiner) -> bool:
+def _fits(step: LazyStep, parts: Parts, combiner: Combiner) -> bool:
     """Decide whether a scatter has room for the scalars, and all arrays have one dtype."""
     leaves = [step.leaves[i] for i in combiner.places]
+    if leaves[0].table in parts.by_rows:
+        return False
     dtypes = {leaf.value.dtype for leaf in leaves}
     dtypes |= {aval_of(v).dtype for v in combiner.scalars}
     has_room = len(combiner.scalars) + (leaves[0].valid is not None) < len(leaves)

@@ -4,9 +4,10 @@
 |---------|------------------------------------------|-----------------------------------------|
 | ADD     | linear in the gradient, and of its dtype | an accumulating scatter                 |
 | DENSE   | few rows for each lookup                 | the table, kept where no row is touched |
+| ROWS    | not entry by entry                       | gather, compute, scatter of unique rows |
 | SCATTER | anything else                            | one scatter, the update its combiner    |
 
-How a device does ADD and SCATTER is found in `_kernels.update_rows`.
+How a device does ADD, ROWS and SCATTER is found in `_kernels.update_rows`.
 
 With V = 10 rows and 8 lookups a dense update does little more than one of rows, on all cores
 and without looking for equal ids. Made lazy it is
@@ -21,15 +22,23 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jmask._base.array_types import added, is_complex, is_known, is_narrow, trailing
+from jmask._base.array_types import (
+    added,
+    is_complex,
+    is_known,
+    is_narrow,
+    joint_dtype,
+    trailing,
+)
 from jmask._base.shardings import explicit_sharding
 from jmask._kernels import tuning
 from jmask._kernels.gathered_rows import gathered, scaled
 from jmask._kernels.lines import marked, unmarked
+from jmask._kernels.rows import add_rows, gather_unique_rows, set_rows
 from jmask._kernels.scatter_update import Combiner, entry_by_entry, update_elementwise
-from jmask._kernels.update_rows import ADDITION, RowUpdate, add_to_rows
+from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows
 from jmask._tensors.row_sparse import RowSparse
-from jmask._updates.checks import unchanged_where_masked
+from jmask._updates.checks import keep_valid, unchanged_where_masked
 
 
 def update_rows(
@@ -39,17 +48,20 @@ def update_rows(
     scalars: Sequence[jax.Array],
     *,
     are_steps: Sequence[bool],
+    is_elementwise: bool = True,
     linear: Callable[[jax.Array], jax.Array] | None = None,
     valid: jax.Array | None = None,
 ) -> RowUpdate | list[jax.Array]:
     """Make an update of the rows of a gradient; `updated` runs it.
 
     Args:
-        combiner: (*tables, gradient, *scalars) -> an entry for each table, of such entries.
+        combiner: (*tables, gradient, *scalars) -> one array for each table: entries to entries
+            if it is elementwise, rows (n, ...) to rows if not.
         tables: with the same rows.
         gradient: of such a table; rows of equal ids are summed first.
         scalars: what else the combiner takes.
         are_steps: of which tables the combiner returns what is added; else what is put there.
+        is_elementwise: whether entries of all tables correspond one to one.
         linear: rows of the gradient -> what is added to the only table, if that is all.
         valid (n, *row): which entries of a masked gradient exist; its ids are unique. The
             others keep what they have.
@@ -66,11 +78,30 @@ def update_rows(
         return [(added(x, y) if is_step else y).astype(x.dtype) for x, y, is_step in made]
 
     if valid is None and is_saturated(gradient, tables):
+        function = entry_by_entry(new_entries) if is_elementwise else new_entries
         dense = add_to_rows(jnp.zeros_like(table, gradient.dtype), ids, rows, order)
         touched = jnp.zeros(table.shape[:1], bool).at[ids].set(True, mode="drop")
-        made = zip(entry_by_entry(new_entries)(*tables, dense, *scalars), tables, strict=True)
+        made = zip(function(*tables, dense, *scalars), tables, strict=True)
         return [jnp.where(trailing(touched, x.ndim), new, x) for new, x in made]
 
+    def new_rows(x: RowUpdate) -> list[jax.Array]:
+        *others, mask = x.scalars if valid is not None else (*x.scalars, None)
+        old = [gather_unique_rows(table, x.ids, x.order) for table in x.tables]
+        new = []
+        made = zip(x.tables, old, combiner(*old, x.rows, *others), are_steps, strict=True)
+        for table, before, y, is_step in made:
+            y = unchanged_where_masked(y, mask) if is_step else keep_valid(y, before, mask)
+            if is_step and table.dtype == joint_dtype(table, y):
+                # Without reading the old rows.
+                new.append(add_rows(table, x.ids, y, x.order) if x.ids.shape[0] else table)
+            else:
+                y = added(before, y) if is_step else y
+                new.append(set_rows(table, x.ids, y, x.order))
+        return new
+
+    if not is_elementwise:
+        others = [*scalars] if valid is None else [*scalars, valid]
+        return RowUpdate(Update(new_rows), tables, ids, rows, others, order)
     if valid is None:
         return update_elementwise(new_entries, tables, ids, rows, scalars, order)
 
