@@ -6,6 +6,8 @@ The ids of a `RowSparse` travel through pytrees in an opaque dtype, which librar
 arrays do not know.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,32 +61,28 @@ def from_arrays(arrays: PyTree, like: PyTree) -> PyTree:
     structure: PyTreeDef
     nodes, structure = jax.tree.flatten_with_path(like, is_leaf=is_row_sparse)
     pairs: list[tuple[KeyPath, PyTree]]
-    pairs = jax.tree.leaves_with_path(arrays, is_leaf=is_row_sparse)
+    pairs = jax.tree.leaves_with_path(arrays, is_leaf=lambda x: x is None or is_row_sparse(x))
     given = {_names(path): x for path, x in pairs}
-
-    def taken(path: KeyPath, like: PyTree) -> PyTree:
-        name, names = leaf_name("arrays", path), _names(path)
-        if not is_row_sparse(like):
-            return _as_like(name, given.pop(names), like)
-        if names in given:
-            raise ValueError(
-                f"{name} must be what jmask.to_arrays makes of a RowSparse, "
-                f'{{"indices": ..., "values": ...}}, got {type(given[names]).__name__}.'
-            )
-        ids, values = (given.pop((*names, part)) for part in ("indices", "values"))
-        return _as_row_sparse(name[1:-1], ids, values, like)
-
-    try:
-        leaves = [taken(path, x) for path, x in nodes]
-    except KeyError:
-        given = {(): arrays}
-    if given:
+    places = [
+        [(*_names(path), part) for part in ("indices", "values")]
+        if is_row_sparse(x) and _names(path) not in given
+        else [_names(path)]
+        for path, x in nodes
+    ]
+    wanted = {names for place in places for names in place}
+    if not {names for names, x in given.items() if x is not None} <= wanted <= given.keys():
         raise ValueError(
             f"`arrays` must have the structure of `like`, {jax.tree.structure(like)}, with a "
             'mapping {"indices": ..., "values": ...} for each RowSparse, got '
             f"{jax.tree.structure(arrays)}."
         )
-    return structure.unflatten(leaves)
+    make = lambda x: _as_row_sparse if is_row_sparse(x) else _as_like
+    return structure.unflatten(
+        [
+            make(x)(leaf_name("arrays", path), [given[names] for names in place], x)
+            for (path, x), place in zip(nodes, places, strict=True)
+        ]
+    )
 
 
 def _names(path: KeyPath) -> tuple[str, ...]:
@@ -97,7 +95,13 @@ def _arrays_of(x: Table) -> PyTree:
     return {"indices": x.indices, "values": x.values} if is_row_sparse(x) else x
 
 
-def _as_row_sparse(name: str, ids: PyTree, values: PyTree, like: RowSparse) -> RowSparse:
+def _as_row_sparse(name: str, given: Sequence[PyTree], like: RowSparse) -> RowSparse:
+    if len(given) == 1:
+        raise ValueError(
+            f"{name} must be what jmask.to_arrays makes of a RowSparse, "
+            f'{{"indices": ..., "values": ...}}, got {type(given[0]).__name__}.'
+        )
+    (ids, values), name = given, name[1:-1]
     values = _checked_kind(f"`{name}['values']`", values, like)
     if getattr(ids, "dtype", None) == jnp.uint32 and jnp.ndim(ids) == 2:  # as orbax stores them
         ids = reveal(wrap(ids))
@@ -118,14 +122,14 @@ def _as_row_sparse(name: str, ids: PyTree, values: PyTree, like: RowSparse) -> R
     return like.with_leaves(hide(widen(ids, like.row_count)), values)
 
 
-def _as_like(name: str, given: PyTree, like: PyTree) -> PyTree:
+def _as_like(name: str, given: Sequence[PyTree], like: PyTree) -> PyTree:
     if abstract_leaf(like) is None:
         raise not_an_array(name.replace("arrays", "like", 1), like, "give arrays or shapes")
     shape = jnp.shape(like)
-    given = _checked_kind(name, given, like)
-    if jnp.shape(given) != tuple(shape):
-        raise ValueError(f"{name} has shape {jnp.shape(given)}, and `like` has {shape} there.")
-    return given
+    array = _checked_kind(name, given[0], like)
+    if jnp.shape(array) != tuple(shape):
+        raise ValueError(f"{name} has shape {jnp.shape(array)}, and `like` has {shape} there.")
+    return array
 
 
 def _checked_kind(name: str, given: PyTree, like: PyTree) -> jax.Array:
