@@ -21,6 +21,7 @@ Everything else is computed on gathered rows; see `row_update`.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -212,7 +213,11 @@ def tables_by_rows(step: LazyStep) -> set[int]:
 
 
 def tables_whose_rows_mix(step: LazyStep) -> set[int]:
-    """Return tables of which some part of a step takes more than one entry of a row."""
+    """Return tables of which some part of a step takes more than one entry of a row.
+
+    A number for each row is one more entry of rows that are updated whole, as by `jmask.ema`
+    after an optimizer, but not where some of their entries are masked.
+    """
     assert step.proof is not None
     jaxpr = step.proof.program.jaxpr
     eqns = within(jaxpr.eqns)
@@ -220,9 +225,11 @@ def tables_whose_rows_mix(step: LazyStep) -> set[int]:
     variables = (*jaxpr.invars, *(v for eqn in eqns for v in eqn.outvars))
     owners = {v: i for v in variables if (i := step.proof.owner(v)) is not None}
     for v, i in owners.items():
+        shape, row = aval_of(v).shape, aval_of(jaxpr.invars[i]).shape[1:]
+        is_whole = step.gradients[i].valid is None
         # A complex entry is a pair, along one dimension more.
-        row = aval_of(jaxpr.invars[i]).shape[1:]
-        mixed.update([i] if aval_of(v).shape[1 : 1 + len(row)] != row else ())
+        if shape[1 : 1 + len(row)] != row and not (is_whole and math.prod(shape[1:]) == 1):
+            mixed.add(i)
     for eqn in eqns:
         if not holds_jaxprs(eqn) and eqn.primitive.name not in _ENTRY_BY_ENTRY:
             mixed.update(owners[v] for v in eqn.outvars if v in owners)
