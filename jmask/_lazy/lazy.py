@@ -18,12 +18,10 @@ Which state arrays hold rows is found from the shapes that `inner.init` gives th
 import contextlib
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from jmask._base.row_ids import hide, id_dtype
-from jmask._base.types import Gradient, Gradients, OptState, Params, PyTree
+from jmask._base.types import Gradients, OptState, Params, PyTree
 from jmask._lazy.one_pass import (
     OnePassTransformation,
     applied_in_one_pass,
@@ -219,20 +217,15 @@ def densified(
     def update(updates, state, params=None, **extra_args):
         fit = Fit.of(updates, params)
         check_made_by(tx.init, state, fit.params, dtypes=isinstance(tx, RowWise))
-        gradients = jax.tree.map(_of_all_rows, fit.gradients, is_leaf=is_gradient_leaf)
+        is_stack = lambda x: is_row_sparse(x) and x.leading > 1  # which is one table
+        dense = lambda x: x if is_stack(x) else dense_gradient(x)
+        gradients = jax.tree.map(dense, fit.gradients, is_leaf=is_gradient_leaf)
         if has_gradients(gradients):
-            return LazyStep.of(tx, gradients, state, fit.params, extra_args).update()
+            step = LazyStep.of(tx, gradients, state, fit.params, extra_args)
+            return step.of_all_rows().update()
         return tx.update(gradients, state, fit.params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _of_all_rows(gradient: Gradient) -> Gradient:
-    """Return a dense gradient; of a stack, which is one table, all rows of that."""
-    if not is_row_sparse(gradient) or gradient.leading == 1:
-        return dense_gradient(gradient)
-    ids = jnp.arange(gradient.row_count, dtype=id_dtype(gradient.row_count))
-    return gradient.with_leaves(hide(ids), gradient.flat().todense(), order="sorted")
 
 
 def _check_not_deferring(state: optax.OptState) -> None:
