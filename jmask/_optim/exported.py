@@ -25,7 +25,8 @@ def _refuse(static: Any) -> Any:
 
 
 _literal = lambda static: repr(static).encode(), lambda text: ast.literal_eval(text.decode())
-for _kind, (_write, _read) in {MaskedTensor: _literal, RowSparse: (_refuse, _refuse)}.items():
+_KINDS: dict[type, Any] = {MaskedTensor: _literal, RowSparse: (_refuse, _refuse)}
+for _kind, (_write, _read) in _KINDS.items():
     export.register_pytree_node_serialization(
         _kind,
         serialized_name=f"jmask.{_kind.__name__}",

@@ -119,8 +119,9 @@ class Common:
                 f"`learning_rate` is a schedule that returned {shown(value)} for a step count: "
                 "it must return a number."
             )
-        is_integer = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.integer)
-        return as_float(value) if is_integer else value
+        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.integer):
+            return as_float(value)
+        return value
 
     def gradient(self, grad: jax.Array, param: jax.Array, clips_last: bool) -> jax.Array:
         """Return the gradient rescaled, clipped, and with "l2" decay, in one of two orders."""

@@ -207,17 +207,14 @@ def _check_fits(updates: Gradients, like: Gradients, parts: list[Accumulated]) -
     leaves = jax.tree.leaves_with_path(updates, is_leaf=is_gradient_leaf)
     likes = jax.tree.leaves(like, is_leaf=is_gradient_leaf)
     for (path, x), y, part in zip(leaves, likes, parts, strict=True):
-        new: Accumulated = jax.eval_shape(_parts, x)
-        is_same_kind = x.shape == y.shape and jax.tree.structure(new) == jax.tree.structure(
-            part
+        new = jax.eval_shape(_parts, x)
+        kinds = (
+            # Rows of a table and entries of it have other numbers of dimensions.
+            (shape, parts.ids is None, parts.valid is None, parts.values.ndim)
+            for shape, parts in ((x.shape, new), (y.shape, part))
         )
-        # Rows of a table and entries of it have other numbers of dimensions.
-        if (
-            not is_same_kind
-            or new.values.ndim != part.values.ndim
-            or jnp.promote_types(x.dtype, y.dtype) != y.dtype
-            or (part.ids is not None and new.ids.shape > part.ids.shape)
-        ):
+        fits = len(set(kinds)) == 1 and jnp.promote_types(x.dtype, y.dtype) == y.dtype
+        if not fits or (part.ids is not None and new.values.shape[0] > part.values.shape[0]):
             raise ValueError(
                 f"{leaf_name('updates', path)} is {_described(x)}, but `like` has "
                 f"{_described(y)} there: make multi_steps with the gradient of a "

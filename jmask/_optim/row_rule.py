@@ -179,8 +179,8 @@ def _step(
     # But for counts, which no floating dtype holds all of.
     is_count = lambda x: not isinstance(x, jax.Array) or x.dtype == jnp.int32
     new = rule(grad, param, *slots, *(x if is_count(x) else x.astype(dtype) for x in scalars))
-    step, *slots = map(_unpaired, new, old) if are_pairs else new
-    return [step, *(x.astype(y.dtype) for x, y in zip(slots, entries[2:], strict=True))]
+    step, *new_slots = map(_unpaired, new, old) if are_pairs else new
+    return [step, *(x.astype(y.dtype) for x, y in zip(new_slots, entries[2:], strict=True))]
 
 
 def _is_float(x: jax.Array) -> bool:
