@@ -103,7 +103,7 @@ def rows_of_bag(x: BagSum, aval: Shaped) -> tuple[list[Tap], Function]:
     return plan, run
 
 
-SPARSE_PRODUCTS = ("bcoo_dot_general", "bcsr_dot_general", "jmask_csr_product")
+SPARSE_PRODUCTS = ("bcoo_dot_general", "bcsr_dot_general")
 
 
 def sparse_product(
