@@ -24,7 +24,7 @@ import optax
 from jax import lax
 
 from jmask._base.array_types import trailing, wide
-from jmask._base.fallback import muted
+from jmask._base.fallback import collected
 from jmask._base.row_ids import Order, id_dtype
 from jmask._base.shardings import automatically, explicit_sharding
 from jmask._base.shards import Shards, entry
@@ -226,7 +226,7 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         leaves = jax.tree.leaves(with_whole_rows(leaves, lines=True), is_leaf=is_gradient_leaf)
         states = tree.flatten_up_to(state.tables)
         given = with_wide_rows(tree.unflatten(leaves))
-        with muted():  # gradients of tables are dense where a proof is traced
+        with collected():  # gradients of tables are dense where a proof is traced
             call = LazyCall.of(inner, given, state.inner, fit.params, extra_args)
             scalars = _scalars(call, forms)
         for i, (table, form, g) in enumerate(zip(states, forms, leaves, strict=True)):

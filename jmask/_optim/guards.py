@@ -21,7 +21,7 @@ import optax
 from jax.extend.core import Var
 
 from jmask._base.array_types import added, fewer, joint_dtype, trailing, wide
-from jmask._base.fallback import muted
+from jmask._base.fallback import collected
 from jmask._base.row_ids import hide
 from jmask._base.types import (
     Function,
@@ -131,7 +131,7 @@ def _step_where(
         new, old = (result, new), (params, state)
     # Arrays that a step without rows returns as they came, but for reshapes, are tables: a
     # padded gradient changes no row of them.
-    with muted():
+    with collected():
         jaxpr = jax.make_jaxpr(functools.partial(step, bare))(params, state).jaxpr
     reshapes = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reshape")
     made_of = {eqn.outvars[0]: eqn.invars[0] for eqn in reshapes}
