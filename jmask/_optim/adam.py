@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import as_float
 from jmask._base.types import Params, PyTree, Scalar
-from jmask._base.validation import check_flag, checked_choice, shown
+from jmask._base.validation import check_flag, checked_choice, checked_dtype, shown
 from jmask._lazy.lazy import densified, lazy
 from jmask._optim import hyperparameters as hyper
 from jmask._optim.row_rule import Slot, mean_of_row, optimizer
@@ -272,7 +272,8 @@ def _check_adam(
 ) -> None:
     hyper.check_numbers(b1=b1, b2=b2)
     hyper.check_denominator(eps=eps, eps_root=eps_root)
-    hyper.check_state_dtype(mu_dtype, "mu_dtype")
+    if mu_dtype is not None:
+        checked_dtype("mu_dtype", mu_dtype, floating=True)
 
 
 def _bias_correction(decay: Scalar, step: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from jmask._base.array_types import as_float
 from jmask._base.types import Scalar
@@ -47,18 +47,6 @@ def check_learning_rate(value: optax.ScalarOrSchedule) -> None:
     """Refuse what is neither a schedule nor a positive number."""
     if not callable(value):
         check_numbers(learning_rate=value)
-
-
-def check_state_dtype(state_dtype: DTypeLike | None, name: str = "state_dtype") -> None:
-    """Refuse what is no floating dtype; None passes."""
-    try:
-        fits = state_dtype is None or jnp.issubdtype(jnp.dtype(state_dtype), jnp.floating)
-    except (TypeError, ValueError):
-        fits = False
-    if not fits:
-        raise TypeError(
-            f"`{name}` must be a floating dtype, such as jnp.float32, got {state_dtype!r}."
-        )
 
 
 def check_denominator(**terms: Scalar) -> None:

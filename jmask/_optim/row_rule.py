@@ -26,10 +26,10 @@ from jax.typing import DTypeLike
 from jmask._base.array_types import complex_dtype, is_complex, joint_dtype, real_dtype, wide
 from jmask._base.shardings import sharding_of_rows
 from jmask._base.types import Table
-from jmask._base.validation import check_flag
+from jmask._base.validation import check_flag, checked_dtype
 from jmask._lazy.lazy import densified, lazy
 from jmask._lazy.row_local import RowWise
-from jmask._optim.hyperparameters import Common, check_state_dtype
+from jmask._optim.hyperparameters import Common
 from jmask._tables.rows_at import shape_of
 
 Results = tuple[Any, ...]
@@ -123,7 +123,8 @@ def optimizer(
         clips_last: whether the gradient is clipped after "l2" decay.
     """
     check_flag("lazy_update", lazy_update)
-    check_state_dtype(state_dtype)
+    if state_dtype is not None:
+        checked_dtype("state_dtype", state_dtype, floating=True)
 
     def common_rule(grad, param, *others):
         step, *new = rule(common.gradient(grad, param, clips_last), param, *others)
