@@ -58,9 +58,9 @@ test-lowered: .venv/test.stamp .venv/examples.stamp
 		tests/optim/test_conditional_steps.py tests/optim/test_inside_programs.py)
 # Other projects' own tests, which come with their packages, with jmask in place of what they test.
 test-peers: .venv-peers/ready.stamp .venv-mxnet/ready.stamp .venv-addons/ready.stamp
-	$(PEERS) $(ARGS) tests/peers/test_mxnet.py tests/against_torch/test_porting.py
+	$(PEERS) $(ARGS) $(addprefix tests/,$(addsuffix .py,peers/test_mxnet peers/test_other_programs \
+		against_torch/test_porting))
 	$(PEERS) -m $(call NEEDS,expecttest)/peers
-	$(PEERS) tests/peers/test_other_programs.py
 	$(PEERS) -p tests.peers.numpy_ma --pyargs $(addprefix numpy.ma.tests.test_,core old_ma extras)
 	$(PEERS) -p tests.peers.optax_lifted --pyargs optax._src.alias_test optax._src.transform_test \
 		optax._src.combine_test $(addprefix optax.transforms._,clipping_test adding_test)
