@@ -3,7 +3,6 @@
 types           names for the types of arguments
 array_types     shapes, and dtypes to compute in
 shardings       where the entries of arrays are, as their types say
-array_facts     facts about traced arrays
 validation      validation of public arguments and of the leaves of trees
 hashed          a permutation of row numbers that spreads frequent ids
 shards          rows sharded by the type of an array, and code that runs on each device

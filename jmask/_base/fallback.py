@@ -23,7 +23,6 @@ import jax
 _T = TypeVar("_T")
 
 _strict = contextvars.ContextVar("jmask_strict", default=False)
-_muted = contextvars.ContextVar("jmask_muted", default=False)
 _collected: contextvars.ContextVar["list[Fallback] | None"] = contextvars.ContextVar(
     "jmask_collected", default=None
 )
@@ -110,14 +109,12 @@ def strict() -> Iterator[None]:
         yield
 
 
-def muted() -> contextlib.AbstractContextManager[bool]:
-    """Return a context for trial traces, whose fallbacks are reported by the real trace."""
-    return _set(_muted, True)
-
-
 @contextlib.contextmanager
 def collected() -> Iterator[list[Fallback]]:
-    """Context in which fallbacks are neither warned of nor raised: yields a list of them."""
+    """Context in which fallbacks are neither warned of nor raised: yields a list of them.
+
+    As of a trial trace, whose fallbacks are reported by the real one.
+    """
     reports: list[Fallback] = []
     with _set(_collected, reports):
         yield reports
@@ -133,8 +130,6 @@ def report_fallback(
 
     See `Fallback` for the arguments; the place is that which called jmask by default.
     """
-    if _muted.get():
-        return
     reports = _collected.get()
     if reports is not None:
         place = Place(*_callers_line()[:2]) if place is None else place

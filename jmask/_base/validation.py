@@ -72,13 +72,15 @@ def checked_integer(name: str, value: object) -> int:
     )
 
 
-def checked_dtype(name: str, value: DTypeLike | None) -> DType:
+def checked_dtype(name: str, value: DTypeLike | None, *, floating: bool = False) -> DType:
     try:
-        if value is not None:
-            return jnp.dtype(value)
+        dtype = None if value is None else jnp.dtype(value)
     except (TypeError, ValueError):
-        pass
-    raise TypeError(f"`{name}` must be a dtype, such as jnp.float32, got {shown(value)}.")
+        dtype = None
+    if dtype is None or (floating and not jnp.issubdtype(dtype, jnp.floating)):
+        kind, found = "floating " * floating, dtype or shown(value)
+        raise TypeError(f"`{name}` must be a {kind}dtype, such as jnp.float32, got {found}.")
+    return dtype
 
 
 def checked_choice(value: _T, name: str, choices: tuple[_T, ...]) -> _T:

@@ -75,7 +75,10 @@ class Gather:
 
     def __call__(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
         """Gather, the fast way if there is one."""
-        return self._placed(self._fastest, operand, indices)
+        fast = functools.partial(_vectorized, self)
+        return self._placed(
+            fast if self.is_slow_copy(operand) else self._gather, operand, indices
+        )
 
     def plain(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
         """Return the one operation."""
@@ -92,11 +95,6 @@ class Gather:
             return gather(operand, indices)
         spec = without_repetition((*spec_of(indices)[:-1], *spec_of(operand)[1:]))
         return automatically(gather, operand, indices, like=sharding, spec=spec)
-
-    def _fastest(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
-        if not self.is_slow_copy(operand):
-            return self.plain(operand, indices)
-        return _vectorized(self, operand, indices)
 
     def _gather(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
         return lax.gather(

@@ -14,6 +14,7 @@ materialises all of them, and the compiler removes the array that nothing reads.
 """
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Sequence
 
 import jax
@@ -21,7 +22,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmask._base.array_facts import ArrayFacts
 from jmask._base.array_types import is_known, joint_dtype, trailing
 from jmask._base.shardings import varying_alike
 from jmask._base.types import DType
@@ -76,7 +76,33 @@ class GatheredRows:
 
 Rows = jax.Array | GatheredRows
 
-GATHERED: ArrayFacts[GatheredRows] = ArrayFacts()
+
+class _Known:
+    """What makes traced arrays, by their identity; it keeps neither an array nor its trace."""
+
+    # Tracers have no hash, and `==` of arrays is elementwise, so this is no WeakKeyDictionary:
+    # the key is the address, which the callback of the weak reference removes before it is used
+    # again.
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[jax.Array], GatheredRows]] = {}
+
+    def note(self, x: jax.Array, made_by: GatheredRows) -> None:
+        """Keep what makes a traced array, in place of what was known of it."""
+        if isinstance(x, jax.core.Tracer):
+            key, known = id(x), self._known
+            known[key] = (weakref.ref(x, lambda _: known.pop(key, None)), made_by)
+
+    def of(self, x: jax.Array) -> GatheredRows | None:
+        """Return what makes an array, in the same trace, or None."""
+        reference, made_by = self._known.get(id(x), (None, None))
+        return made_by if reference is not None and reference() is x else None
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+GATHERED = _Known()
 
 
 def pays(sources: int, entries: int) -> bool:

@@ -217,14 +217,10 @@ def _unique_padding(ids: jax.Array, rows: int) -> tuple[jax.Array, bool]:
 # --- unique ids --------------------------------------------------------------------------
 
 
-def _written_as_promised(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: Kind, order: Order
-) -> list[jax.Array]:
-    return [scattered(table, ids, rows, kind, order)]
-
-
 WRITE = primitive(
-    "jmask_write_rows", _written_as_promised, shapes=lambda table, ids, rows, **_: [table]
+    "jmask_write_rows",
+    lambda *arrays, **how: [scattered(*arrays, **how)],
+    shapes=lambda table, ids, rows, **_: [table],
 )
 
 
@@ -233,8 +229,7 @@ def _written_on_gpus(
 ) -> list[jax.Array]:
     # XLA fuses the lookup of the old rows into the scatter that writes the new ones, and where
     # it does not see that both are of one buffer (stacked tables) it reads from a copy of it.
-    rows = lax.optimization_barrier(rows)
-    return _written_as_promised(table, ids, rows, kind=kind, order=order)
+    return [scattered(table, ids, lax.optimization_barrier(rows), kind, order)]
 
 
 lower(WRITE, _written_on_gpus, platform="gpu")

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -24,7 +25,7 @@ from jmask._base.lowering import primitive
 from jmask._base.row_ids import id_dtype
 from jmask._base.shardings import resharded, spec_of, without_repetition
 from jmask._base.shards import Shards, Spec, entry, names
-from jmask._base.types import JvpArgs, Shape, Shaped, Value
+from jmask._base.types import ArrayFunction, JvpArgs, Shape, Shaped, Value
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.exchange import capacity_of, rows_from_owners, with_own_rows
 from jmask._kernels.rows import add_rows, gather_rows
@@ -154,42 +155,31 @@ def _batched_lookup(
     return rows, [0]
 
 
-def _derivative_of_lookup(primals: JvpArgs, tangents: JvpArgs, **how: Value) -> JvpArgs:
-    (table, ids), tangent = primals, tangents[0]
-    if isinstance(tangent, ad.Zero):
-        tangent = ad.instantiate_zeros(tangent)
-    return LOOKUP.bind(table, ids, **how), LOOKUP.bind(tangent, ids, **how)
+def _define_linear(made: Primitive, linear: int, transposed: ArrayFunction) -> None:
+    """Define derivatives of a primitive in one operand, whose cotangent `transposed` makes."""
+
+    def derivative(primals: JvpArgs, tangents: JvpArgs, **how: Value) -> JvpArgs:
+        along = list(primals)
+        along[linear] = ad.instantiate_zeros(tangents[linear])
+        return made.bind(*primals, **how), made.bind(*along, **how)
+
+    def transpose(cotangents: list[Value], *operands: Value, **how: Value) -> list[Value]:
+        results: list[Value] = [None] * len(operands)
+        is_zero, zero = isinstance(cotangents[0], ad.Zero), ad.Zero(operands[linear].aval)
+        results[linear] = zero if is_zero else transposed(*cotangents, *operands)
+        return results
+
+    ad.primitive_jvps[made], ad.primitive_transposes[made] = derivative, transpose
 
 
-def _transposed_lookup(
-    cotangents: Sequence[Value], table: Value, ids: jax.Array, **_: Value
-) -> list[Value]:
-    (rows,), aval = cotangents, table.aval
-    if isinstance(rows, ad.Zero):
-        return [ad.Zero(aval), None]
-    return [ADD.bind(ids, rows, shape=tuple(aval.shape), sharding=aval.sharding)[0], None]
-
-
-def _derivative_of_add(primals: JvpArgs, tangents: JvpArgs, **how: Value) -> JvpArgs:
-    (ids, rows), tangent = primals, tangents[1]
-    if isinstance(tangent, ad.Zero):
-        tangent = ad.instantiate_zeros(tangent)
-    return ADD.bind(ids, rows, **how), ADD.bind(ids, tangent, **how)
-
-
-def _transposed_add(
-    cotangents: Sequence[Value], ids: jax.Array, rows: Value, **_: Value
-) -> list[Value]:
-    (table,) = cotangents
-    if isinstance(table, ad.Zero):
-        return [None, ad.Zero(rows.aval)]
-    return [None, _bound(_shards(table), table, ids)]
+def _added_like(rows: jax.Array, table: Value, ids: jax.Array) -> jax.Array:
+    shape, sharding = tuple(table.aval.shape), table.aval.sharding
+    return ADD.bind(ids, rows, shape=shape, sharding=sharding)[0]
 
 
 batching.primitive_batchers[LOOKUP] = _batched_lookup
-ad.primitive_jvps[LOOKUP], ad.primitive_jvps[ADD] = _derivative_of_lookup, _derivative_of_add
-ad.primitive_transposes[LOOKUP] = _transposed_lookup
-ad.primitive_transposes[ADD] = _transposed_add
+_define_linear(LOOKUP, 0, _added_like)
+_define_linear(ADD, 1, lambda table, ids, rows: _bound(_shards(table), table, ids))
 
 
 # --- to the shards --------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmask._base.types import DType
 from jmask._base.validation import abstract_leaf, checked_dtype
 
 _DRAWS = 2**16
@@ -33,13 +32,6 @@ def check_key(key: object) -> None:
             f"`key` must be a key of jax.random, such as jax.random.key(0), got "
             f"{type(key).__name__}."
         )
-
-
-def _checked_dtype(dtype: DTypeLike) -> DType:
-    checked = checked_dtype("dtype", dtype)
-    if not jnp.issubdtype(checked, jnp.floating):
-        raise TypeError(f"`dtype` must be floating, such as jnp.bfloat16, got {checked}.")
-    return checked
 
 
 def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Array:
@@ -80,7 +72,7 @@ def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Arra
         raise TypeError(f"`x` must be floating, got {kind}: the order is (x, dtype, key).")
     x = jnp.asarray(x)
     check_key(key)
-    dtype = _checked_dtype(dtype)
+    dtype = checked_dtype("dtype", dtype, floating=True)
     nearest = _nearest(x, dtype)
     near, error = nearest.astype(dtype), x - nearest
     towards = jnp.where(error > 0, jnp.inf, -jnp.inf).astype(dtype)

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.lowering import GroupedPrimitive, Results, switched_on
+from jmask._base.lowering import CallDefinition, GroupedPrimitive, Results, switched_on
 from jmask._base.row_ids import Order
 from jmask._base.shardings import spec_of, varying_alike
 from jmask._base.shards import Shards, entry
@@ -248,20 +248,16 @@ def _fused(x: RowUpdate) -> list[jax.Array]:
     return x.done_by(x.update.fastest, duplicates=True)
 
 
-def _by_definition(updates: Sequence[RowUpdate]) -> Results:
-    return list(map(_defined, updates))
+def _each(form: Form) -> CallDefinition[RowUpdate]:
+    return lambda updates: list(map(form, updates))
 
 
+_by_definition = _each(_defined)
 _update_rows = GroupedPrimitive("jmask_update_rows", _by_definition, lambda x: list(x.tables))
 
 
-def _on_one_tpu(updates: Sequence[RowUpdate]) -> Results:
-    for x in updates:
-        choice.warn_if_copied(x.tables[0])
-    return [_on_a_tpu(x) for x in updates]
-
-
 def _on_a_tpu(x: RowUpdate) -> list[jax.Array]:
+    choice.warn_if_copied(x.tables[0])
     # XLA's scatters gain from sorted ids where tables are small, and the kernel never does.
     if x.order == "any" and are_large(x.values) and choice.accepts(x.tables[:1], x.ids, []):
         ids, rows = summed_where_first(x.ids, x.rows, x.tables[0].shape[0])
@@ -269,28 +265,10 @@ def _on_a_tpu(x: RowUpdate) -> list[jax.Array]:
     return x.done_by(x.update.kernel or x.update.fastest)
 
 
-def _on_tpus(updates: Sequence[RowUpdate]) -> Results:
-    # XLA cannot shard a kernel over devices, and it is believed to add rows faster that are
-    # promised to be distinct.
-    return [x.done_by(x.update.fastest) for x in updates]
-
-
-def _on_one_gpu(updates: Sequence[RowUpdate]) -> Results:
+def _on_one_gpu(x: RowUpdate) -> list[jax.Array]:
     # A scatter of several tables is one kernel since jaxlib 0.12, and a loop over rows before.
     is_one_kernel = jax.__version_info__ >= (0, 12) and switched_on()
-    return list(map(_behind_a_barrier if is_one_kernel else _defined, updates))
-
-
-# XLA adds sharded rows that come one at a time to a table of zeros on each device, and sums
-# these tables over devices: it moves as much as the table holds. So equal ids are summed first.
-
-
-def _summed_by_definition(updates: Sequence[RowUpdate]) -> Results:
-    return [x.done_by(x.update.definition) for x in updates]
-
-
-def _on_cpus(updates: Sequence[RowUpdate]) -> Results:
-    return [_in_one_round(x.summed()) for x in updates]
+    return _behind_a_barrier(x) if is_one_kernel else _defined(x)
 
 
 def _on_one_cpu(updates: Sequence[RowUpdate]) -> Results:
@@ -353,8 +331,17 @@ def _in_one_round(x: RowUpdate) -> list[jax.Array]:
     return lax.while_loop(lambda carried: carried[0], one_round, carried)[1]
 
 
-_update_rows.lower(_by_definition, _summed_by_definition)
-_update_rows.lower(_on_one_gpu, _summed_by_definition, platform="gpu")
-_update_rows.lower(_on_one_tpu, _on_tpus, platform="tpu")
-# Where arrays are sharded over devices, entries are not where their equals are.
-_update_rows.lower(_on_one_cpu, _on_cpus, platform="cpu")
+# On several devices equal ids are summed first. XLA would add sharded rows that come one at a
+# time to a table of zeros on each device, and sum these tables over devices: it moves as much
+# as the table holds.
+_summed = _each(lambda x: x.done_by(x.update.definition))
+# XLA cannot shard a kernel over devices, and it is believed to add rows faster that are
+# promised to be distinct.
+_summed_and_fused = _each(lambda x: x.done_by(x.update.fastest))
+_summed_in_one_round = _each(lambda x: _in_one_round(x.summed()))
+_on_one_tpu = _each(_on_a_tpu)
+
+_update_rows.lower(_by_definition, _summed)
+_update_rows.lower(_each(_on_one_gpu), _summed, platform="gpu")
+_update_rows.lower(_on_one_tpu, _summed_and_fused, platform="tpu")
+_update_rows.lower(_on_one_cpu, _summed_in_one_round, platform="cpu")

@@ -1,20 +1,18 @@
 r"""Adam as torch's SparseAdam and MXNet compute it, row-wise, and optax's AdamW.
 
-        m <- m + (1 - b1) * (g - m)                   clipped after the decay is added
+        m <- m + (1 - b1) * (g - m)
         v <- v + (1 - b2) * (g**2 - v)                row-wise: the mean of g**2 over the row
         w <- w - lr * sqrt(1 - b2**t) / (1 - b1**t) * m / (sqrt(v + eps_root) + eps)
 
-t advances for an empty gradient too. With `count="per_row"` it is a row's own, and counts the
-steps in which the row had a gradient. `eps` is added to sqrt(v) before the bias of v is
-corrected, which is where SparseAdam and MXNet differ from Adam in optax and torch. In the
-first step m / sqrt(v) is sign(g) * (1 - b1) / sqrt(1 - b2) and w moves by lr * sign(g) (for
-eps = 0).
-
-g is the gradient after `rescale_grad`, "l2" decay and clipping. `adamw` is optax's, lifted by
-`lazy`.
+g is the gradient after `rescale_grad`, "l2" decay and clipping. t advances for an empty
+gradient too. With `count="per_row"` it is a row's own, and counts the steps in which the row
+had a gradient. `eps` is added to sqrt(v) before the bias of v is corrected, which is where
+SparseAdam and MXNet differ from Adam in optax and torch. In the first step m / sqrt(v) is
+sign(g) * (1 - b1) / sqrt(1 - b2) and w moves by lr * sign(g) (for eps = 0).
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,11 +22,12 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
+from jmask._base.array_types import as_float
 from jmask._base.types import Params, PyTree, Scalar
-from jmask._base.validation import check_flag, checked_choice, shown
+from jmask._base.validation import check_flag, checked_choice, checked_dtype, shown
 from jmask._lazy.lazy import densified, lazy
 from jmask._optim import hyperparameters as hyper
-from jmask._optim.row_rule import RowRule, Slot, optimizer
+from jmask._optim.row_rule import Slot, mean_of_row, optimizer
 
 
 class AdamState(NamedTuple):
@@ -102,8 +101,8 @@ def adam(
     common = hyper.Common(
         learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, decay_mode
     )
-    make = functools.partial(_adam, common, b1, b2, eps, eps_root, count, per_row=False)
-    return make(lazy_update, state_dtype, mu_dtype)
+    make = functools.partial(_adam, common, b1, b2, eps, eps_root, count)
+    return make(lazy_update, state_dtype, mu_dtype, per_row=False)
 
 
 def rowwise_adam(
@@ -148,8 +147,8 @@ def rowwise_adam(
     common = hyper.Common(
         learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, decay_mode
     )
-    make = functools.partial(_adam, common, b1, b2, eps, eps_root, count, per_row=True)
-    return make(lazy_update, state_dtype, mu_dtype)
+    make = functools.partial(_adam, common, b1, b2, eps, eps_root, count)
+    return make(lazy_update, state_dtype, mu_dtype, per_row=True)
 
 
 def _adam(
@@ -162,10 +161,9 @@ def _adam(
     lazy_update: bool,
     state_dtype: DTypeLike | None,
     mu_dtype: DTypeLike | None,
-    *,
     per_row: bool,
 ) -> optax.GradientTransformationExtraArgs:
-    _check(b1, b2, eps, eps_root, mu_dtype)
+    _check_adam(b1, b2, eps, eps_root, mu_dtype)
     per_row_count = checked_choice(count, "count", ("steps", "per_row")) == "per_row"
     if per_row_count and not lazy_update:
         raise ValueError(
@@ -173,45 +171,29 @@ def _adam(
             "each step, and the counts are the same."
         )
 
-    def correction(steps):
-        return jnp.sqrt(hyper.bias_correction(b2, steps)) / hyper.bias_correction(b1, steps)
-
-    def scalars(count):
+    def corrected(steps, lr):
         # All that changes with the step is one scalar, if it can be: a scatter of three arrays
         # has room for two.
-        lr = common.rate(count)
-        if per_row_count:
-            return (lr,)
-        corrected = lr * correction(optax.safe_increment(count))
-        return (corrected, lr) if common.is_decoupled else (corrected,)
+        return lr * (jnp.sqrt(_bias_correction(b2, steps)) / _bias_correction(b1, steps))
 
-    def rule(grad, param, mu, nu, corrected, lr=None):
-        grad = common.clipped(common.decayed(common.rescaled(grad), param))
-        square = grad * grad
-        mu = mu + (1 - b1) * (grad - mu)
-        nu = nu + (1 - b2) * ((hyper.row_mean(square) if per_row else square) - nu)
-        step = -corrected * mu / (jnp.sqrt(nu + eps_root) + eps)
-        return common.with_decoupled_decay(step, param, lr), mu, nu
+    def rule(g, w, m, v, lr, corrected):
+        m = m + (1 - b1) * (g - m)
+        v = v + (1 - b2) * ((mean_of_row(g * g) if per_row else g * g) - v)
+        return -corrected * m / (jnp.sqrt(v + eps_root) + eps), m, v
 
-    def rule_of_rows(grad, param, mu, nu, row_count, lr):
-        # The correction is the row's own, so there is one quotient for each row.
+    def rule_of_rows(g, w, m, v, row_count, lr):
         row_count = optax.safe_increment(row_count)
-        corrected = jnp.asarray(lr * correction(row_count), grad.dtype)
-        return *rule(grad, param, mu, nu, corrected, lr), row_count
+        return *rule(g, w, m, v, lr, jnp.asarray(corrected(row_count, lr), g.dtype)), row_count
 
-    moments = {"mu": Slot(0.0, dtype=mu_dtype), "nu": Slot(0.0, per_row)}
-    counts = {"row_count": Slot(0, per_row=True, dtype=jnp.int32)}
-    return optimizer(
-        RowRule(
-            RowCountAdamState if per_row_count else AdamState,
-            moments | counts if per_row_count else moments,
-            rule_of_rows if per_row_count else rule,
-            scalars,
-            common.decays,
-            state_dtype,
-        ),
-        lazy_update,
+    adam = functools.partial(
+        optimizer, common, lazy_update=lazy_update, state_dtype=state_dtype, clips_last=True
     )
+    slots = {"mu": Slot(0.0, dtype=mu_dtype), "nu": Slot(0.0, per_row)}
+    if per_row_count:
+        slots["row_count"] = Slot(0, per_row=True, dtype=jnp.int32)
+        return adam(RowCountAdamState, slots, rule_of_rows)
+    scalars = lambda count, lr: (lr, corrected(optax.safe_increment(count), lr))
+    return adam(AdamState, slots, rule, scalars=scalars)
 
 
 def adamw(
@@ -261,7 +243,7 @@ def adamw(
         [1. 1. 0.] [0.5]
     """
     hyper.check_learning_rate(learning_rate)
-    _check(b1, b2, eps, eps_root, mu_dtype)
+    _check_adam(b1, b2, eps, eps_root, mu_dtype)
     if not callable(weight_decay):  # newer versions of optax take a schedule
         hyper.check_numbers(weight_decay=weight_decay)
     flags = () if callable(mask) else jax.tree.leaves(mask)
@@ -285,9 +267,22 @@ def adamw(
     return lazy(tx) if lazy_update else densified(tx)
 
 
-def _check(
+def _check_adam(
     b1: Scalar, b2: Scalar, eps: Scalar, eps_root: Scalar, mu_dtype: DTypeLike | None
 ) -> None:
     hyper.check_numbers(b1=b1, b2=b2)
     hyper.check_denominator(eps=eps, eps_root=eps_root)
-    hyper.check_state_dtype(mu_dtype, "mu_dtype")
+    if mu_dtype is not None:
+        checked_dtype("mu_dtype", mu_dtype, floating=True)
+
+
+def _bias_correction(decay: Scalar, step: jax.Array) -> jax.Array:
+    """Return 1 - decay**step, without the cancellation that costs float32 its digits.
+
+    For decay = 0.999 and step = 1, `1 - decay**step` in float32 is off by 3e-5.
+    """
+    if hyper.is_zero(decay):
+        return jnp.asarray(1.0)  # takes on precision, as the other does
+    is_known = isinstance(decay, int | float)
+    log_decay = math.log(decay) if is_known else jnp.log(decay)
+    return -jnp.expm1(as_float(step) * log_decay)

@@ -21,8 +21,8 @@ from jmask._base.types import OptState, Params, PyTree, Scalar
 from jmask._lazy.lazy import lazy
 from jmask._lazy.row_local import RowWise
 from jmask._optim import hyperparameters as hyper
-from jmask._optim.row_rule import RowRule, Slot, dense_optimizer
-from jmask._tables.plain_arrays import from_arrays, to_arrays
+from jmask._optim.row_rule import Slot, row_rule
+from jmask._updates.apply import dense_parameters
 from jmask._updates.state_rows import states_of
 
 
@@ -72,13 +72,11 @@ class Ema(optax.GradientTransformationExtraArgs):
                 "the state of the chain that this transformation is part of."
             )
         ((count, average, last),) = states
-        like = average
-        params, average, last = map(to_arrays, (params, average, last))
 
         def read(param: jax.Array, average: jax.Array, last: jax.Array) -> jax.Array:
             return _caught_up(self.decay, param.astype(average.dtype), average, count - last)
 
-        return from_arrays(jax.tree.map(read, params, average, last), like)
+        return jax.tree.map(read, dense_parameters(params), average, last)
 
 
 def ema(decay: Scalar) -> Ema:
@@ -117,7 +115,7 @@ def ema(decay: Scalar) -> Ema:
         >>> print(table, ema.average(state, table))
         [4. 8.] [3.5 5. ]
     """
-    hyper.check_number("decay", decay, hyper.FRACTION)
+    hyper.check_numbers(decay=decay)
 
     def rule(new, param, average, last, count):
         average = _caught_up(decay, param, average, count - last)
@@ -125,18 +123,14 @@ def ema(decay: Scalar) -> Ema:
         average = new + jnp.asarray(decay, new.dtype) * (average - new)
         return new, average, jnp.full_like(last, 0) + count + 1
 
-    last = Slot(0, per_row=True, dtype=jnp.int32)
-    slots = {"average": Slot(None), "last": last}
-    averages = dense_optimizer(
-        RowRule(EmaState, slots, rule, scalars=lambda count: (count,), needs_param=True)
-    )
+    slots = {"average": Slot(None), "last": Slot(0, per_row=True, dtype=jnp.int32)}
+    averages = row_rule(EmaState, slots, rule, lambda count: (count,), needs_param=True)
 
     def update(updates, state, params=None, **extra_args):
         new = updates
         if params is not None:  # as they are stored: a parameter of 16 bits is rounded
             new = jax.tree.map(lambda p, u: added(p, u).astype(p.dtype), params, updates)
-        _, state = averages.update(new, state, params, **extra_args)
-        return updates, state
+        return updates, averages.update(new, state, params, **extra_args)[1]
 
     lifted = lazy(RowWise(averages.init, update))
     transformation = Ema(lifted.init, lifted.update)

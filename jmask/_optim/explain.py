@@ -15,9 +15,9 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jmask._autodiff.taps import Tap
 from jmask._autodiff.tensors import Leaves
@@ -29,18 +29,8 @@ from jmask._autodiff.uses import (
     uses_of_inputs,
 )
 from jmask._autodiff.value_and_grad import Loss, Reading, check_argument, function_of_parameters
-from jmask._base.fallback import Fallback, Place, collected, in_bytes
-from jmask._base.types import (
-    DType,
-    Function,
-    KeyPath,
-    Options,
-    Params,
-    PyTree,
-    PyTreeDef,
-    Shape,
-    Value,
-)
+from jmask._base.fallback import Place, collected, in_bytes
+from jmask._base.types import DType, Function, KeyPath, Params, PyTree, PyTreeDef, Shape
 from jmask._base.validation import abstract_leaf, checked_choice
 from jmask._kernels.lines import LANES, has_narrow_rows
 from jmask._updates.checks import check_parameters, model_of
@@ -49,48 +39,46 @@ PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 _HEADS = ("parameter", "array", "size", "gradient", "a step touches")
 
 
-@dataclasses.dataclass(frozen=True)
-class ParameterStep:
+class ParameterStep(NamedTuple):
     """The effect of a step on one parameter.
 
     Attributes:
         name: its path in the tree of parameters.
-        array: what it is, `float32[1000, 64]`.
         shape, dtype: of it.
-        nbytes: what it takes in memory.
         nse: the number of rows of a row-sparse gradient, else None.
+        touched: the bytes of the parameter that a step reads and writes, at most.
         note: why, where something is to be said; else "".
         leading: how many leading dimensions number the rows, more than 1 of stacked tables.
     """
 
     name: str
-    array: str
     shape: Shape
     dtype: DType
-    nbytes: int
     nse: int | None
+    touched: int
     note: str
-    leading: int = 1
+    leading: int
+
+    @property
+    def array(self) -> str:
+        """Return what it is, `float32[1000, 64]`."""
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+    @property
+    def nbytes(self) -> int:
+        """Return what the parameter takes in memory."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def is_sparse(self) -> bool:
         return self.nse is not None
 
     @property
-    def touched(self) -> int:
-        """Return the bytes of the parameter that a step reads and writes, at most."""
-        if self.nse is None:
-            return self.nbytes
-        rows, *row = _flat(self.shape, self.leading)  # ids may repeat
-        return min(self.nse, rows) * math.prod(row) * self.dtype.itemsize
-
-    @property
     def factor(self) -> float:
         """Return the size of the parameter divided by what a step touches of it."""
         return self.nbytes / self.touched if self.touched else math.inf
 
-    def cells(self) -> tuple[str, ...]:
-        """Return its row in the printed table."""
+    def _cells(self) -> tuple[str, ...]:
         gradient, touched = "dense", in_bytes(self.touched)
         if self.nse is not None:
             gradient = f"row-sparse, {self.nse:,} row{'s' * (self.nse != 1)}"
@@ -124,8 +112,11 @@ class Explanation:
     def __repr__(self) -> str:
         sums = (sum(getattr(p, x) for p in self.parameters) for x in ("nbytes", "touched"))
         size, touched = map(in_bytes, sums)
-        cells = [p.cells() for p in self.parameters]
-        rows = [_HEADS, *cells, ("total", "", size, "", touched)]
+        rows = [
+            _HEADS,
+            *(p._cells() for p in self.parameters),
+            ("total", "", size, "", touched),
+        ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         notes, lines = ["", *(p.note for p in self.parameters), ""], []
         for row, note in zip(rows, notes, strict=True):
@@ -194,32 +185,11 @@ def explain(
     checked_choice(platform, "platform", PLATFORMS)
     model = model_of(params)
     loss_fn, params = function_of_parameters(loss_fn, {0: model}), model.parameters
-    taps, uses, reports = _traced(loss_fn, params, batch, has_aux, kwargs)
-    leaves = jax.tree.leaves_with_path(params)
-    steps = [_step(*x, platform) for x in zip(leaves, taps, uses, strict=True)]
-    explained = {step.shape for step in steps if step.note}
-    others = [_with_place(r.message, r.place) for r in reports if r.shape not in explained]
-    explanation = Explanation(tuple(steps), tuple(dict.fromkeys(others)))
-    if not hasattr(sys, "ps1"):
-        print(explanation)
-    return explanation
-
-
-def _traced(
-    loss_fn: Function,
-    params: Params,
-    batch: tuple[PyTree, ...],
-    has_aux: bool,
-    kwargs: Options,
-) -> tuple[list[list[Tap] | None], list[list[Use]], list[Fallback]]:
-    """Return the taps of each parameter, None if its gradient is dense; uses; all fallbacks."""
     # Shapes become tracers; all else reaches the function as it is, as under value_and_grad.
-    structure: PyTreeDef = jax.tree.structure((batch, kwargs))
-    others = jax.tree.leaves((batch, kwargs))
-    given = {i: x for i, x in enumerate(others) if isinstance(x, jax.ShapeDtypeStruct)}
-    shapes = jax.tree.map(abstract_leaf, params), given
-    taps: list[list[Tap] | None] = []
-    uses: list[list[Use]] = []
+    structure: PyTreeDef
+    others, structure = jax.tree.flatten((batch, kwargs))
+    shapes = {i: x for i, x in enumerate(others) if isinstance(x, jax.ShapeDtypeStruct)}
+    steps: list[ParameterStep] = []
 
     def read(params: Params, traced: dict[int, jax.Array]) -> None:
         args, keywords = structure.unflatten([traced.get(i, x) for i, x in enumerate(others)])
@@ -229,58 +199,48 @@ def _traced(
         program = loss.traced()
         reading = Reading(program, leaves)
         report_dense(program.jaxpr, loss.names, reading.dense())
-        uses.extend(uses_of_inputs(program.jaxpr))
-        found = jax.tree.leaves(reading.taps)
-        taps.extend(
-            [tap for tap in found if tap.table == i] if i in reading.tables else None
-            for i in range(len(leaves.given))
-        )
+        uses, taps = uses_of_inputs(program.jaxpr), jax.tree.leaves(reading.taps)
+        for i, (path, leaf) in enumerate(jax.tree.leaves_with_path(params)):
+            its_taps = [x for x in taps if x.table == i] if i in reading.tables else None
+            steps.append(_step(path, leaf, its_taps, uses[i], platform))
 
     with collected() as reports:
-        jax.eval_shape(read, *shapes)
-    return taps, uses, reports
+        jax.eval_shape(read, jax.tree.map(abstract_leaf, params), shapes)
+    explained = {step.shape for step in steps if step.note}
+    notes = [_with_place(r.message, r.place) for r in reports if r.shape not in explained]
+    explanation = Explanation(tuple(steps), tuple(dict.fromkeys(notes)))
+    if not hasattr(sys, "ps1"):
+        print(explanation)
+    return explanation
 
 
 def _step(
-    parameter: tuple[KeyPath, Value],
-    taps: list[Tap] | None,
-    uses: list[Use],
-    platform: str,
+    path: KeyPath, leaf: jax.Array, taps: list[Tap] | None, uses: list[Use], platform: str
 ) -> ParameterStep:
-    path, leaf = parameter
-    array: Value = abstract_leaf(leaf)
-    shape, dtype = tuple(array.shape), jnp.dtype(array.dtype)
-    nse, leading = None, 1
+    """Return the effect on a parameter, of whose gradient these are the taps; None: dense."""
+    shape, dtype = leaf.shape, leaf.dtype
+    nse, leading, table, touched = None, 1, shape, math.prod(shape)
     if taps is not None:
         finest = min(taps, key=lambda tap: math.prod(tap.row))
-        leading, size = finest.leading, math.prod(finest.row)
-        nse = sum(tap.count * math.prod(tap.row) // max(size, 1) for tap in taps)
-    flat = _flat(shape, leading)
-    if taps is not None and finest.width:  # of a packed table lines are read and written
-        leading, flat = 1, (math.prod(shape) // finest.width, LANES)
-    note = _note(flat, nse, uses)
-    if platform == "tpu" and nse and has_narrow_rows(flat):
-        table = "table" if leading == 1 else f"table.reshape{flat}"
+        size = max(math.prod(finest.row), 1)
+        nse = sum(tap.count * math.prod(tap.row) // size for tap in taps)
+        if finest.width:  # of a packed table lines are read and written
+            table = (math.prod(shape) // finest.width, LANES)
+        else:  # stacked tables (M, V, *row) are one of M * V rows
+            leading = finest.leading
+            table = (math.prod(shape[:leading]), *shape[leading:])
+        rows, row = math.prod(shape[:leading]), math.prod(shape[leading:])
+        touched = min(nse, rows) * row  # ids may repeat
+    note = _note(table, nse, uses)
+    if platform == "tpu" and nse and has_narrow_rows(table):
+        name = "table" if leading == 1 else f"table.reshape{table}"
         copied = (
             "a TPU copies the table in each step, or keeps it transposed, since its rows are "
-            f"not lines of 128 entries: `jmask.packed({table})` keeps them in such lines"
+            f"not lines of 128 entries: `jmask.packed({name})` keeps them in such lines"
         )
         note = "; ".join(filter(None, (note, copied)))
-    return ParameterStep(
-        name=jax.tree_util.keystr(path, simple=True, separator=".") or "params",
-        array=f"{dtype}[{', '.join(map(str, shape))}]",
-        shape=shape,
-        dtype=dtype,
-        nbytes=math.prod(shape) * dtype.itemsize,
-        nse=nse,
-        note=note,
-        leading=leading,
-    )
-
-
-def _flat(shape: Shape, leading: int) -> Shape:
-    """Return (M * V, *row) of stacked tables (M, V, *row), as `RowSparse.flat` does."""
-    return (math.prod(shape[:leading]), *shape[leading:]) if shape else ()
+    name = jax.tree_util.keystr(path, simple=True, separator=".") or "params"
+    return ParameterStep(name, shape, dtype, nse, touched * dtype.itemsize, note, leading)
 
 
 def _note(shape: Shape, nse: int | None, uses: list[Use]) -> str:

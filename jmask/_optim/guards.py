@@ -21,12 +21,13 @@ import optax
 from jax.extend.core import Var
 
 from jmask._base.array_types import added, fewer, joint_dtype, trailing, wide
-from jmask._base.fallback import muted
+from jmask._base.fallback import collected
 from jmask._base.row_ids import hide
 from jmask._base.types import (
     Function,
     Gradient,
     Gradients,
+    Options,
     OptState,
     Params,
     PyTree,
@@ -38,7 +39,7 @@ from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.over_shards import agreed, counted
 from jmask._ops.norms import shortened
-from jmask._optim.hyperparameters import POSITIVE, check_number
+from jmask._optim.hyperparameters import check_numbers
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values, with_stored_values
@@ -54,83 +55,111 @@ from jmask._updates.state_rows import check_state_type, one_step
 
 # --- a step under a predicate ------------------------------------------------------------
 
+Decide = Callable[[Gradients, OptState, Params], tuple[jax.Array, Gradients, OptState]]
+
 
 class Guard(OnePassTransformation):
-    """A transformation that takes a step of an inner one only where a predicate holds.
+    """A transformation that takes a step of another one only where a predicate holds.
 
     Attributes:
-        step_if: (predicate of a guard around it, gradients, state, params, extra arguments, or
-            None to apply) -> (updates, or new parameters, and state).
+        decide: (gradients, state, params) -> (whether to take a step, the gradients for it,
+            the new state but for `inner_state`).
+        guarded: the other one, which may be a guard, too.
     """
 
-    step_if: Function
+    decide: Decide
+    guarded: optax.GradientTransformationExtraArgs
 
 
-def guarded(
-    inner: optax.GradientTransformation,
-    init: Function,
-    decide: Callable[[Gradients, OptState, Params], tuple[jax.Array, Gradients, OptState]],
-) -> Guard:
+def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide) -> Guard:
     """Return a transformation that takes a step of `inner` where `decide` says so.
 
     Args:
         init: makes a named tuple with an `inner_state`.
-        decide: (gradients, state, params) -> (whether to take a step, the gradients for it,
-            the new state but for `inner_state`).
+        decide: see `Guard`.
     """
-    inner = optax.with_extra_args_support(inner)
-    inner_if = inner.step_if if isinstance(inner, Guard) else _step_if(inner)
 
-    def step_if(allowed, gradients, state, params, extra):
-        take, gradients, new = decide(gradients, state, params)
-        take = take & allowed
-        result, inner_state = inner_if(take, gradients, state.inner_state, params, extra)
-        new, old = (x._replace(inner_state=None) for x in (new, state))
-        new = jax.tree.map(functools.partial(_where, allowed), new, old)
-        return result, new._replace(inner_state=inner_state)
+    def step(gradients, state, params, extra):
+        take, tx, states = jnp.ones((), bool), guard, []
+        while isinstance(tx, Guard):
+            wanted, gradients, new = tx.decide(gradients, state, params)
+            states.append(new)
+            if tx is not guard:  # it counts what comes to it
+                states[-1] = jax.tree.map(
+                    functools.partial(_where, take), new, state._replace(inner_state=None)
+                )
+            take, tx, state = take & wanted, tx.guarded, state.inner_state
+        result, state = _step_where(take, tx, gradients, state, params, extra)
+        for new in reversed(states):
+            state = new._replace(inner_state=state)
+        return result, state
 
     def update(updates, state, params=None, **extra_args):
-        return step_if(True, updates, state, params, extra_args)
-
-    def apply(grads, state, params):
-        return step_if(True, grads, state, params, None)
+        return step(updates, state, params, extra_args)
 
     guard = Guard(init, update)
-    guard.apply_gradients = apply
-    guard.step_if = step_if
+    guard.apply_gradients = lambda grads, state, params: step(grads, state, params, None)
+    guard.decide, guard.guarded = decide, optax.with_extra_args_support(inner)
     return guard
 
 
-def _step_if(inner: optax.GradientTransformationExtraArgs) -> Function:
-    """Return what `Guard.step_if` is, for a transformation that is no guard."""
+@one_step()
+def _step_where(
+    take: jax.Array,
+    tx: optax.GradientTransformationExtraArgs,
+    gradients: Gradients,
+    state: OptState,
+    params: Params,
+    extra: Options | None,
+) -> tuple[PyTree, OptState]:
+    """Take a step of `tx` where `take`, at the cost of what is no table elsewhere.
 
-    @one_step()
-    def step_if(take, gradients, state, params, extra):
-        def step(gradients, params, state):
-            if extra is None:
-                return apply_gradients(inner, gradients, state, params)
-            with advising_lazy("inner", gradients):
-                return inner.update(gradients, state, params, **extra)
+    Args:
+        extra: arguments of `tx.update`, whose updates are returned; None to apply them.
+    """
 
-        padded = noticed_as(gradients, _at_leaves(lambda x: _where_kept(take, x), gradients))
-        result, new_state = step(padded, params, state)
-        bare = _at_leaves(_without_rows, padded)
+    def step(gradients: Gradients, params: Params, state: OptState) -> tuple[PyTree, OptState]:
         if extra is None:
-            new, old = (result, new_state), (params, state)
-            return _selected(take, new, old, functools.partial(step, bare))
-        without = lambda state: step(bare, params, state)[1]
-        (new_state,) = _selected(take, (new_state,), (state,), without)
-        # -0.0 changes nothing: -0.0 + 0.0 would be 0.0.
-        return _at_leaves(lambda x: _where_kept(take, x, -0.0), result), new_state
+            return apply_gradients(tx, gradients, state, params)
+        with advising_lazy("inner", gradients):
+            return tx.update(gradients, state, params, **extra)
 
-    return step_if
+    gradients = noticed_as(gradients, _at_leaves(lambda x: _kept(take, x), gradients))
+    result, new = step(gradients, params, state)
+    old, bare = state, _at_leaves(_without_rows, gradients)
+    if extra is None:
+        new, old = (result, new), (params, state)
+    # Arrays that a step without rows returns as they came, but for reshapes, are tables: a
+    # padded gradient changes no row of them.
+    with collected():
+        jaxpr = jax.make_jaxpr(functools.partial(step, bare))(params, state).jaxpr
+    reshapes = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reshape")
+    made_of = {eqn.outvars[0]: eqn.invars[0] for eqn in reshapes}
+    structure: PyTreeDef
+    leaves, structure = jax.tree.flatten(new)
+    first = len(jaxpr.invars) - len(leaves), len(jaxpr.outvars) - len(leaves)
+    selected = []
+    for x, v, y, z in zip(
+        jaxpr.invars[first[0] :],
+        jaxpr.outvars[first[1] :],
+        leaves,
+        jax.tree.leaves(old),
+        strict=True,
+    ):
+        while isinstance(v, Var) and v in made_of:
+            v = made_of[v]
+        selected.append(y if v is x else _where(take, y, z))
+    if extra is None:
+        return structure.unflatten(selected)
+    # -0.0 changes nothing: -0.0 + 0.0 would be 0.0.
+    return _at_leaves(lambda x: _kept(take, x, -0.0), result), structure.unflatten(selected)
 
 
 def _at_leaves(function: Function, tree: Gradients) -> Gradients:
     return jax.tree.map(function, tree, is_leaf=is_gradient_leaf)
 
 
-def _where_kept(keep: jax.Array, x: Gradient, zero: float = 0.0) -> Gradient:
+def _kept(keep: jax.Array, x: Gradient, zero: float = 0.0) -> Gradient:
     """Return a gradient where `keep`, elsewhere padding, masked entries, or `zero`.
 
     Args:
@@ -144,49 +173,17 @@ def _where_kept(keep: jax.Array, x: Gradient, zero: float = 0.0) -> Gradient:
     if not is_row_sparse(x):
         return values
     ids = jnp.where(keep, x.flat().row_ids(), x.row_count)
-    if x.order == "routed":
-        return x.with_leaves(hide(ids), values)
-    return _rows_like(x, ids, values, x.coalesced and not keep.ndim)
+    in_order = not keep.ndim or x.order == "routed"
+    return x.with_leaves(hide(ids), values, order=x.order if in_order else "any")
 
 
 def _without_rows(x: Gradient) -> Gradient:
-    if isinstance(x, MaskedTensor) and is_row_sparse(x.storage):
-        return joined(_without_rows(x.storage), x.valid[:0])
-    if not is_row_sparse(x):
-        return x
-    return _rows_like(x, x.flat().row_ids()[:0], x.values[:0], x.coalesced)
+    has_rows = is_row_sparse(x.storage if isinstance(x, MaskedTensor) else x)
+    return jax.tree.map(lambda leaf: leaf[:0], x) if has_rows else x
 
 
-def _rows_like(x: RowSparse, ids: jax.Array, values: jax.Array, coalesced: bool) -> RowSparse:
-    return x.with_leaves(hide(ids), values, order="sorted" if coalesced else "any")
-
-
-def _selected(take: jax.Array, new: PyTree, old: PyTree, bare: Function) -> PyTree:
-    """Return `new` where `take`, and `old` elsewhere, at the cost of what is no table.
-
-    Args:
-        bare: `old` -> what becomes of it in a step without rows. Arrays that come out as they
-            are, but for reshapes, are changed in the rows of a gradient alone. A padded
-            gradient changes none, so that these are `new` in any case.
-    """
-    with muted():
-        jaxpr = jax.make_jaxpr(bare)(*old).jaxpr
-    reshapes = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reshape")
-    made_of = {eqn.outvars[0]: eqn.invars[0] for eqn in reshapes}
-    are_tables = []
-    for x, v in zip(jaxpr.invars, jaxpr.outvars[-len(jaxpr.invars) :], strict=False):
-        while isinstance(v, Var) and v in made_of:
-            v = made_of[v]
-        are_tables.append(v is x)
-    structure: PyTreeDef = jax.tree.structure(new)
-    columns = zip(are_tables, *map(jax.tree.leaves, (new, old)), strict=True)
-    return structure.unflatten([x if table else _where(take, x, y) for table, x, y in columns])
-
-
-def _where(take: jax.Array | bool, new: jax.Array, old: jax.Array) -> jax.Array:
+def _where(take: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     """Return `new` where `take`, else `old` in the dtype that the step has made of it."""
-    if take is True:
-        return new
     new, old = jnp.asarray(new), jnp.asarray(old)
     return jnp.where(take, new, old if old.dtype == new.dtype else old.astype(new.dtype))
 
@@ -229,9 +226,8 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
     def decide(updates, state, params):
         check_state_type(state, SkipNonfiniteState)
         gradients = _summed(updates, params)
-        leaves = jax.tree.leaves(gradients, is_leaf=is_gradient_leaf)
         finite = jnp.ones((), bool)
-        for x in leaves:
+        for x in jax.tree.leaves(gradients, is_leaf=is_gradient_leaf):
             finite &= ~jnp.any(_not_finite(x))
         finite = agreed(finite, gradients, params)
         skipped = state.skipped + (~finite).astype(state.skipped.dtype)
@@ -247,11 +243,6 @@ def _summed(updates: Gradients, params: Params) -> Gradients:
     """
     gradients = with_wide_rows(Fit.of(updates, params).gradients)
     return _at_leaves(lambda x: summed(x) if is_row_sparse(x) else x, gradients)
-
-
-def _mapped(function: Function, gradients: Gradients) -> Gradients:
-    """Map over leaves; what was reported to be dense is not reported again."""
-    return noticed_as(gradients, jax.tree.map(function, gradients, is_leaf=is_gradient_leaf))
 
 
 def _not_finite(x: Gradient) -> jax.Array:
@@ -296,24 +287,19 @@ def drop_nonfinite_rows() -> optax.GradientTransformation:
 
     def update(updates, state, params=None):
         check_state_type(state, DropNonfiniteState)
-        gradients, numbers = _summed(updates, params), []
+        gradients, dropped = _summed(updates, params), [state.dropped]
 
         def kept(x: Gradient) -> Gradient:
-            rows, number = _dropped(x)
-            numbers.append(counted(number, gradients, params))
-            return rows
+            bad = _not_finite(x)
+            if not isinstance(x, MaskedTensor):
+                bad = bad.any(axis=tuple(range(1, bad.ndim)))
+            dropped.append(counted(bad.sum(dtype=jnp.int32), gradients, params))
+            return _kept(~bad, x)
 
-        gradients = _mapped(kept, gradients)
-        return gradients, DropNonfiniteState(sum(numbers, state.dropped))
+        kept_rows = noticed_as(gradients, _at_leaves(kept, gradients))
+        return kept_rows, DropNonfiniteState(sum(dropped[1:], dropped[0]))
 
     return optax.GradientTransformation(init, update)
-
-
-def _dropped(x: Gradient) -> tuple[Gradient, jax.Array]:
-    """Return the gradient without what is not finite, and the number of rows left out."""
-    bad = _not_finite(x)
-    bad = bad if isinstance(x, MaskedTensor) else bad.any(axis=tuple(range(1, bad.ndim)))
-    return _where_kept(~bad, x), bad.sum(dtype=jnp.int32)
 
 
 # --- bounds on the norms of rows ---------------------------------------------------------
@@ -347,19 +333,19 @@ def clip_by_row_norm(
         Array([[0.6, 0.8],
                [0.3, 0.4]], dtype=float32)
     """
-    _check(max_norm, ord)
+    check_numbers(max_norm=max_norm, ord=ord)
 
     def clipped(x: Gradient) -> Gradient:
         if is_row_sparse(x) and x.leading > 1 and not x.row:
             return _clipped_entries(x, max_norm, ord)
         rows, valid = gradient_and_valid(x)
         values = jnp.asarray(stored_values(rows))
-        values = _bounded(values, max_norm, ord).astype(values.dtype)
-        rows = with_stored_values(rows, values)
+        rows = with_stored_values(rows, _bounded(values, max_norm, ord).astype(values.dtype))
         return rows if valid is None else joined(rows, valid)
 
     def update(updates, state, params=None, **extra_args):
-        return _mapped(clipped, _summed(updates, params)), state
+        gradients = _summed(updates, params)
+        return noticed_as(gradients, _at_leaves(clipped, gradients)), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
@@ -408,7 +394,7 @@ def max_row_norm(
                [0.6, 0.8],
                [1. , 1. ]], dtype=float32)
     """
-    _check(max_norm, ord)
+    check_numbers(max_norm=max_norm, ord=ord)
 
     def project(update: jax.Array, param: jax.Array) -> jax.Array:
         param = jnp.asarray(param, wide(joint_dtype(update, param)))
@@ -422,16 +408,9 @@ def max_row_norm(
     return lazy(optax.stateless(within))
 
 
-def _check(max_norm: Scalar, order: float) -> None:
-    check_number("max_norm", max_norm, POSITIVE)
-    check_number("ord", order)
-    if not order >= 1:
-        raise ValueError(f"`ord` must be at least 1, got {order}.")
-
-
 def _bounded(rows: jax.Array, max_norm: Scalar, order: float) -> jax.Array:
     """Return rows (n, *row), in float32 at least, scaled to a norm of at most `max_norm`."""
     rows = rows.astype(wide(rows.dtype))
-    if rows.ndim == 0:
-        return jnp.clip(rows, -max_norm, max_norm)
-    return shortened(rows, max_norm, order)
+    return (
+        shortened(rows, max_norm, order) if rows.ndim else jnp.clip(rows, -max_norm, max_norm)
+    )

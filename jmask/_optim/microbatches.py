@@ -103,13 +103,12 @@ def multi_steps(
             "like=jax.eval_shape(jmask.grad(loss_fn), params, batch))."
         )
     check_gradients(like, "like")
-    likes, structure = jax.tree.flatten(
-        jax.eval_shape(as_gradients, like), is_leaf=is_gradient_leaf
-    )
-    rooms = [jax.eval_shape(_parts, x) for x in likes]
+    like = jax.eval_shape(as_gradients, like)
+    likes = jax.tree.leaves(like, is_leaf=is_gradient_leaf)
+    parts = [jax.eval_shape(_parts, x) for x in likes]
 
     def empty() -> list[Accumulated]:
-        return [_empty(x, room, every_k) for x, room in zip(likes, rooms, strict=True)]
+        return [_empty(x, part, every_k) for x, part in zip(likes, parts, strict=True)]
 
     def init(params: optax.Params) -> MultiStepsState:
         return MultiStepsState(jnp.zeros((), jnp.int32), empty(), inner.init(params))
@@ -117,25 +116,27 @@ def multi_steps(
     def accumulate(updates, state, params):
         check_state_type(state, MultiStepsState)
         updates = as_gradients(updates)
-        gradients = _checked(updates, likes, rooms, structure)
-        trees = state.accumulated, jax.eval_shape(empty)
-        shapes, expected = (jax.tree.map(jnp.shape, x) for x in trees)
-        if shapes != expected:
+        _check_fits(updates, like, parts)
+        if jax.tree.map(jnp.shape, state.accumulated) != jax.tree.map(
+            jnp.shape, jax.eval_shape(empty)
+        ):
             raise ValueError(
                 "`state.accumulated` was made for another `every_k` or `like`. Change them "
                 "where `state.mini_step` is 0, and take `inner_state` over: "
                 "tx.init(params)._replace(inner_state=state.inner_state)."
             )
-        step, old = state.mini_step, state.accumulated
-        new = [_added(*x, step) for x in zip(gradients, rooms, old, strict=True)]
+        step = state.mini_step
+        gradients = jax.tree.leaves(updates, is_leaf=is_gradient_leaf)
+        new = [_added(*x, step) for x in zip(state.accumulated, gradients, parts, strict=True)]
         # A state may come from a run with a larger k, whose microbatches are to count alike.
         last = step >= every_k - 1
         divisor = step + 1 if use_grad_mean else jnp.ones_like(step)
         mean = [_as_gradient(*x, divisor) for x in zip(likes, new, strict=True)]
+        mean = jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_gradient_leaf), mean)
         reset = lambda x, zero: jnp.where(last, typed_like(zero, jax.typeof(x)), x)
         kept = jax.tree.map(reset, new, empty())
         state = MultiStepsState(jnp.where(last, 0, step + 1), kept, None)
-        return last, noticed_as(updates, structure.unflatten(mean)), state
+        return last, noticed_as(updates, mean), state
 
     return guarded(inner, init, accumulate)
 
@@ -146,11 +147,13 @@ def _parts(x: Gradient) -> Accumulated:
     return Accumulated(jnp.asarray(stored_values(rows)), ids, valid)
 
 
-def _empty(like: Gradient, room: Accumulated, every_k: int) -> Accumulated:
-    if room.ids is None:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), room)
-    size = lambda x: (every_k * x.shape[0], *x.shape[1:])
-    zeros = jax.tree.map(lambda x: jnp.zeros(size(x), x.dtype), room)
+def _empty(like: Gradient, part: Accumulated, every_k: int) -> Accumulated:
+    """Return zeros, and padding for the rows of k microbatches."""
+    k = 1 if part.ids is None else every_k
+    shape = lambda x: (k * x.shape[0], *x.shape[1:]) if k > 1 else x.shape
+    zeros = jax.tree.map(lambda x: jnp.zeros(shape(x), x.dtype), part)
+    if part.ids is None:
+        return zeros
     return zeros._replace(ids=jnp.full_like(zeros.ids, _rows(like, zeros).row_count))
 
 
@@ -163,25 +166,23 @@ def _rows(like: Gradient, kept: Accumulated) -> RowSparse:
 
 
 def _added(
-    gradient: Gradient, room: Accumulated, kept: Accumulated, step: jax.Array
+    kept: Accumulated, gradient: Gradient, part: Accumulated, step: jax.Array
 ) -> Accumulated:
     def put(kept: jax.Array, new: jax.Array) -> jax.Array:
-        if room.ids is None:
+        if part.ids is None:
             return kept | new if new.dtype == bool else kept + new.astype(kept.dtype)
         # What `init` or a loss made outside of a mesh is on none.
         new = new.astype(kept.dtype)
         for like in (jax.typeof(new), jax.typeof(kept)):
             new, kept = (on_every_device(x, like) for x in (new, kept))
-        return lax.dynamic_update_slice_in_dim(kept, new, step * room.ids.shape[0], 0)
+        return lax.dynamic_update_slice_in_dim(kept, new, step * part.ids.shape[0], 0)
 
     return jax.tree.map(put, kept, _parts(gradient))
 
 
 def _as_gradient(like: Gradient, kept: Accumulated, divisor: jax.Array) -> Gradient:
     """Return what has accumulated as a gradient, divided in float32 at least."""
-    x: Gradient = kept.values
-    if kept.ids is not None:
-        x = _rows(like, kept).widened()
+    x: Gradient = kept.values if kept.ids is None else _rows(like, kept).widened()
     inverse = (1 / divisor.astype(wide(real_dtype(x.dtype)))).astype(x.dtype)
     x = with_stored_values(x, stored_values(x) * inverse)
     if kept.valid is None:
@@ -192,36 +193,33 @@ def _as_gradient(like: Gradient, kept: Accumulated, divisor: jax.Array) -> Gradi
     return joined(x.coalesce(), often.values > 0)
 
 
-def _checked(
-    updates: Gradients, likes: list[Gradient], rooms: list[Accumulated], structure: PyTreeDef
-) -> list[Gradient]:
-    """Return the leaves of a gradient, which must be as those of `like`."""
-    leaves: list[tuple[KeyPath, Gradient]] = jax.tree.leaves_with_path(
-        updates, is_leaf=is_gradient_leaf
-    )
+def _check_fits(updates: Gradients, like: Gradients, parts: list[Accumulated]) -> None:
+    """Refuse a gradient that is not as `like`, or has more rows."""
     given: PyTreeDef = jax.tree.structure(updates, is_leaf=is_gradient_leaf)
-    if given != structure:
+    expected: PyTreeDef = jax.tree.structure(like, is_leaf=is_gradient_leaf)
+    if given != expected:
         raise ValueError(
             "`updates` must have the structure of `like`, the gradient multi_steps was made "
-            f"for: got {given}, expected {structure}. (nnx.Optimizer gives the transformation "
+            f"for: got {given}, expected {expected}. (nnx.Optimizer gives the transformation "
             "nnx.as_pure(nnx.state(grads)): give that as `like`.)"
         )
-    for (path, x), like, room in zip(leaves, likes, rooms, strict=True):
-        rows = jax.eval_shape(_parts, x)
-        kind, expected = (
+    leaves: list[tuple[KeyPath, Gradient]]
+    leaves = jax.tree.leaves_with_path(updates, is_leaf=is_gradient_leaf)
+    likes = jax.tree.leaves(like, is_leaf=is_gradient_leaf)
+    for (path, x), y, part in zip(leaves, likes, parts, strict=True):
+        new = jax.eval_shape(_parts, x)
+        kinds = (
             # Rows of a table and entries of it have other numbers of dimensions.
-            (parts.ids is None, parts.valid is None, y.shape, parts.values.ndim)
-            for y, parts in ((x, rows), (like, room))
+            (shape, parts.ids is None, parts.valid is None, parts.values.ndim)
+            for shape, parts in ((x.shape, new), (y.shape, part))
         )
-        has_dtype = jnp.promote_types(x.dtype, like.dtype) == like.dtype
-        has_room = room.ids is None or rows.values.shape[:1] <= room.values.shape[:1]
-        if kind != expected or not has_dtype or not has_room:
+        fits = len(set(kinds)) == 1 and jnp.promote_types(x.dtype, y.dtype) == y.dtype
+        if not fits or (part.ids is not None and new.values.shape[0] > part.values.shape[0]):
             raise ValueError(
                 f"{leaf_name('updates', path)} is {_described(x)}, but `like` has "
-                f"{_described(like)} there: make multi_steps with the gradient of a "
+                f"{_described(y)} there: make multi_steps with the gradient of a "
                 "microbatch, as it is given, and of the largest one."
             )
-    return [x for _, x in leaves]
 
 
 def _described(x: Gradient) -> str:

@@ -17,7 +17,7 @@ from jmask._base.array_types import as_float
 from jmask._base.types import PyTree, Scalar
 from jmask._base.validation import check_flag
 from jmask._optim import hyperparameters as hyper
-from jmask._optim.row_rule import RowRule, Slot, optimizer
+from jmask._optim.row_rule import Slot, mean_of_row, optimizer
 
 # --- stochastic gradient descent ----------------------------------------------------------
 #
@@ -94,30 +94,20 @@ def sgd(
     )
     check_flag("nesterov", nesterov)
     hyper.check_numbers(momentum=momentum)
-    has_momentum = not hyper.is_zero(momentum)
-    if nesterov and not has_momentum:
+    if nesterov and hyper.is_zero(momentum):
         raise ValueError(f"`nesterov` needs a positive `momentum`, got {momentum}.")
 
-    def rule(grad, param, *slots_and_rate):
-        *slots, lr = slots_and_rate
-        step = lr * common.decayed(common.clipped(common.rescaled(grad)), param)
-        if not has_momentum:
-            return (common.with_decoupled_decay(-step, param, lr),)
-        buffer = momentum * slots[0] - step
-        step = momentum * buffer - step if nesterov else buffer
-        return common.with_decoupled_decay(step, param, lr), buffer
+    def plain(g, w, lr):
+        return (-(lr * g),)
 
-    return optimizer(
-        RowRule(
-            MomentumState if has_momentum else SgdState,
-            {"momentum": Slot(0.0)} if has_momentum else {},
-            rule,
-            lambda count: (common.rate(count),),
-            common.decays,
-            state_dtype,
-        ),
-        lazy_update,
-    )
+    def rule(g, w, m, lr):
+        m = momentum * m - lr * g
+        return (momentum * m - lr * g if nesterov else m), m
+
+    if hyper.is_zero(momentum):
+        return optimizer(common, SgdState, {}, plain, lazy_update, state_dtype)
+    slots = {"momentum": Slot(0.0)}
+    return optimizer(common, MomentumState, slots, rule, lazy_update, state_dtype)
 
 
 # --- Adagrad ------------------------------------------------------------------------------
@@ -184,8 +174,8 @@ def adagrad(
     common = hyper.Common(
         learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, decay_mode
     )
-    make = functools.partial(_adagrad, common, lr_decay, eps, eps_root, per_row=False)
-    return make(initial_accumulator_value, lazy_update, state_dtype)
+    make = functools.partial(_adagrad, common, lr_decay, initial_accumulator_value)
+    return make(eps, eps_root, lazy_update, state_dtype, per_row=False)
 
 
 def rowwise_adagrad(
@@ -233,19 +223,18 @@ def rowwise_adagrad(
     common = hyper.Common(
         learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, decay_mode
     )
-    make = functools.partial(_adagrad, common, lr_decay, eps, eps_root, per_row=True)
-    return make(initial_accumulator_value, lazy_update, state_dtype)
+    make = functools.partial(_adagrad, common, lr_decay, initial_accumulator_value)
+    return make(eps, eps_root, lazy_update, state_dtype, per_row=True)
 
 
 def _adagrad(
     common: hyper.Common,
     lr_decay: Scalar,
+    initial_accumulator_value: Scalar,
     eps: Scalar,
     eps_root: Scalar,
-    initial_accumulator_value: Scalar,
     lazy_update: bool,
     state_dtype: DTypeLike | None,
-    *,
     per_row: bool,
 ) -> optax.GradientTransformationExtraArgs:
     hyper.check_numbers(lr_decay=lr_decay)
@@ -253,27 +242,16 @@ def _adagrad(
         eps=eps, eps_root=eps_root, initial_accumulator_value=initial_accumulator_value
     )
 
-    def scalars(count):
-        lr = common.rate(count)
+    def decayed(count, lr):
         return (lr if hyper.is_zero(lr_decay) else lr / (1 + as_float(count) * lr_decay),)
 
-    def rule(grad, param, total, lr):
-        grad = common.decayed(common.clipped(common.rescaled(grad)), param)
-        square = grad * grad
-        total = total + (hyper.row_mean(square) if per_row else square)
-        step = -lr * grad / (jnp.sqrt(total + eps_root) + eps)
-        return common.with_decoupled_decay(step, param, lr), total
+    def rule(g, w, s, lr):
+        s = s + (mean_of_row(g * g) if per_row else g * g)
+        return -lr * g / (jnp.sqrt(s + eps_root) + eps), s
 
+    slots = {"sum_of_squares": Slot(initial_accumulator_value, per_row)}
     return optimizer(
-        RowRule(
-            AdagradState,
-            {"sum_of_squares": Slot(initial_accumulator_value, per_row)},
-            rule,
-            scalars,
-            common.decays,
-            state_dtype,
-        ),
-        lazy_update,
+        common, AdagradState, slots, rule, lazy_update, state_dtype, scalars=decayed
     )
 
 
@@ -334,29 +312,19 @@ def ftrl(
         >>> jmask.apply_gradients(tx, grads, tx.init(table), table)[0].ravel()
         Array([ 0.  ,  0.  , -0.05], dtype=float32)
     """
-    hyper.check_numbers(l1=l1, beta=beta)
-    common = hyper.Common(learning_rate, weight_decay, clip_gradient, rescale_grad, maximize)
+    hyper.check_numbers(l1=l1, beta=beta, weight_decay=weight_decay)
+    common = hyper.Common(learning_rate, 0.0, clip_gradient, rescale_grad, maximize)
 
-    def rule(grad, param, z, n, lr):
-        grad = common.clipped(common.rescaled(grad))
-        total = n + grad * grad
+    def rule(g, w, z, n, lr):
+        total = n + g * g
         root = jnp.sqrt(total)
-        z = z + grad - (root - jnp.sqrt(n)) * param / lr
+        z = z + g - (root - jnp.sqrt(n)) * w / lr
         # Where nothing has come yet the denominator may be zero, and so is z. Conditions are
         # such that nan, of a gradient or a rate, stays nan: |nan| > l1 would be a zero row.
         scale = (beta + root) / lr + weight_decay
         scale = jnp.where(scale == 0, 1, scale)
         new = jnp.where(jnp.abs(z) <= l1, 0, (jnp.sign(z) * l1 - z) / scale)
-        return new - param, z, total
+        return new - w, z, total
 
-    return optimizer(
-        RowRule(
-            FtrlState,
-            {"z": Slot(0.0), "n": Slot(0.0)},
-            rule,
-            lambda count: (common.rate(count),),
-            needs_param=True,
-            state_dtype=state_dtype,
-        ),
-        lazy_update,
-    )
+    slots = {"z": Slot(0.0), "n": Slot(0.0)}
+    return optimizer(common, FtrlState, slots, rule, lazy_update, state_dtype, needs_param=True)

@@ -6,15 +6,13 @@
 squares), or with one entry for each row; `scalars` change with the step count alone. The same
 rule serves dense parameters and, lifted by `lazy`, the touched rows of a table:
 
-    RowRule(MomentumState,
-            slots={"momentum": Slot(0.0)},
-            rule=lambda g, p, m: (-(0.9 * m + g), 0.9 * m + g))
+    lazy(row_rule(MomentumState, {"momentum": Slot(0.0)},
+                  lambda g, p, m: (-(0.9 * m + g), 0.9 * m + g)))
 
 A rule computes in float32 at least: 16-bit entries are widened before it. Complex entries are
 pairs of real numbers for it, as in torch: a slot of complex64 holds what two of float32 would.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,11 +26,13 @@ from jax.typing import DTypeLike
 from jmask._base.array_types import complex_dtype, is_complex, joint_dtype, real_dtype, wide
 from jmask._base.shardings import sharding_of_rows
 from jmask._base.types import Table
-from jmask._base.validation import check_flag
+from jmask._base.validation import check_flag, checked_dtype
 from jmask._lazy.lazy import densified, lazy
 from jmask._lazy.row_local import RowWise
-from jmask._optim.hyperparameters import check_state_dtype
+from jmask._optim.hyperparameters import Common
 from jmask._tables.rows_at import shape_of
+
+Results = tuple[Any, ...]
 
 
 class Slot(NamedTuple):
@@ -51,98 +51,117 @@ class Slot(NamedTuple):
     dtype: DTypeLike | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class RowRule:
-    """An optimizer's arithmetic.
+class RowRule(RowWise):
+    """A transformation of arrays that follows a rule; see `row_rule`."""
 
-    Attributes:
-        state_type: a named tuple of `count` and the slots, in their order.
-        slots: by name in the state.
-        rule: (grad, param, *slots, *scalars) -> (step, *slots); elementwise unless a slot is
-            per row, and then it may reduce over the axes of a row.
+    slots: Mapping[str, Slot]
+    rule: Callable[..., Results]
+    scalars: Callable[[jax.Array], Results]
+
+
+def row_rule(
+    state_type: type,
+    slots: Mapping[str, Slot],
+    rule: Callable[..., Results],
+    scalars: Callable[[jax.Array], Results] = lambda count: (),
+    *,
+    needs_param: bool = False,
+    state_dtype: DTypeLike | None = None,
+) -> RowRule:
+    """Return the transformation that follows a rule.
+
+    Args:
+        state_type: a named tuple of the count of steps and the slots.
+        slots: by name, in the order of `state_type`.
+        rule: elementwise, unless a slot is per row: then it may reduce over the axes of a row.
         scalars: count of steps done (int32 scalar) -> the scalars of the rule.
-        needs_param: whether `param` is used; otherwise it may be None.
+        needs_param: whether the rule reads the parameter; otherwise it may be None.
         state_dtype: dtype of the slots; the parameter's if None.
     """
 
-    state_type: type
-    slots: Mapping[str, Slot]
-    rule: Callable[..., tuple[Any, ...]]
-    scalars: Callable[[jax.Array], tuple[Any, ...]] = lambda count: ()
-    needs_param: bool = False
-    state_dtype: DTypeLike | None = None
-
-
-class RuledTransformation(RowWise):
-    """A transformation of arrays that follows a rule."""
-
-    rule: RowRule
-
-
-def optimizer(rule: RowRule, lazy_update: bool) -> optax.GradientTransformationExtraArgs:
-    """Return the transformation that follows a rule, on the rows of a gradient or on all.
-
-    Its state is the same with and without `lazy_update`, so a run can switch.
-    """
-    check_flag("lazy_update", lazy_update)
-    check_state_dtype(rule.state_dtype)
-    return (lazy if lazy_update else densified)(dense_optimizer(rule))
-
-
-def dense_optimizer(rule: RowRule) -> RuledTransformation:
-    """Return the transformation that follows a rule on arrays."""
-
     def init(params):
-        slots = [
-            jax.tree.map(functools.partial(_initial, rule, x), params)
-            for x in rule.slots.values()
-        ]
-        return rule.state_type(jnp.zeros((), jnp.int32), *slots)
+        initial = functools.partial(_initial, state_dtype=state_dtype)
+        arrays = [jax.tree.map(functools.partial(initial, x), params) for x in slots.values()]
+        return state_type(jnp.zeros((), jnp.int32), *arrays)
 
     def update(updates, state, params=None, **extra_args):
-        if params is None and rule.needs_param:
+        if params is None and needs_param:
             raise ValueError("`params` must be given to update(): the step depends on them.")
         gradients, tree = jax.tree.flatten(updates)
         given = [None] * len(gradients) if params is None else tree.flatten_up_to(params)
-        slots = [tree.flatten_up_to(slot) for slot in state[1:]]
-        scalars = rule.scalars(state.count)
-        results = [_step(rule, x, scalars) for x in zip(gradients, given, *slots, strict=True)]
-        steps, *new = (tree.unflatten([x[i] for x in results]) for i in range(1 + len(slots)))
-        return steps, rule.state_type(optax.safe_increment(state.count), *new)
+        old = [tree.flatten_up_to(slot) for slot in state[1:]]
+        now = scalars(state.count)
+        results = [_step(rule, x, now) for x in zip(gradients, given, *old, strict=True)]
+        steps, *new = (tree.unflatten([x[i] for x in results]) for i in range(1 + len(old)))
+        return steps, state_type(optax.safe_increment(state.count), *new)
 
-    transformation = RuledTransformation(init, update)
-    transformation.rule = rule
+    transformation = RowRule(init, update)
+    transformation.slots, transformation.rule = slots, rule
+    transformation.scalars = scalars
     return transformation
 
 
-def changing_scalars(scalars: Sequence[Any]) -> tuple[list[jax.Array], Callable[..., Any]]:
-    """Return the arrays among scalars, and a function of them that returns all scalars."""
-    fixed = [None if isinstance(x, jax.Array) else x for x in scalars]
+def optimizer(
+    common: Common,
+    state_type: type,
+    slots: Mapping[str, Slot],
+    rule: Callable[..., Results],
+    lazy_update: bool,
+    state_dtype: DTypeLike | None,
+    *,
+    scalars: Callable[[jax.Array, Any], Results] = lambda count, lr: (lr,),
+    clips_last: bool = False,
+    needs_param: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Return a named optimizer, on the rows of a gradient or on all; its state is the same.
 
-    def all_scalars(changing: Sequence[Any]) -> tuple[Any, ...]:
-        arrays = iter(changing)
-        return tuple(next(arrays) if x is None else x for x in fixed)
+    Args:
+        common, lazy_update, state_dtype: what the user gave.
+        rule: (grad, param, *slots, lr, *scalars) -> (step, *slots). The gradient is rescaled,
+            clipped and decayed; what is decoupled is added to the step.
+        scalars: (count of steps done, lr) -> the rate that the rule gets, and further scalars.
+        clips_last: whether the gradient is clipped after "l2" decay.
+    """
+    check_flag("lazy_update", lazy_update)
+    if state_dtype is not None:
+        checked_dtype("state_dtype", state_dtype, floating=True)
 
-    return [x for x in scalars if isinstance(x, jax.Array)], all_scalars
+    def common_rule(grad, param, *others):
+        step, *new = rule(common.gradient(grad, param, clips_last), param, *others)
+        return common.step(step, param, others[len(slots)]), *new
+
+    tx = row_rule(
+        state_type,
+        slots,
+        common_rule,
+        lambda count: scalars(count, common.rate(count)),
+        needs_param=needs_param or common.decays,
+        state_dtype=state_dtype,
+    )
+    return lazy(tx) if lazy_update else densified(tx)
 
 
-def _initial(rule: RowRule, slot: Slot, param: Table) -> jax.Array:
+def mean_of_row(x: jax.Array) -> jax.Array:
+    """Return the mean over every row of axis 0: (n, *row) -> (n, 1, ..., 1)."""
+    return jnp.mean(x, axis=tuple(range(1, x.ndim)), keepdims=True) if x.ndim > 1 else x
+
+
+def _initial(slot: Slot, param: Table, state_dtype: DTypeLike | None) -> jax.Array:
     """Return a slot before the first step."""
     like = shape_of(param)
-    shape, dtype = like.shape, slot.dtype or rule.state_dtype or like.dtype
-    if slot.per_row:
-        shape = shape if len(shape) < 2 else (*shape[:-1], 1)
-        dtype = real_dtype(dtype)
-    elif is_complex(like):
-        dtype = complex_dtype(dtype)
+    dtype = slot.dtype or state_dtype or like.dtype
     if slot.initial is None:  # not the parameter itself, which may be donated beside it
-        return jax.tree.map(lambda x: jnp.array(x, wide(dtype)), param)
-    if not slot.per_row:
-        return jnp.full_like(param, slot.initial, dtype)
-    return jnp.full(shape, slot.initial, dtype, device=sharding_of_rows(param))
+        return jnp.array(param, wide(dtype))
+    if slot.per_row:
+        shape = like.shape if len(like.shape) < 2 else (*like.shape[:-1], 1)
+        return jnp.full(shape, slot.initial, real_dtype(dtype), device=sharding_of_rows(param))
+    dtype = complex_dtype(dtype) if is_complex(like) else dtype
+    return jnp.full_like(param, slot.initial, dtype)
 
 
-def _step(rule: RowRule, entries: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+def _step(
+    rule: Callable[..., Results], entries: Sequence[Any], scalars: Results
+) -> list[jax.Array]:
     """Return the step, in float32 at least, and the new slots, of grad, param and slots.
 
     The step is rounded where it is added. With 64-bit numbers enabled scalars may be wider.
@@ -159,16 +178,10 @@ def _step(rule: RowRule, entries: Sequence[Any], scalars: Sequence[Any]) -> list
     floats = [x for x in (grad, param, *slots) if x is not None and _is_float(x)]
     dtype = joint_dtype(*floats) if floats else None
     # But for counts, which no floating dtype holds all of.
-    scalars = [x.astype(dtype) if _is_array(x) and x.dtype != jnp.int32 else x for x in scalars]
-    new = rule.rule(grad, param, *slots, *scalars)
-    if are_pairs:
-        new = tuple(map(_unpaired, new, old))
-    step, *new_slots = new
+    is_count = lambda x: not isinstance(x, jax.Array) or x.dtype == jnp.int32
+    new = rule(grad, param, *slots, *(x if is_count(x) else x.astype(dtype) for x in scalars))
+    step, *new_slots = map(_unpaired, new, old) if are_pairs else new
     return [step, *(x.astype(y.dtype) for x, y in zip(new_slots, entries[2:], strict=True))]
-
-
-def _is_array(x: object) -> bool:
-    return isinstance(x, jax.Array)
 
 
 def _is_float(x: jax.Array) -> bool:

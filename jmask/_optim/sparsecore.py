@@ -1,21 +1,19 @@
 """A bridge to SparseCore: `jmask.sparsecore`."""
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jmask._optim.row_rule import RowRule, changing_scalars
+from jmask._optim.row_rule import RowRule
 
 # Rows on a core, and numbers in a row, come in multiples of this.
 _MULTIPLE = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class RowOptimizer:
+class RowOptimizer(NamedTuple):
     """An optimizer as SparseCore takes it.
 
     Attributes:
@@ -46,29 +44,30 @@ def row_optimizer(tx: optax.GradientTransformation) -> RowOptimizer:
         >>> row[0, 0], total[0, 0]
         (Array(0.5, dtype=float32), Array(1., dtype=float32))
     """
-    rule = getattr(getattr(tx, "inner", None), "rule", None)
-    if not isinstance(rule, RowRule):
+    inner = getattr(tx, "inner", None)
+    if not isinstance(inner, RowRule):
         raise TypeError(
             "`tx` must be jmask.sgd, adam, adagrad or ftrl with lazy_update=True, got "
             f"{type(tx).__name__}."
         )
-    if names := ", ".join(name for name, slot in rule.slots.items() if slot.per_row):
+    if names := ", ".join(name for name, slot in inner.slots.items() if slot.per_row):
         raise ValueError(
             f"`tx` keeps one number for each row ({names}), and SparseCore's slots have the "
             "shape of the table: use jmask.adagrad or jmask.adam."
         )
-    _, all_scalars = changing_scalars(rule.scalars(jnp.zeros((), jnp.int32)))
+    first = inner.scalars(jnp.zeros((), jnp.int32))
 
     def computation(grad: jax.Array, row: jax.Array, *others: jax.Array) -> Any:
-        slots, changing = others[: len(rule.slots)], others[len(rule.slots) :]
-        step, *new = rule.rule(grad, row, *slots, *all_scalars(changing))
+        slots, changing = others[: len(inner.slots)], iter(others[len(inner.slots) :])
+        scalars = [next(changing) if isinstance(x, jax.Array) else x for x in first]
+        step, *new = inner.rule(grad, row, *slots, *scalars)
         return (row + step, *new)
 
     def hyperparameters(count: jax.Array) -> tuple[jax.Array, ...]:
-        changing, _ = changing_scalars(rule.scalars(jnp.asarray(count, jnp.int32)))
-        return tuple(jnp.asarray(x, jnp.float32) for x in changing)
+        scalars = inner.scalars(jnp.asarray(count, jnp.int32))
+        return tuple(x.astype(jnp.float32) for x in scalars if isinstance(x, jax.Array))
 
-    initial = {name: slot.initial for name, slot in rule.slots.items()}
+    initial = {name: slot.initial for name, slot in inner.slots.items()}
     return RowOptimizer(computation, initial, hyperparameters)
 
 

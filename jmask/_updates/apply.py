@@ -14,10 +14,10 @@ import optax
 from jmask._base.array_types import added, is_known, is_narrow, joint_dtype, wide
 from jmask._base.fallback import (
     LARGE,
+    collected,
     expect_dense,
     in_bytes,
     is_expected_dense,
-    muted,
     report_fallback,
 )
 from jmask._base.row_ids import id_dtype
@@ -242,7 +242,7 @@ def noticing_dense_tables(step: Function) -> Function:
                     "jmask.value_and_grad in place of jax.value_and_grad, or the optimizer "
                     "without jmask.lazy"
                 )
-        with muted():
+        with collected():
             result, state = step(grads, *args, **kwargs)
         # The next lazy optimizer of a chain gets updates: these are no gradients to notice.
         for x in jax.tree.leaves(result, is_leaf=is_gradient_leaf):
