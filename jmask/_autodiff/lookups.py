@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jmask._autodiff.sums import SPARSE_PRODUCTS
+from jmask._autodiff.sums import SPARSE_PRODUCTS, sparse_product
 from jmask._autodiff.taps import Tap, Taps
 from jmask._autodiff.views import (
     Lookup,
@@ -26,7 +26,6 @@ from jmask._autodiff.views import (
     TableView,
     Valid,
     View,
-    Where,
     ids_at,
     numbered_dimensions,
     per_entry,
@@ -40,7 +39,7 @@ from jmask._base.forms import aval_of, parameter
 from jmask._base.jaxprs import bound
 from jmask._base.row_ids import canonical, id_dtype, widen
 from jmask._base.shardings import sharding_of_type
-from jmask._base.types import Shape, Value
+from jmask._base.types import ArrayFunction, Shape, Value
 from jmask._kernels.bag_sum import BAG_SUM
 from jmask._kernels.gather import SLOW_COPY, Gather, slow_copy_of
 from jmask._kernels.lines import LOOKUP as ROWS_OF_LINES
@@ -107,10 +106,8 @@ class Windows:
     def _more(self, leading: int) -> list[int]:
         return [d for d in range(leading) if d not in self.single]
 
-    def positions(
-        self, shape: Shape, leading: int
-    ) -> tuple[Positions, Valid, dict[int, jax.Array]]:
-        """Return positions in range, where they count, and where windows begin in a row."""
+    def positions(self, shape: Shape, leading: int) -> tuple[Positions, dict[int, jax.Array]]:
+        """Return positions in range, and where windows begin in a row."""
         starts = {d: widen(jnp.asarray(s), shape[d]) for d, s in self.starts().items()}
         valid: Valid = None
         for d, start in starts.items():
@@ -129,7 +126,7 @@ class Windows:
             along.append(p)
         valid = None if valid is None else per_entry(valid, entries)
         in_row = {d: per_entry(s, entries) for d, s in starts.items() if d >= leading}
-        return Positions(along, Where(entries)), valid, in_row
+        return Positions(along, entries, valid), in_row
 
     def placed(
         self, rows: jax.Array, shape: Shape, leading: int, in_row: Mapping[int, jax.Array]
@@ -204,8 +201,62 @@ def gather_of(eqn: JaxprEqn) -> Gather:
     return Gather(**{f.name: parameter(eqn, f.name) for f in dataclasses.fields(Gather)})
 
 
+# --- lookups ------------------------------------------------------------------------------
+
 WINDOWS = ("gather", SLOW_COPY.name)
-"""The equations that read windows, wherever ids are; slices are views until they are read."""
+LOOKUPS = (
+    *WINDOWS,
+    BAG_SUM.primitive.name,
+    LOOKUP.name,
+    ROWS_OF_LINES.name,
+    *SPARSE_PRODUCTS,
+)
+"""The equations that look rows up, wherever ids are; slices are views until they are read."""
+
+
+def lookup_of(
+    eqn: JaxprEqn,
+    name: str,
+    args: Sequence[Value],
+    array: Callable[[Value], Value],
+    rows_only: bool,
+) -> Lookup | None:
+    """Return how an equation looks rows up, or None if it does not.
+
+    `array` makes arrays of ids; `rows_only` says that sums are to be of rows that are read.
+    """
+    x = args[0]
+    if name in WINDOWS and isinstance(x, View):
+        return window_lookup(eqn, name, [x, array(args[1])])
+    if name == LOOKUP.name and isinstance(x, TableView):
+        ids = args[1]
+        return _of_equation(eqn, args, _placed(eqn, x, ids.shape), lambda: (ids, None))
+    if name == ROWS_OF_LINES.name and isinstance(x, TableView):
+        ids, aval = args[1], aval_of(eqn.outvars[0])
+        width, entries = aval.shape[-1], math.prod(ids.shape)
+        tap = dataclasses.replace(x.tap((entries, width), entries, 2), width=width)
+        return _of_equation(eqn, args, tap, lambda: (ids.reshape(-1), None))
+    if (
+        name in SPARSE_PRODUCTS
+        and [isinstance(a, View) for a in args].index(True) == len(args) - 1
+    ):
+        return sparse_product(eqn, name, args, rows_only)
+    return None
+
+
+def is_of_lines(eqn: JaxprEqn, name: str, x: View) -> bool:
+    """Decide whether an equation makes of the lines of a packed table its rows, (V, width)."""
+    shape = tuple(aval_of(eqn.outvars[0]).shape)
+    is_matrix = name == "reshape" and len(x.shape) == len(shape) == 2
+    return is_matrix and isinstance(x, TableView) and is_packed(x.shape, shape[1])
+
+
+def slice_lookup(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Lookup | None:
+    """Return how a slice of a table is read as a whole, by its equation."""
+    strides = parameter(eqn, "strides") if name == "slice" else None
+    if not isinstance(args[0], TableView) or (strides and set(strides) != {1}):
+        return None
+    return window_lookup(eqn, name, args)
 
 
 def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Lookup | None:
@@ -216,7 +267,7 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Lookup | N
     if leading is None:
         return None
     if isinstance(x, TableView):
-        return _of_table(eqn, name, x, args, windows, leading)
+        return _of_table(eqn, args, windows, leading)
     is_cut = any(windows.sizes[d] != shape[d] for d in range(leading, len(shape)))
     # Single entries of a matrix that would make whole windows are no lookup of rows.
     while not x.fits[leading]:
@@ -228,142 +279,84 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Lookup | N
     assert plan is not None
 
     def run(taps: Taps) -> jax.Array:
-        positions, valid, in_row = windows.positions(shape, leading)
-        rows = read_at(x, positions, valid, taps)
-        if valid is not None and windows.fill is not None:
+        p, in_row = windows.positions(shape, leading)
+        rows = read_at(x, p, taps)
+        if p.valid is not None and windows.fill is not None:
             fill = jnp.asarray(windows.fill, rows.dtype)
-            rows = jnp.where(trailing(valid, rows.ndim), rows, fill)
+            rows = jnp.where(trailing(p.valid, rows.ndim), rows, fill)
         return windows.placed(rows, shape, leading, in_row)
 
     return varying(plan, varies_of(aval)), run
 
 
+# Of a table the equation itself runs, and what it makes gets a tap.
+
+
 def _of_table(
-    eqn: JaxprEqn,
-    name: str,
-    x: TableView,
-    args: Sequence[Value],
-    windows: Windows,
-    leading: int,
+    eqn: JaxprEqn, args: Sequence[Value], windows: Windows, leading: int
 ) -> Lookup | None:
-    shape, aval = x.shape, aval_of(eqn.outvars[0])
+    (x, *_), aval = args, aval_of(eqn.outvars[0])
+    shape: Shape = x.shape
     is_whole_row = leading == 1 == windows.sizes[0] and windows.started == {0}
-    sharding = sharding_of_type(aval)
-    if sharding is not None and any((*sharding.spec, *_spec(x.array))):
+    sharding, of_table = (sharding_of_type(getattr(a, "aval", a)) for a in (aval, x.array))
+    specs = [*(sharding.spec if sharding else ()), *(of_table.spec if of_table else ())]
+    if sharding is not None and any(specs):  # rows are where their ids are: the tap is, too
         lead = len(windows.batch)
         in_order = tuple(windows.offsets) == tuple(range(lead, len(aval.shape)))
         if not (is_whole_row and in_order and 0 in windows.single):
             return None
-        # Rows are where their ids are: the tap is, too.
-        plan = [
-            Tap(
-                x.number,
-                1,
-                tuple(aval.shape),
-                x.dtype,
-                math.prod(windows.batch),
-                "placed",
-                lead,
-                varies_of(aval),
-                sharding,
-            )
-        ]
+        tap = _placed(eqn, x, windows.batch)
     else:
         leading = numbered_dimensions(shape, leading)  # of entries, if there are so many
-        plan = varying(planned(x, leading, windows.entries(leading)) or [], varies_of(aval))
-    (tap,) = plan
+        plan = planned(x, leading, windows.entries(leading))
+        if plan is None:
+            return None
+        (tap,) = plan
 
-    def run(taps: Taps) -> jax.Array:
-        if name in WINDOWS:
-            out = gather_of(eqn)(x.array, args[1])
-        else:
-            out = bound(eqn, [x.array, *args[1:]])[0]
-        if taps.is_without:
-            return out
+    def ids_and_result() -> tuple[jax.Array, ArrayFunction | None]:
+        in_row: Mapping[int, jax.Array] = {}
         if is_whole_row and not windows.clips:
             (start,) = windows.starts().values()
             ids = canonical(start, shape[0])
-            in_row: Mapping[int, jax.Array] = {}
         else:
-            positions, valid, in_row = windows.positions(shape, leading)
-            first = Positions(positions.along[:leading], positions.where)
-            ids = ids_at(first, shape[:leading], valid)
+            p, in_row = windows.positions(shape, leading)
+            ids = ids_at(p, shape[:leading])
         if tap.kind == "placed":
-            return taps.take(tap, out, ids.reshape(windows.batch))
+            return ids.reshape(windows.batch), None
         entries = windows.entries(leading)
 
         def as_result(rows: jax.Array) -> jax.Array:
             rows = rows.reshape(*entries, *shape[leading:])
             return windows.placed(rows, shape, leading, in_row)
 
-        return taps.take(tap, out, ids.reshape(-1), as_result)
+        return ids.reshape(-1), as_result
 
-    return plan, run
-
-
-def _spec(x: Value) -> tuple[object, ...]:
-    aval: Value = getattr(x, "aval", x)
-    sharding = sharding_of_type(aval)
-    return () if sharding is None else tuple(sharding.spec)
+    return _of_equation(eqn, args, tap, ids_and_result)
 
 
-def slice_lookup(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Lookup | None:
-    """Return how a slice of a table is read as a whole, by its equation."""
-    strides = parameter(eqn, "strides") if name == "slice" else None
-    if not isinstance(args[0], TableView) or (strides and set(strides) != {1}):
-        return None
-    return window_lookup(eqn, name, args)
+def _placed(eqn: JaxprEqn, x: TableView, ids: Shape) -> Tap:
+    """Return the tap of rows that are sharded as the type of the result says."""
+    aval, count = aval_of(eqn.outvars[0]), math.prod(ids)
+    shape, sharding = tuple(aval.shape), sharding_of_type(aval)
+    return Tap(x.number, 1, shape, x.dtype, count, "placed", len(ids), frozenset(), sharding)
 
 
-def shard_lookup(eqn: JaxprEqn, args: Sequence[Value]) -> Lookup:
-    """Return how rows of a table over devices are looked up."""
-    x, ids = args
-    aval = aval_of(eqn.outvars[0])
-    tap = Tap(
-        x.number,
-        1,
-        tuple(aval.shape),
-        x.dtype,
-        math.prod(ids.shape),
-        "placed",
-        len(ids.shape),
-        varies_of(aval),
-        sharding_of_type(aval),
-    )
+def _of_equation(
+    eqn: JaxprEqn,
+    args: Sequence[Value],
+    tap: Tap,
+    ids_and_result: Callable[[], tuple[jax.Array, ArrayFunction | None]],
+) -> Lookup:
+    """Return the lookup that is an equation of a table, with a tap for its result."""
+    (tap,) = varying([tap], varies_of(aval_of(eqn.outvars[0])))
 
     def run(taps: Taps) -> jax.Array:
-        out = bound(eqn, [x.array, ids])[0]
-        return out if taps.is_without else taps.take(tap, out, ids)
+        arrays = [args[0].array, *args[1:]]
+        is_gather = eqn.primitive.name in WINDOWS
+        out = gather_of(eqn)(*arrays) if is_gather else bound(eqn, arrays)[0]
+        if taps.is_without:
+            return out
+        ids, as_result = ids_and_result()
+        return taps.take(tap, out, ids, as_result)
 
     return [tap], run
-
-
-def is_of_lines(eqn: JaxprEqn, name: str, x: View) -> bool:
-    """Decide whether an equation makes of the lines of a packed table its rows, (V, width)."""
-    shape = tuple(aval_of(eqn.outvars[0]).shape)
-    is_matrix = name == "reshape" and len(x.shape) == len(shape) == 2
-    return is_matrix and isinstance(x, TableView) and is_packed(x.shape, shape[1])
-
-
-def lookup_in_lines(eqn: JaxprEqn, args: Sequence[Value]) -> Lookup:
-    """Return how rows of a packed table are read from its lines."""
-    lines, ids = args
-    aval, entries = aval_of(eqn.outvars[0]), math.prod(args[1].shape)
-    width = aval.shape[-1]
-    tap = dataclasses.replace(lines.tap((entries, width), entries, 2), width=width)
-
-    def run(taps: Taps) -> jax.Array:
-        out = bound(eqn, [lines.array, ids])[0]
-        return taps.take(tap, out, ids.reshape(-1), lambda rows: rows.reshape(out.shape))
-
-    return varying([tap], varies_of(aval)), run
-
-
-LOOKUPS = (
-    *WINDOWS,
-    BAG_SUM.primitive.name,
-    LOOKUP.name,
-    ROWS_OF_LINES.name,
-    *SPARSE_PRODUCTS,
-)
-"""The equations that look rows up."""

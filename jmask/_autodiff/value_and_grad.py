@@ -224,10 +224,10 @@ def value_and_gradients(
         arrays = leaves.arrays(program.jaxpr)
 
         def tapped_loss(zeros: PyTree, others: dict[int, Value]) -> tuple[jax.Array, PyTree]:
-            taps = Taps(zeros)
+            taps = Taps(read.taps, zeros)
             inputs = [others.get(i, x) for i, x in enumerate(arrays)]
             computed = read.run(inputs, taps)
-            return computed[0], (computed[1:], taps.ids)
+            return computed[0], (computed[1:], taps.record)
 
         # 4. JAX differentiates: in the taps, and in each leaf that is no table.
         zeros = jax.tree.map(lambda tap: tap.zeros(), read.taps)
@@ -338,6 +338,7 @@ class Reading:
         tables: those of them whose gradient is rows.
         taps: of the lookups of tables, as `Taps.specs`.
         uses: of each input that might have been a table.
+        needed: the variables that a gradient goes through.
     """
 
     def __init__(self, program: ClosedJaxpr, leaves: Leaves) -> None:
@@ -345,8 +346,8 @@ class Reading:
         self._avals: list[Shaped] = [aval_of(v) for v in program.jaxpr.invars]
         self._forward = Forward(self._avals)
         self._wanted = [True] + [False] * (len(program.jaxpr.outvars) - 1)
-        needed = self._forward.needed.within(program.jaxpr, self._wanted)
-        unused = {i for i in leaves.placeholders if program.jaxpr.invars[i] not in needed}
+        self.needed = self._forward.needed.within(program.jaxpr, self._wanted)
+        unused = {i for i in leaves.placeholders if program.jaxpr.invars[i] not in self.needed}
         self.real = set(range(len(self._avals))) - unused
         self.uses: dict[int, list[Need]] = {}
         self.tables = {i for i in self.real - leaves.of_tensors if self._avals[i].shape}
@@ -363,20 +364,18 @@ class Reading:
     def _trial(self) -> tuple[dict[int, list[Need]], PyTree]:
         """Return the uses of tables, and the taps of their lookups."""
         uses: dict[int, list[Need]] = {i: [] for i in self.tables}
-        self._forward.uses, taps = [], Taps()
+        self._forward.needs, taps = [], Taps()
         if self.tables:
             self.run(self._avals, taps)
-        for use in self._forward.uses:
+        for use in self._forward.needs:
             uses[use.table].append(use)
-        return uses, taps.specs
+        return uses, taps.record
 
     def run(self, inputs: Sequence[Value], taps: Taps) -> list[jax.Array]:
         """Return all outputs of the program."""
         views = [view_of_table(i, x) if i in self.tables else x for i, x in enumerate(inputs)]
-        jaxpr, consts = self._program.jaxpr, self._program.consts
-        outs = self._forward.run(jaxpr, consts, views, taps, self._wanted)
-        pairs = zip(outs, self._wanted, strict=True)
-        return [self._forward.array(x, None, taps, is_constant=not w) for x, w in pairs]
+        program = self._program.jaxpr, self._program.consts
+        return self._forward.arrays(program, views, taps, self._wanted)
 
     def _is_sparse(self, number: int, uses: Sequence[Need]) -> bool:
         """Decide by its uses whether the gradient of an input is rows."""

@@ -21,13 +21,7 @@ import jax.numpy as jnp
 
 from jmask._autodiff.taps import Tap
 from jmask._autodiff.tensors import Leaves
-from jmask._autodiff.uses import (
-    MULTIPLIED,
-    Use,
-    is_multiplied_alone,
-    report_dense,
-    uses_of_inputs,
-)
+from jmask._autodiff.uses import reason, report_dense
 from jmask._autodiff.value_and_grad import Loss, Reading, check_argument, function_of_parameters
 from jmask._base.fallback import Fallback, Place, collected, in_bytes
 from jmask._base.types import (
@@ -46,6 +40,15 @@ from jmask._kernels.lines import LANES, has_narrow_rows
 from jmask._updates.checks import check_parameters, model_of
 
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
+# De-duplication is all that a lazy step adds.
+MANY = (
+    "as many rows as the table has: `jmask.densify()` in place of jmask.lazy would update all "
+    "of them, at no more cost"
+)
+UNUSED = (
+    "not used: a gradient of dense zeros, with which momentum and weight decay update all of "
+    "it; leave it out of what is differentiated"
+)
 _HEADS = ("parameter", "array", "size", "gradient", "a step touches")
 
 
@@ -194,9 +197,9 @@ def explain(
     checked_choice(platform, "platform", PLATFORMS)
     model = model_of(params)
     loss_fn, params = function_of_parameters(loss_fn, {0: model}), model.parameters
-    taps, uses, reports = _traced(loss_fn, params, batch, has_aux, kwargs)
+    taps, reasons, reports = _traced(loss_fn, params, batch, has_aux, kwargs)
     leaves = jax.tree.leaves_with_path(params)
-    steps = [_step(*x, platform) for x in zip(leaves, taps, uses, strict=True)]
+    steps = [_step(*x, platform) for x in zip(leaves, taps, reasons, strict=True)]
     explained = {step.shape for step in steps if step.note}
     others = [_with_place(r.message, r.place) for r in reports if r.shape not in explained]
     explanation = Explanation(tuple(steps), tuple(dict.fromkeys(others)))
@@ -211,15 +214,15 @@ def _traced(
     batch: tuple[PyTree, ...],
     has_aux: bool,
     kwargs: Options,
-) -> tuple[list[list[Tap] | None], list[list[Use]], list[Fallback]]:
-    """Return the taps of each parameter, None if its gradient is dense; uses; all fallbacks."""
+) -> tuple[list[list[Tap] | None], list[str], list[Fallback]]:
+    """Return the taps of each parameter, None if its gradient is dense; why; all fallbacks."""
     # Shapes become tracers; all else reaches the function as it is, as under value_and_grad.
     structure: PyTreeDef = jax.tree.structure((batch, kwargs))
     others = jax.tree.leaves((batch, kwargs))
     given = {i: x for i, x in enumerate(others) if isinstance(x, jax.ShapeDtypeStruct)}
     shapes = jax.tree.map(abstract_leaf, params), given
     taps: list[list[Tap] | None] = []
-    uses: list[list[Use]] = []
+    reasons: list[str] = []
 
     def read(params: Params, traced: dict[int, jax.Array]) -> None:
         args, keywords = structure.unflatten([traced.get(i, x) for i, x in enumerate(others)])
@@ -229,22 +232,23 @@ def _traced(
         program = loss.traced()
         reading = Reading(program, leaves)
         report_dense(program.jaxpr, loss.names, reading.dense())
-        uses.extend(uses_of_inputs(program.jaxpr))
         found = jax.tree.leaves(reading.taps)
-        taps.extend(
-            [tap for tap in found if tap.table == i] if i in reading.tables else None
-            for i in range(len(leaves.given))
-        )
+        for i, v in enumerate(program.jaxpr.invars):
+            is_table, needs = i in reading.tables, reading.uses.get(i, [])
+            taps.append([tap for tap in found if tap.table == i] if is_table else None)
+            why = reason(program.jaxpr, needs, math.inf)
+            note = "" if why is None else _with_place(*why[:2])
+            reasons.append(note if v in reading.needed else UNUSED)
 
     with collected() as reports:
         jax.eval_shape(read, *shapes)
-    return taps, uses, reports
+    return taps, reasons, reports
 
 
 def _step(
     parameter: tuple[KeyPath, Value],
     taps: list[Tap] | None,
-    uses: list[Use],
+    note: str,
     platform: str,
 ) -> ParameterStep:
     path, leaf = parameter
@@ -258,7 +262,8 @@ def _step(
     flat = _flat(shape, leading)
     if taps is not None and finest.width:  # of a packed table lines are read and written
         leading, flat = 1, (math.prod(shape) // finest.width, LANES)
-    note = _note(flat, nse, uses)
+    if nse is not None:
+        note = MANY if nse >= flat[0] else ""
     if platform == "tpu" and nse and has_narrow_rows(flat):
         table = "table" if leading == 1 else f"table.reshape{flat}"
         copied = (
@@ -283,33 +288,6 @@ def _flat(shape: Shape, leading: int) -> Shape:
     return (math.prod(shape[:leading]), *shape[leading:]) if shape else ()
 
 
-def _note(shape: Shape, nse: int | None, uses: list[Use]) -> str:
-    """Say why the gradient of a parameter is dense, or large."""
-    lookups, others = ([use for use in uses if use.is_lookup is kind] for kind in (True, False))
-    if nse is not None:
-        # De-duplication is all that a lazy step adds.
-        if nse < shape[0]:
-            return ""
-        return (
-            "as many rows as the table has: `jmask.densify()` in place of jmask.lazy would "
-            "update all of them, at no more cost"
-        )
-    if not uses:
-        return (
-            "not used: a gradient of dense zeros, with which momentum and weight decay update "
-            "all of it; leave it out of what is differentiated"
-        )
-    whole = [_with_place(f"`{x.primitive}` needs all of it", x.place) for x in others]
-    needs = " and ".join(list(dict.fromkeys(whole))[:2])
-    if is_multiplied_alone(uses):
-        return _with_place(MULTIPLIED, uses[0].place)
-    if not lookups or not shape:
-        return ""
-    looked_up = _with_place("looked up", lookups[0].place)
-    return f"{looked_up}, but {needs or 'not by whole rows'}"
-
-
 def _with_place(text: str, place: Place | None) -> str:
-    if place is None:
-        return text
-    return f"{text} ({place.file.removeprefix(os.getcwd() + os.sep)}:{place.line})"
+    text = text if place is None else f"{text} ({place.file}:{place.line})"
+    return text.replace(os.getcwd() + os.sep, "")
