@@ -169,7 +169,7 @@ def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Value], lookup: Lookup) -> 
         return None
 
     def described() -> Entries:
-        (start,) = windows.starts().values()
+        start: Value = windows.starts()[0]
         rows = x.shape[0]
         in_range = widen(jnp.clip(start, 0, rows - 1), rows)
         if windows.clips:

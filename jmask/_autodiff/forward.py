@@ -105,14 +105,10 @@ class Forward:
         self._eqns: tuple[JaxprEqn, ...] = ()
 
     def run(
-        self,
-        jaxpr: Jaxpr,
-        consts: Sequence[Value],
-        inputs: Sequence[Value],
-        taps: Taps,
-        wanted: Flags,
+        self, program: Opened, inputs: Sequence[Value], taps: Taps, wanted: Flags
     ) -> list[Value]:
-        """Return the outputs of `jaxpr`; a gradient is taken of those that are wanted."""
+        """Return the outputs of a program; a gradient is taken of those that are wanted."""
+        jaxpr, consts = program
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
         value_of, scope = functools.partial(read, values), bags.Scope(jaxpr, values)
         live, outer = self.needed.within(jaxpr, wanted), self._eqns
@@ -152,13 +148,14 @@ class Forward:
         but: Collection[int] = (),
     ) -> list[Value]:
         """Return the outputs of a program as arrays, without those of some numbers."""
-        outs = enumerate(zip(self.run(*program, inputs, taps, wanted), wanted, strict=True))
+        outs = enumerate(zip(self.run(program, inputs, taps, wanted), wanted, strict=True))
         return [self.array(x, taps, not flag) for i, (x, flag) in outs if i not in but]
 
     def _equation(
         self, eqn: JaxprEqn, args: list[Value], taps: Taps, flags: Flags, scope: bags.Scope
     ) -> list[Value]:
-        name, is_live, aval = name_of(eqn), any(flags), aval_of(eqn.outvars[0])
+        name, is_live = name_of(eqn), any(flags)
+        aval = next(map(aval_of, eqn.outvars), None)  # what prints has no result
         is_call = name in CALLS and not name.startswith("custom")
 
         # 0. Rows that wait for their sum. They may wait in a call, too.
@@ -177,7 +174,7 @@ class Forward:
 
         # 1. What runs other programs: views go in.
         if is_call and any(isinstance(x, View | Computed) for x in args):
-            return self.run(*called(eqn), args, taps, flags)
+            return self.run(called(eqn), args, taps, flags)
         x = next((x for x in args if isinstance(x, View)), None)
         if x is None:
             return self._bound(eqn, name, args, taps)
@@ -195,13 +192,8 @@ class Forward:
             return [self._same(eqn, x, taps)]
 
         # 3. Lookups.
-        lookup = lookup_of(
-            eqn,
-            name,
-            args,
-            functools.partial(self.array, taps=taps, is_constant=True),
-            taps.rows_only,
-        )
+        ids = functools.partial(self.array, taps=taps, is_constant=True)
+        lookup = lookup_of(eqn, name, args, ids, taps.rows_only) if eqn.outvars else None
         if lookup is not None:
             rows = None
             if is_live and not taps.rows_only and scope.is_alone(eqn.outvars[0]):
@@ -231,7 +223,7 @@ class Forward:
         if name == "gather" and _is_slow(eqn):
             return [gather_of(eqn)(*args)]
         if name in ("jit", "pjit") and _gathers_slowly(called(eqn)[0]):
-            return self.run(*called(eqn), args, taps, [True] * len(eqn.outvars))
+            return self.run(called(eqn), args, taps, [True] * len(eqn.outvars))
         return bound(eqn, args)
 
     def _same(self, eqn: JaxprEqn, x: View, taps: Taps) -> View:

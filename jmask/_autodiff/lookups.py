@@ -20,6 +20,7 @@ from jax.extend.core import JaxprEqn
 
 from jmask._autodiff.sums import SPARSE_PRODUCTS, sparse_product
 from jmask._autodiff.taps import Tap, Taps
+from jmask._autodiff.view_rules import window_of
 from jmask._autodiff.views import (
     Lookup,
     Positions,
@@ -33,13 +34,14 @@ from jmask._autodiff.views import (
     read_at,
     varies_of,
     varying,
+    with_tap,
 )
 from jmask._base.array_types import trailing
 from jmask._base.forms import aval_of, parameter
 from jmask._base.jaxprs import bound
 from jmask._base.row_ids import canonical, id_dtype, widen
 from jmask._base.shardings import sharding_of_type
-from jmask._base.types import ArrayFunction, Shape, Value
+from jmask._base.types import ArrayFunction, Index, Shape, Value
 from jmask._kernels.bag_sum import BAG_SUM
 from jmask._kernels.gather import SLOW_COPY, Gather, slow_copy_of
 from jmask._kernels.lines import LOOKUP as ROWS_OF_LINES
@@ -68,7 +70,7 @@ class Windows:
     single: frozenset[int]
     batch: Shape
     offsets: Sequence[int]
-    starts: Callable[[], Mapping[int, jax.Array]]
+    starts: Callable[[], Mapping[int, Index]]
     started: frozenset[int]
     clips: bool = True
     fill: Value = None
@@ -99,51 +101,41 @@ class Windows:
                     return None
         return leading
 
+    def begins(self, shape: Shape) -> list[Index]:
+        """Return where windows begin along each dimension, moved to where they fit."""
+        begins: list[Index] = [0] * len(shape)
+        for d, start in self.starts().items():
+            last = shape[d] - self.sizes[d]
+            fits = isinstance(start, int)  # as a slice does
+            begins[d] = (
+                start if fits else jnp.clip(widen(jnp.asarray(start), shape[d]), 0, last)
+            )
+        return begins
+
     def entries(self, leading: int) -> Shape:
         """Return the shape of the entries: of windows, and of rows in each of them."""
-        return (*self.batch, *(self.sizes[d] for d in self._more(leading)))
+        more = (self.sizes[d] for d in range(leading) if d not in self.single)
+        return (*self.batch, *more)
 
-    def _more(self, leading: int) -> list[int]:
-        return [d for d in range(leading) if d not in self.single]
-
-    def positions(self, shape: Shape, leading: int) -> tuple[Positions, dict[int, jax.Array]]:
-        """Return positions in range, and where windows begin in a row."""
-        starts = {d: widen(jnp.asarray(s), shape[d]) for d, s in self.starts().items()}
+    def positions(self, shape: Shape, leading: int) -> Positions:
+        """Return the positions of all rows in the windows, relative to where these begin."""
+        more = [d for d in range(leading) if d not in self.single]
+        entries = self.entries(leading)
+        along = [jnp.zeros((), id_dtype(n)) for n in shape[:leading]]
+        for axis, d in enumerate(more, len(self.batch)):
+            if self.sizes[d] > 1:
+                along[d] = lax.broadcasted_iota(id_dtype(shape[d]), entries, axis)
         valid: Valid = None
-        for d, start in starts.items():
-            last = shape[d] - self.sizes[d]
-            if not self.clips:
-                fits = (start >= 0) & (start <= last)
-                valid = fits if valid is None else valid & fits
-            starts[d] = jnp.clip(start, 0, last)
-        entries, more = self.entries(leading), self._more(leading)
-        along = []
-        for d in range(leading):
-            p = per_entry(starts.get(d, jnp.zeros((), id_dtype(shape[d]))), entries)
-            if d in more and self.sizes[d] > 1:
-                axis = len(self.batch) + more.index(d)
-                p = p + lax.broadcasted_iota(p.dtype, entries, axis)
-            along.append(p)
-        valid = None if valid is None else per_entry(valid, entries)
-        in_row = {d: per_entry(s, entries) for d, s in starts.items() if d >= leading}
-        return Positions(along, entries, valid), in_row
+        for d, start in () if self.clips else self.starts().items():
+            start = widen(jnp.asarray(start), shape[d])
+            fits = (start >= 0) & (start <= shape[d] - self.sizes[d])
+            valid = fits if valid is None else valid & fits
+        return Positions(along, entries, None if valid is None else per_entry(valid, entries))
 
-    def placed(
-        self, rows: jax.Array, shape: Shape, leading: int, in_row: Mapping[int, jax.Array]
-    ) -> jax.Array:
-        """Return rows (*entries, *row) as the equation has them: parts of rows, transposed."""
-        lead = len(self.entries(leading))
-        if any(self.sizes[d] != shape[d] for d in range(leading, len(shape))):
-            zeros = jnp.zeros(rows.shape[:lead], np.int32)
-            firsts = [in_row.get(d, zeros) for d in range(leading, len(shape))]
-
-            def part(row: jax.Array, *first: jax.Array) -> jax.Array:
-                return lax.dynamic_slice(row, first, self.sizes[leading:])
-
-            for _ in range(lead):
-                part = jax.vmap(part)
-            rows = part(rows, *firsts)
-        single = [lead + d - leading for d in range(leading, len(shape)) if d in self.single]
+    def placed(self, rows: jax.Array, leading: int) -> jax.Array:
+        """Return what is read (*entries, *window) as the equation has it."""
+        lead = rows.ndim + leading - len(self.sizes)
+        single = [lead + d - leading for d in self.single if d >= leading]
         rows = lax.squeeze(rows, single) if single else rows
         return jnp.moveaxis(rows, range(len(self.batch), rows.ndim), self.offsets)
 
@@ -154,7 +146,7 @@ def windows_of(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Windows:
         begin, end = parameter(eqn, "start_indices"), parameter(eqn, "limit_indices")
         sizes = tuple(j - i for i, j in zip(begin, end, strict=True))
         every = range(len(sizes))
-        at = lambda: {d: jnp.asarray(s, np.int32) for d, s in enumerate(begin)}
+        at = lambda: dict(enumerate(begin))
         return Windows(sizes, frozenset(), (), every, at, frozenset(every))
     if name == "dynamic_slice":
         sizes, every = tuple(aval_of(eqn.outvars[0]).shape), range(len(args) - 1)
@@ -225,30 +217,20 @@ def lookup_of(
 
     `array` makes arrays of ids; `rows_only` says that sums are to be of rows that are read.
     """
-    x = args[0]
+    x, aval = args[0], aval_of(eqn.outvars[0])
     if name in WINDOWS and isinstance(x, View):
         return window_lookup(eqn, name, [x, array(args[1])])
     if name == LOOKUP.name and isinstance(x, TableView):
-        ids = args[1]
-        return _of_equation(eqn, args, _placed(eqn, x, ids.shape), lambda: (ids, None))
+        result = lambda: bound(eqn, [x.array, args[1]])[0]
+        return with_tap(_sharded_tap(x, args[1].shape, aval), result, lambda: args[1])
     if name == ROWS_OF_LINES.name and isinstance(x, TableView):
-        ids, aval = args[1], aval_of(eqn.outvars[0])
-        width, entries = aval.shape[-1], math.prod(ids.shape)
-        tap = dataclasses.replace(x.tap((entries, width), entries, 2), width=width)
-        return _of_equation(eqn, args, tap, lambda: (ids.reshape(-1), None))
-    if (
-        name in SPARSE_PRODUCTS
-        and [isinstance(a, View) for a in args].index(True) == len(args) - 1
-    ):
+        ids, width, rows = args[1], aval.shape[-1], math.prod(args[1].shape)
+        tap = dataclasses.replace(x.tap((rows, width), rows, 2), width=width)
+        (tap,) = varying([tap], varies_of(aval))
+        return with_tap(tap, lambda: bound(eqn, [x.array, ids])[0], lambda: ids.reshape(-1))
+    if name in SPARSE_PRODUCTS and not any(isinstance(a, View) for a in args[:-1]):
         return sparse_product(eqn, name, args, rows_only)
     return None
-
-
-def is_of_lines(eqn: JaxprEqn, name: str, x: View) -> bool:
-    """Decide whether an equation makes of the lines of a packed table its rows, (V, width)."""
-    shape = tuple(aval_of(eqn.outvars[0]).shape)
-    is_matrix = name == "reshape" and len(x.shape) == len(shape) == 2
-    return is_matrix and isinstance(x, TableView) and is_packed(x.shape, shape[1])
 
 
 def slice_lookup(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Lookup | None:
@@ -262,101 +244,83 @@ def slice_lookup(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Lookup | No
 def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Lookup | None:
     """Return how an equation reads windows of a view, or None if it does not read rows."""
     x, windows, aval = args[0], windows_of(eqn, name, args), aval_of(eqn.outvars[0])
-    shape = x.shape
+    shape, sizes = x.shape, windows.sizes
     leading = None if 0 in shape else windows.leading(shape)
     if leading is None:
         return None
+    is_whole_row = leading == 1 == sizes[0] and windows.started == {0}
+    ids_of_rows = lambda: canonical(jnp.asarray(windows.starts()[0]), shape[0])
+
+    # 1. Of a table the equation itself runs, and what it makes gets a tap.
     if isinstance(x, TableView):
-        return _of_table(eqn, args, windows, leading)
-    is_cut = any(windows.sizes[d] != shape[d] for d in range(leading, len(shape)))
-    # Single entries of a matrix that would make whole windows are no lookup of rows.
+        arrays = [x.array, *args[1:]]
+        result = lambda: gather_of(eqn)(*arrays) if name in WINDOWS else bound(eqn, arrays)[0]
+        if any((*_spec(aval), *_spec(x.array))):
+            lead = len(windows.batch)
+            in_order = tuple(windows.offsets) == tuple(range(lead, len(aval.shape)))
+            if not (is_whole_row and in_order and 0 in windows.single):
+                return None
+            tap = _sharded_tap(x, windows.batch, aval)
+            return with_tap(tap, result, lambda: ids_of_rows().reshape(windows.batch))
+        leading = numbered_dimensions(shape, leading)  # of entries, if there are so many
+
+    # 2. Of a view rows are read. Single entries of a matrix that would make whole windows are
+    # no lookup of rows.
+    is_cut = any(sizes[d] != shape[d] for d in range(leading, len(shape)))
     while not x.fits[leading]:
         leading += 1
-        is_matrix = leading == len(shape) > 1 and math.prod(windows.sizes) > 1
+        is_matrix = leading == len(shape) > 1 and math.prod(sizes) > 1
         if is_cut or leading > len(shape) or is_matrix:
             return None
-    plan = planned(x, leading, windows.entries(leading))
-    assert plan is not None
+    plan = varying(planned(x, leading, windows.entries(leading)) or [], varies_of(aval))
+
+    def reading() -> tuple[Positions, ArrayFunction]:
+        p, steps = windows.positions(shape, leading), (1,) * x.ndim
+        part, finish = window_of(x, sizes, lambda: windows.begins(shape), steps, p)
+        assert part.at is not None
+        along, valid = part.at()
+        placed = lambda rows: windows.placed(finish(rows), leading)
+        return Positions(along, p.entries, valid), placed
+
+    def ids() -> jax.Array:
+        if is_whole_row and not windows.clips:
+            return ids_of_rows().reshape(-1)
+        return ids_at(reading()[0], shape[:leading])
+
+    def as_result(rows: jax.Array) -> jax.Array:
+        p, finish = reading()
+        return finish(rows.reshape(*p.entries, *shape[leading:]))
+
+    if isinstance(x, TableView):
+        return with_tap(plan[0], result, ids, as_result)
 
     def run(taps: Taps) -> jax.Array:
-        p, in_row = windows.positions(shape, leading)
+        p, finish = reading()
         rows = read_at(x, p, taps)
         if p.valid is not None and windows.fill is not None:
             fill = jnp.asarray(windows.fill, rows.dtype)
             rows = jnp.where(trailing(p.valid, rows.ndim), rows, fill)
-        return windows.placed(rows, shape, leading, in_row)
+        return finish(rows)
 
-    return varying(plan, varies_of(aval)), run
-
-
-# Of a table the equation itself runs, and what it makes gets a tap.
+    return plan, run
 
 
-def _of_table(
-    eqn: JaxprEqn, args: Sequence[Value], windows: Windows, leading: int
-) -> Lookup | None:
-    (x, *_), aval = args, aval_of(eqn.outvars[0])
-    shape: Shape = x.shape
-    is_whole_row = leading == 1 == windows.sizes[0] and windows.started == {0}
-    sharding, of_table = (sharding_of_type(getattr(a, "aval", a)) for a in (aval, x.array))
-    specs = [*(sharding.spec if sharding else ()), *(of_table.spec if of_table else ())]
-    if sharding is not None and any(specs):  # rows are where their ids are: the tap is, too
-        lead = len(windows.batch)
-        in_order = tuple(windows.offsets) == tuple(range(lead, len(aval.shape)))
-        if not (is_whole_row and in_order and 0 in windows.single):
-            return None
-        tap = _placed(eqn, x, windows.batch)
-    else:
-        leading = numbered_dimensions(shape, leading)  # of entries, if there are so many
-        plan = planned(x, leading, windows.entries(leading))
-        if plan is None:
-            return None
-        (tap,) = plan
-
-    def ids_and_result() -> tuple[jax.Array, ArrayFunction | None]:
-        in_row: Mapping[int, jax.Array] = {}
-        if is_whole_row and not windows.clips:
-            (start,) = windows.starts().values()
-            ids = canonical(start, shape[0])
-        else:
-            p, in_row = windows.positions(shape, leading)
-            ids = ids_at(p, shape[:leading])
-        if tap.kind == "placed":
-            return ids.reshape(windows.batch), None
-        entries = windows.entries(leading)
-
-        def as_result(rows: jax.Array) -> jax.Array:
-            rows = rows.reshape(*entries, *shape[leading:])
-            return windows.placed(rows, shape, leading, in_row)
-
-        return ids.reshape(-1), as_result
-
-    return _of_equation(eqn, args, tap, ids_and_result)
-
-
-def _placed(eqn: JaxprEqn, x: TableView, ids: Shape) -> Tap:
+def _sharded_tap(x: TableView, ids: Shape, aval: Value) -> Tap:
     """Return the tap of rows that are sharded as the type of the result says."""
-    aval, count = aval_of(eqn.outvars[0]), math.prod(ids)
-    shape, sharding = tuple(aval.shape), sharding_of_type(aval)
-    return Tap(x.number, 1, shape, x.dtype, count, "placed", len(ids), frozenset(), sharding)
+    shape, sharding, varies = tuple(aval.shape), sharding_of_type(aval), varies_of(aval)
+    count, ndim = math.prod(ids), len(ids)
+    return Tap(x.number, 1, shape, x.dtype, count, "placed", ndim, varies, sharding)
 
 
-def _of_equation(
-    eqn: JaxprEqn,
-    args: Sequence[Value],
-    tap: Tap,
-    ids_and_result: Callable[[], tuple[jax.Array, ArrayFunction | None]],
-) -> Lookup:
-    """Return the lookup that is an equation of a table, with a tap for its result."""
-    (tap,) = varying([tap], varies_of(aval_of(eqn.outvars[0])))
+def _spec(x: Value) -> tuple[object, ...]:
+    aval: Value = getattr(x, "aval", x)
+    sharding = sharding_of_type(aval)
+    return () if sharding is None else tuple(sharding.spec)
 
-    def run(taps: Taps) -> jax.Array:
-        arrays = [args[0].array, *args[1:]]
-        is_gather = eqn.primitive.name in WINDOWS
-        out = gather_of(eqn)(*arrays) if is_gather else bound(eqn, arrays)[0]
-        if taps.is_without:
-            return out
-        ids, as_result = ids_and_result()
-        return taps.take(tap, out, ids, as_result)
 
-    return [tap], run
+def is_of_lines(eqn: JaxprEqn, name: str, x: View) -> bool:
+    """Decide whether an equation makes of the lines of a packed table its rows, (V, width)."""
+    if name != "reshape" or not isinstance(x, TableView):
+        return False
+    shape = tuple(aval_of(eqn.outvars[0]).shape)
+    return len(x.shape) == len(shape) == 2 and is_packed(x.shape, shape[1])

@@ -49,12 +49,7 @@ class Runs(Protocol):
     needed: Needed
 
     def run(
-        self,
-        jaxpr: Jaxpr,
-        consts: Sequence[Value],
-        inputs: Sequence[Value],
-        taps: Taps,
-        wanted: Flags,
+        self, program: Opened, inputs: Sequence[Value], taps: Taps, wanted: Flags
     ) -> list[Value]: ...
 
     def arrays(
@@ -91,12 +86,12 @@ def _merged(known: Mapping[int, Value], others: Sequence[Value]) -> list[Value]:
 def _remat(
     forward: Runs, eqn: JaxprEqn, args: list[Value], taps: Taps, flags: Flags
 ) -> list[Value]:
-    program = jaxpr, consts = called(eqn)
+    program = called(eqn)
     if is_recomputed_apart(eqn):  # of a gradient that the program took itself
-        return forward.run(jaxpr, consts, _behind_a_barrier(args, taps), taps, flags)
+        return forward.run(program, _behind_a_barrier(args, taps), taps, flags)
     views = {i: x for i, x in enumerate(args) if isinstance(x, View)}
     # What it returns as it came in may still be looked up in.
-    passed = {i: views[s] for i, s in enumerate(forwarded(jaxpr)) if s in views}
+    passed = {i: views[s] for i, s in enumerate(forwarded(program[0])) if s in views}
     specs, arrays = taps.of_nested()
 
     def body(arrays: PyTree, plain: Sequence[Value]) -> tuple[list[Value], PyTree]:

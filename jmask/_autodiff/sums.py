@@ -27,6 +27,7 @@ from jmask._autodiff.views import (
     read_at,
     varies_of,
     varying,
+    with_tap,
 )
 from jmask._base.array_types import trailing
 from jmask._base.forms import aval_of, parameter
@@ -57,12 +58,7 @@ class BagsOfTable:
         shape = self.bags, *self.table.shape[1:]
         tap = self.table.tap(shape, self.entries, dtype=self.aval.dtype)
         (tap,) = varying([dataclasses.replace(tap, kind="bags")], varies_of(self.aval))
-
-        def run(taps: Taps) -> jax.Array:
-            out = sums()
-            return out if taps.is_without else taps.take(tap, out, self.arrays())
-
-        return [tap], run
+        return with_tap(tap, sums, self.arrays)
 
 
 def bag_of_table(x: BagSum, aval: Shaped) -> BagsOfTable:

@@ -36,7 +36,7 @@ from jmask._base.array_types import trailing
 from jmask._base.forms import aval_of, parameter
 from jmask._base.jaxprs import ARITHMETIC, bound
 from jmask._base.row_ids import id_dtype, numbered, positions_of, widen
-from jmask._base.types import Index, Shape, Value
+from jmask._base.types import ArrayFunction, Index, Shape, Value
 from jmask._kernels import tuning
 
 # --- views that move what is in others ----------------------------------------------------
@@ -49,31 +49,50 @@ def sliced(
     strides: Sequence[int] | None = None,
 ) -> View:
     """Return a window of a view, backwards along dimensions with a stride of -1."""
-    steps = strides or (1,) * x.ndim
 
     def reading(p: Positions) -> Reading:
-        begins = functools.cache(starts)
-
-        def at() -> tuple[list[jax.Array], Valid]:
-            each = zip(p.along, x.shape, begins(), steps, strict=False)
-            moved = [widen(q, n) * np.asarray(k, id_dtype(n)) + b for q, n, b, k in each]
-            return moved, p.valid
-
-        def finish(rows: jax.Array) -> jax.Array:
-            along_row = list(zip(begins(), shape, steps, strict=True))[len(p.along) :]
-            for d, (begin, size, step) in enumerate(along_row, rows.ndim - len(along_row)):
-                if step == -1:
-                    rows = lax.rev(rows, [d])
-                elif size != rows.shape[d] and isinstance(begin, int):
-                    end = begin + (size - 1) * step + 1 if size else begin
-                    rows = lax.slice_in_dim(rows, begin, end, step, d)
-                elif size != rows.shape[d]:
-                    rows = lax.dynamic_slice_in_dim(rows, begin, size, d)
-            return rows
-
-        return [Part(x, len(p.along), p.entries, at)], finish
+        part, finish = window_of(x, shape, starts, strides or (1,) * x.ndim, p)
+        return [part], finish
 
     return View(shape, x.dtype, reading)
+
+
+def window_of(
+    x: View,
+    shape: Shape,
+    starts: Callable[[], Sequence[Index]],
+    steps: Sequence[int],
+    p: Positions,
+) -> tuple[Part, ArrayFunction]:
+    """Return how a window is read; of entries (*batch, ...) those of a batch have their own."""
+    begins, count, lead = functools.cache(starts), len(p.along), len(p.entries)
+
+    def at() -> tuple[list[jax.Array], Valid]:
+        moved = []
+        for q, n, begin, step in zip(p.along, x.shape, begins(), steps, strict=False):
+            q = widen(q, n) if step == 1 else widen(q, n) * np.asarray(step, id_dtype(n))
+            moved.append(q + (begin if isinstance(begin, int) else trailing(begin, lead)))
+        return moved, p.valid
+
+    def finish(rows: jax.Array) -> jax.Array:
+        row = list(zip(begins(), shape, steps, strict=True))[count:]
+        for d, (begin, size, step) in enumerate(row, lead):
+            if step == -1:
+                rows = lax.rev(rows, [d])
+            elif size == rows.shape[d]:
+                continue
+            elif isinstance(begin, int):
+                end = begin + (size - 1) * step + 1 if size else begin
+                rows = lax.slice_in_dim(rows, begin, end, step, d)
+            elif begin.ndim == 0:
+                rows = lax.dynamic_slice_in_dim(rows, begin, size, d)
+            else:
+                one = (*(1,) * d, size, *(1,) * (rows.ndim - d - 1))
+                index = trailing(begin, rows.ndim) + lax.broadcasted_iota(begin.dtype, one, d)
+                rows = jnp.take_along_axis(rows, index, d, mode="clip")
+        return rows
+
+    return Part(x, count, p.entries, at), finish
 
 
 def transposed(x: View, order: Sequence[int]) -> View:

@@ -24,7 +24,7 @@ from jmask._autodiff.taps import NONE, Tap, Taps
 from jmask._base.array_types import trailing
 from jmask._base.row_ids import id_dtype, most_rows, numbered
 from jmask._base.shardings import axes_of_type
-from jmask._base.types import ArrayFunction, DType, Shape, Value
+from jmask._base.types import ArrayFunction, DType, PyTree, Shape, Value
 from jmask._kernels.gather import Gather
 
 Lookup = tuple[list[Tap], Callable[[Taps], jax.Array]]
@@ -182,6 +182,21 @@ def without_gradient(x: View) -> View:
     make = lambda made: lax.stop_gradient(made(x))
     reading = lambda p: ([Part(x)], lax.stop_gradient)
     return View(x.shape, x.dtype, reading, make, equations=x.equations, is_stopped=True)
+
+
+def with_tap(
+    tap: Tap,
+    result: Callable[[], jax.Array],
+    ids: Callable[[], PyTree],
+    as_result: ArrayFunction | None = None,
+) -> Lookup:
+    """Return the lookup that is a result, computed of a table itself, with a tap."""
+
+    def run(taps: Taps) -> jax.Array:
+        out = result()
+        return out if taps.is_without else taps.take(tap, out, ids(), as_result)
+
+    return [tap], run
 
 
 # --- reads --------------------------------------------------------------------------------

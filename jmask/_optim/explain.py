@@ -20,9 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from jmask._autodiff.taps import Tap
-from jmask._autodiff.tensors import Leaves
-from jmask._autodiff.uses import reason, report_dense
-from jmask._autodiff.value_and_grad import Loss, Reading, check_argument, function_of_parameters
+from jmask._autodiff.uses import reason
+from jmask._autodiff.value_and_grad import Reading, function_of_parameters
 from jmask._base.fallback import Fallback, Place, collected, in_bytes
 from jmask._base.types import (
     DType,
@@ -197,9 +196,9 @@ def explain(
     checked_choice(platform, "platform", PLATFORMS)
     model = model_of(params)
     loss_fn, params = function_of_parameters(loss_fn, {0: model}), model.parameters
-    taps, reasons, reports = _traced(loss_fn, params, batch, has_aux, kwargs)
+    taps, notes, reports = _traced(loss_fn, params, batch, has_aux, kwargs)
     leaves = jax.tree.leaves_with_path(params)
-    steps = [_step(*x, platform) for x in zip(leaves, taps, reasons, strict=True)]
+    steps = [_step(*x, platform) for x in zip(leaves, taps, notes, strict=True)]
     explained = {step.shape for step in steps if step.note}
     others = [_with_place(r.message, r.place) for r in reports if r.shape not in explained]
     explanation = Explanation(tuple(steps), tuple(dict.fromkeys(others)))
@@ -222,27 +221,23 @@ def _traced(
     given = {i: x for i, x in enumerate(others) if isinstance(x, jax.ShapeDtypeStruct)}
     shapes = jax.tree.map(abstract_leaf, params), given
     taps: list[list[Tap] | None] = []
-    reasons: list[str] = []
+    notes: list[str] = []
 
     def read(params: Params, traced: dict[int, jax.Array]) -> None:
         args, keywords = structure.unflatten([traced.get(i, x) for i, x in enumerate(others)])
-        check_argument(loss_fn, 0, params)
-        leaves = Leaves([params])
-        loss = Loss(loss_fn, (0,), (params, *args), keywords, has_aux, leaves)
-        program = loss.traced()
-        reading = Reading(program, leaves)
-        report_dense(program.jaxpr, loss.names, reading.dense())
+        reading = Reading(loss_fn, (0,), (params, *args), keywords, has_aux)
+        reading.report_dense()
         found = jax.tree.leaves(reading.taps)
-        for i, v in enumerate(program.jaxpr.invars):
-            is_table, needs = i in reading.tables, reading.uses.get(i, [])
+        for i, v in enumerate(reading.jaxpr.invars):
+            is_table = i in reading.tables
             taps.append([tap for tap in found if tap.table == i] if is_table else None)
-            why = reason(program.jaxpr, needs, math.inf)
+            why = reason(reading.jaxpr, reading.needs.get(i, []), math.inf)
             note = "" if why is None else _with_place(*why[:2])
-            reasons.append(note if v in reading.needed else UNUSED)
+            notes.append(note if v in reading.needed else UNUSED)
 
     with collected() as reports:
         jax.eval_shape(read, *shapes)
-    return taps, reasons, reports
+    return taps, notes, reports
 
 
 def _step(
