@@ -9,6 +9,7 @@ the tables, where the taps are.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -41,7 +42,7 @@ from jmask._base.forms import aval_of, parameter
 from jmask._base.jaxprs import bound
 from jmask._base.row_ids import canonical, id_dtype, widen
 from jmask._base.shardings import sharding_of_type
-from jmask._base.types import ArrayFunction, Index, Shape, Value
+from jmask._base.types import Index, Shape, Value
 from jmask._kernels.bag_sum import BAG_SUM
 from jmask._kernels.gather import SLOW_COPY, Gather, slow_copy_of
 from jmask._kernels.lines import LOOKUP as ROWS_OF_LINES
@@ -106,10 +107,10 @@ class Windows:
         begins: list[Index] = [0] * len(shape)
         for d, start in self.starts().items():
             last = shape[d] - self.sizes[d]
-            fits = isinstance(start, int)  # as a slice does
-            begins[d] = (
-                start if fits else jnp.clip(widen(jnp.asarray(start), shape[d]), 0, last)
-            )
+            if isinstance(start, int):  # of a slice, which fits
+                begins[d] = start
+            else:
+                begins[d] = jnp.clip(widen(start, shape[d]), 0, last)
         return begins
 
     def entries(self, leading: int) -> Shape:
@@ -274,33 +275,37 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Lookup | N
             return None
     plan = varying(planned(x, leading, windows.entries(leading)) or [], varies_of(aval))
 
-    def reading() -> tuple[Positions, ArrayFunction]:
-        p, steps = windows.positions(shape, leading), (1,) * x.ndim
-        part, finish = window_of(x, sizes, lambda: windows.begins(shape), steps, p)
+    begins = lambda: windows.begins(shape)
+    at = functools.partial(window_of, x, sizes, begins, (1,) * x.ndim)
+
+    def positions() -> Positions:
+        p = windows.positions(shape, leading)
+        part, _ = at(p)
         assert part.at is not None
         along, valid = part.at()
-        placed = lambda rows: windows.placed(finish(rows), leading)
-        return Positions(along, p.entries, valid), placed
+        return Positions(along, p.entries, valid)
+
+    def placed(rows: jax.Array) -> jax.Array:
+        entries = windows.entries(leading)
+        _, finish = at(Positions((None,) * leading, entries))
+        rows = finish(rows.reshape(*entries, *shape[leading:]))
+        return windows.placed(rows, leading)
 
     def ids() -> jax.Array:
         if is_whole_row and not windows.clips:
             return ids_of_rows().reshape(-1)
-        return ids_at(reading()[0], shape[:leading])
-
-    def as_result(rows: jax.Array) -> jax.Array:
-        p, finish = reading()
-        return finish(rows.reshape(*p.entries, *shape[leading:]))
+        return ids_at(positions(), shape[:leading])
 
     if isinstance(x, TableView):
-        return with_tap(plan[0], result, ids, as_result)
+        return with_tap(plan[0], result, ids, placed)
 
     def run(taps: Taps) -> jax.Array:
-        p, finish = reading()
+        p = positions()
         rows = read_at(x, p, taps)
         if p.valid is not None and windows.fill is not None:
             fill = jnp.asarray(windows.fill, rows.dtype)
             rows = jnp.where(trailing(p.valid, rows.ndim), rows, fill)
-        return finish(rows)
+        return placed(rows)
 
     return plan, run
 

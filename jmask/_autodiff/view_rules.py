@@ -75,6 +75,8 @@ def window_of(
         return moved, p.valid
 
     def finish(rows: jax.Array) -> jax.Array:
+        if rows.shape[lead:] == shape[count:] and -1 not in steps:
+            return rows
         row = list(zip(begins(), shape, steps, strict=True))[count:]
         for d, (begin, size, step) in enumerate(row, lead):
             if step == -1:
