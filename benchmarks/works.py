@@ -255,7 +255,6 @@ def _tricks(rounds: int) -> list[Comparison]:
         (Task(width=32), ("fast gather",)),
         (Task(rows=1_000), ("whole small tables",)),
         (_DENSE, ("whole small tables",)),
-        (_PRODUCT, ("kernel for CSR",)),
         (replace(BAGS, optimizer="SGD"), ("bags by column",)),
         (_PLAIN_BAGS, ("sums of lookups",)),
     ):

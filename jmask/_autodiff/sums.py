@@ -1,7 +1,7 @@
 """Sums of rows: bag sums, and products with a sparse matrix, a bag for each of its rows.
 
     jmask_bag_sum                        sums of rows of a table, bag by bag
-    bcoo_dot_general, bcsr_..., csr      X @ table, X sparse
+    bcoo_dot_general, bcsr_dot_general   X @ table, X sparse
 
 Of a table the equation itself runs, and its sums get a tap: the cotangent of a bag is that of
 all of its rows, which are not written out. Of a view rows are read, each with its own tap.
@@ -99,7 +99,7 @@ def _rows_at(view: View, ids: jax.Array, taps: Taps) -> tuple[jax.Array, jax.Arr
     return read_at(view, Positions([jnp.minimum(ids, last)], ids.shape, exists), taps), exists
 
 
-SPARSE_PRODUCTS = ("bcoo_dot_general", "bcsr_dot_general", "jmask_csr_product")
+SPARSE_PRODUCTS = ("bcoo_dot_general", "bcsr_dot_general")
 
 
 def sparse_product(
@@ -110,7 +110,7 @@ def sparse_product(
     None if it is no sum of whole rows.
     """
     (*sparse, x), aval = args, aval_of(eqn.outvars[0])
-    terms = (_coo_terms if name == "bcoo_dot_general" else _csr_terms)(eqn, name, sparse, x)
+    terms = (_coo_terms if name == "bcoo_dot_general" else _csr_terms)(eqn, sparse, x)
     if terms is None:
         return None
     if isinstance(x, TableView) and not rows_only:
@@ -128,15 +128,12 @@ def sparse_product(
     return None if plan is None else (varying(plan, varies_of(aval)), by_rows)
 
 
-def _csr_terms(
-    eqn: JaxprEqn, name: str, sparse: Sequence[Value], table: View
-) -> BagsOfTable | None:
+def _csr_terms(eqn: JaxprEqn, sparse: Sequence[Value], table: View) -> BagsOfTable | None:
     data, columns, pointers = sparse
-    if name == "bcsr_dot_general":
-        is_plain = parameter(eqn, "dimension_numbers") == (((1,), (0,)), ((), ()))
-        shape = parameter(eqn, "lhs_spinfo").shape
-        if not is_plain or len(shape) != 2 or len(columns.shape) != 1:
-            return None
+    is_plain = parameter(eqn, "dimension_numbers") == (((1,), (0,)), ((), ()))
+    shape = parameter(eqn, "lhs_spinfo").shape
+    if not is_plain or len(shape) != 2 or len(columns.shape) != 1:
+        return None
     rows, entries = pointers.shape[0] - 1, columns.shape[0]
 
     def arrays() -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -149,9 +146,7 @@ def _csr_terms(
     return BagsOfTable(table, rows, entries, aval_of(eqn.outvars[0]), arrays)
 
 
-def _coo_terms(
-    eqn: JaxprEqn, name: str, sparse: Sequence[Value], table: View
-) -> BagsOfTable | None:
+def _coo_terms(eqn: JaxprEqn, sparse: Sequence[Value], table: View) -> BagsOfTable | None:
     data, indices = sparse
     (contract, contract_dense), batch = parameter(eqn, "dimension_numbers")
     shape = parameter(eqn, "lhs_spinfo").shape

@@ -21,16 +21,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.sparse import BCOO, BCSR
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import adds_when_cast, sum_dtype, trailing, wide
 from jmask._base.fallback import report_fallback
-from jmask._base.lowering import lower, primitive
 from jmask._base.row_ids import canonical
-from jmask._base.shardings import explicit_sharding, spec_of, varying_alike, without_repetition
+from jmask._base.shardings import explicit_sharding, spec_of, without_repetition
 from jmask._base.types import Tensor, TensorLike
 from jmask._base.validation import check_flag, checked_choice
 from jmask._kernels.bag_sum import bag_sum
@@ -192,63 +190,6 @@ def _on_values(x: TensorLike, function: Callable[[jax.Array], jax.Array]) -> Ten
     return RowSparse(x.indices, values, shape, coalesced=x.coalesced)
 
 
-# --- X W by the kernel of JAX ------------------------------------------------------------
-#
-# On CPUs JAX has a kernel for a BCSR matrix times an array, which adds v W[j] to its row, entry
-# by entry. For 8 to 63 columns it is two to four times as fast, for others no faster. At a
-# column that W does not have it reads memory outside of W: it runs where every column is in
-# range, which is decided at run time. Derivatives and batches are those of the bags.
-
-_WIDTHS = range(8, 64)
-
-
-def suits_kernel(x: TensorLike, dense: jax.Array) -> bool:
-    return (
-        isinstance(x, BCSR)
-        and isinstance(dense, jax.Array)
-        and explicit_sharding(dense) is None
-        and dense.ndim == 2
-        and dense.shape[1] in _WIDTHS
-        and x.dtype == dense.dtype
-        and x.dtype in (jnp.float32, jnp.float64)
-        and x.indices.dtype == x.indptr.dtype
-        and 0 not in (*x.shape, x.nse)
-    )
-
-
-def _csr_matrix(*arrays: jax.Array) -> BCSR:
-    values, columns, pointers, dense = arrays
-    return BCSR((values, columns, pointers), shape=(pointers.shape[0] - 1, dense.shape[0]))
-
-
-def _csr_terms(*arrays: jax.Array) -> list[jax.Array]:
-    return [_bags(entries(_csr_matrix(*arrays)), arrays[-1], arrays[-1].dtype)]
-
-
-def _csr_kernel(*arrays: jax.Array) -> list[jax.Array]:
-    values, columns, pointers, dense = arrays
-    pointers = jnp.clip(pointers, 0, columns.shape[0])
-    return [_csr_matrix(values, columns, pointers, dense) @ dense]
-
-
-def _csr_kernel_in_range(*arrays: jax.Array) -> list[jax.Array]:
-    _, columns, pointers, dense = arrays
-    # Entries after the last row are padding that the kernel does not read.
-    read = jnp.arange(columns.shape[0], dtype=pointers.dtype) < pointers[-1]
-    in_range = (columns >= 0) & (columns < dense.shape[0])
-    return lax.cond(jnp.all(in_range | ~read), _csr_kernel, _csr_terms, *arrays)
-
-
-_csr_product = primitive(
-    "jmask_csr_product",
-    _csr_terms,
-    shapes=lambda values, columns, pointers, dense: [
-        dense.update(shape=(pointers.shape[0] - 1, dense.shape[1]))
-    ],
-)
-lower(_csr_product, _csr_kernel_in_range, _csr_terms, platform="cpu")
-
-
 # --- dot ---------------------------------------------------------------------------------
 
 
@@ -388,8 +329,6 @@ def _is_result_sparse(lhs: TensorLike, transpose_a: bool, forward_stype: str | N
 def _product_of(
     lhs: TensorLike, rhs: TensorLike, transpose_a: bool, transpose_b: bool, sparse: bool
 ) -> jax.Array | RowSparse:
-    if suits_kernel(lhs, rhs) and not (transpose_a or transpose_b or sparse):
-        return _csr_product.bind(*varying_alike(lhs.data, lhs.indices, lhs.indptr, rhs))[0]
     dtype = jnp.result_type(lhs.dtype, rhs.dtype)
     is_row, is_column = lhs.ndim == 1, rhs.ndim == 1
     summed = sum_dtype(dtype)

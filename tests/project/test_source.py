@@ -1,7 +1,9 @@
 """Rules about the source itself."""
 
 import ast
+import pkgutil
 import re
+import runpy
 import sys
 import tomllib
 from pathlib import Path
@@ -34,6 +36,17 @@ def test_only_public_jax():
         assert "jax._src" not in path.read_text(), path
         for name in imported(path):
             assert name.split(".")[0] not in ("jax", "optax") or "._" not in name, (path, name)
+
+
+def test_what_programs_take_from_jmask_exists():
+    """Benchmarks are not run by tests, and name functions that may be gone."""
+    for path in EVERYTHING:
+        for name in imported(path):
+            if name.split(".")[0] == "jmask":
+                pkgutil.resolve_name(name)
+    tricks = runpy.run_path(str(ROOT / "benchmarks" / "tricks.py"))["TRICKS"]
+    for name, (holder, decision, _) in tricks.items():
+        assert callable(getattr(holder, decision)), name
 
 
 def test_nothing_depends_on_who_calls():
