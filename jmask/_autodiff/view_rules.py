@@ -307,6 +307,7 @@ def _pad(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View] | None:
     is_view = isinstance(x, View) and not isinstance(padding, View)
     if not is_view or any(interior for *_, interior in config):
         return None
+    padding = padding if hasattr(padding, "shape") else np.asarray(padding, x.dtype)
     for d, (low, high) in enumerate((int(low), int(high)) for low, high, _ in config):
         cut = x.shape[d] + min(low, 0) + min(high, 0)
         if cut != x.shape[d]:
