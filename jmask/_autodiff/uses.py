@@ -104,7 +104,7 @@ def reason(
     others = [need for need in needs if not need.is_lookup]
     by_columns = [need for need in others if _name(need) in LOOKING_UP]
     whole = next((need for need in others if need not in by_columns), None)
-    if whole is not None and name_of(whole.eqns[-1]) != _name(whole):
+    if whole is not None and whole.eqns and name_of(whole.eqns[-1]) != _name(whole):
         return what_is_unknown(whole.eqns[-1]), place_of(whole), "Please report it."
     if is_multiplied_alone(jaxpr, needs):
         remedy = "`table[ids]` is the product `jax.nn.one_hot(ids, len(table)) @ table`."
