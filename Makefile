@@ -10,7 +10,7 @@ $(foreach x,torch peers mxnet addons,$(eval PYTHON_$x ?= $(PYTHON_oldest)))# new
 PACKAGES_between := -e '.[test,examples]' 'jax==0.11.*' 'jaxlib==0.11.*'
 PACKAGES_oldest := -e '.[test,examples]' jax==0.10.0 jaxlib==0.10.0 optax==0.2.8
 PACKAGES_torch := -e '.[test]' torch==2.13.0
-PACKAGES_peers := -e '.[test]' absl-py scikit-learn expecttest torch==2.13.0
+PACKAGES_peers := -e '.[test]' absl-py scikit-learn expecttest torch==2.13.0 dm-haiku numpyro
 PACKAGES_accelerators := -e '.[test]' 'jax[tpu,cuda12-local]' 'rich>=13'# compilers, no libraries
 PACKAGES_tensorflow := tensorflow-cpu==2.21.0
 PACKAGES_mxnet := mxnet==1.9.1 numpy==1.23.5
@@ -58,7 +58,8 @@ test-lowered: .venv/test.stamp .venv/examples.stamp
 		tests/optim/test_conditional_steps.py tests/optim/test_inside_programs.py)
 # Other projects' own tests, which come with their packages, with jmask in place of what they test.
 test-peers: .venv-peers/ready.stamp .venv-mxnet/ready.stamp .venv-addons/ready.stamp
-	$(PEERS) $(ARGS) tests/peers/test_mxnet.py tests/against_torch/test_porting.py
+	$(PEERS) $(ARGS) $(addprefix tests/,$(addsuffix .py,peers/test_mxnet peers/test_other_programs \
+		against_torch/test_porting))
 	$(PEERS) -m $(call NEEDS,expecttest)/peers
 	$(PEERS) -p tests.peers.numpy_ma --pyargs $(addprefix numpy.ma.tests.test_,core old_ma extras)
 	$(PEERS) -p tests.peers.optax_lifted --pyargs optax._src.alias_test optax._src.transform_test \

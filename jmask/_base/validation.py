@@ -227,12 +227,14 @@ class Model:
 
 def as_table(table: object) -> jax.Array:
     array = _array(table)
-    if array is not None:
-        return array
-    raise TypeError(
-        f"`table` must be an array (V, *row), got {type(table).__name__}: of a tree of "
-        "parameters give the one that is looked up, as in `params['table']`."
-    )
+    if array is None:
+        raise TypeError(
+            f"`table` must be an array (V, *row), got {type(table).__name__}: of a tree of "
+            "parameters give the one that is looked up, as in `params['table']`."
+        )
+    if array.ndim == 0:
+        raise ValueError("`table` must have a dimension of rows, got a scalar.")
+    return array
 
 
 def not_an_array(name: str, leaf: object, advice: str) -> TypeError:

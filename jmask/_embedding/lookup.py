@@ -208,10 +208,7 @@ def checked_table(table: object) -> Table:
             "`table` must be an array or a jmask.RowSparse, got "
             f"{type(table).__name__}: pass `table.{dense}`."
         )
-    table = as_table(table)
-    if table.ndim == 0:
-        raise ValueError("`table` must have a dimension of rows, got a scalar.")
-    return table
+    return as_table(table)
 
 
 # --- max norm -----------------------------------------------------------------------------
@@ -304,7 +301,8 @@ def checked_bound(table: Table, max_norm: Scalar | None, norm_type: object) -> B
         raise TypeError(f"`max_norm` needs a floating or complex `table`, got {table.dtype}.")
     number = checked_scalar("max_norm", max_norm, wide(real_dtype(table.dtype)))
     is_traced = isinstance(max_norm, jax.core.Tracer)
-    if not is_traced and not 0 < np.asarray(max_norm) < np.inf:
+    is_flag = isinstance(max_norm, bool)
+    if is_flag or (not is_traced and not 0 < np.asarray(max_norm) < np.inf):
         raise ValueError(f"`max_norm` must be positive and finite, got {max_norm}.")
     return Bound(number, norm_type)
 

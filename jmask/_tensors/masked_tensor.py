@@ -282,7 +282,10 @@ def as_masked_tensor(x: TensorLike) -> MaskedTensor:
         >>> jmask.as_masked_tensor(jnp.arange(3))
         MaskedTensor([0, 1, 2], dtype=int32)
     """
-    return x if isinstance(x, MaskedTensor) else MaskedTensor(x)
+    if isinstance(x, MaskedTensor):
+        return x
+    stype(x)  # refuses what is no tensor
+    return MaskedTensor(x)
 
 
 def common_shape(shapes: Sequence[Shape], operands: str = "operands") -> Shape:
