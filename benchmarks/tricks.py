@@ -23,7 +23,7 @@ TRICKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "fast gather": (_gather.Gather, "is_slow_copy", lambda *_: False),
     "bags by column": (_bag_sum.BagSum, "is_short", lambda *_: False),
     # `table[ids].sum(1)` in a loss is then a lookup and a sum.
-    "sums of lookups": (_bags, "sum_of", lambda *_: None),
+    "sums of lookups": (_bags, "rows_of", lambda *_: None),
     "whole small tables": (_row_update, "is_saturated", lambda *_: False),
 }
 # The tricks that some program has been made without.

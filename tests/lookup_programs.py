@@ -116,6 +116,7 @@ _ROWS = """
     scanned table | 6 | square(lax.map(lambda x: x[VALID], t.reshape(2, V // 2, D)))
     some columns | 6 | square(t[IDS, 1:3])
     padded table | 6 | square(jnp.pad(t, ((1, 2), (0, 1)))[IDS])
+    cut and padded table | 6 | square(lax.pad(t, 0.5, ((-1, 2, 0), (1, -1, 0)))[IDS])
     expanded table | 6 | square(t[:, None, :][IDS])
     jit | 6 | jax.jit(lambda t: square(t[IDS]))(t)
     jit in jit | 6 | jax.jit(lambda t: square(jax.jit(double_rows)(t, IDS)))(t)

@@ -8,7 +8,6 @@ flax nnx (any object that is a pytree) writes to itself: the function gets a cop
 batch statistics nobody sees.
 """
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from jmask._base.lowering import lower, primitive
 from jmask._base.row_ids import mapped_words
 from jmask._base.shardings import explicit_sharding, varying_axes
 from jmask._base.types import Function, Gradient, Gradients, Options, PyTree
-from jmask._base.validation import leaf_name
+from jmask._base.validation import leaf_name, shown
 from jmask._kernels.gathered_rows import GATHERED
 from jmask._kernels.rows import plus_zero, zero_after_reading
 from jmask._tensors.masked_tensor import MaskedTensor
@@ -44,9 +43,12 @@ def checked_loss(fun: Function, numbers: Sequence[int], has_aux: bool) -> Functi
             after = jax.tree.leaves(objects[number])
             if any(old is not new for (_, old), new in zip(leaves, after, strict=False)):
                 _check_not_written(fun, number, args, kwargs)
-        is_pair = isinstance(result, tuple) and len(result) == 2
-        if not has_aux or is_pair:  # JAX's error says what is expected with `has_aux`
-            _check_scalar(result[0] if has_aux else result)
+        if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+            raise TypeError(
+                "with has_aux=True `fun` must return a two-element tuple (loss, aux), got "
+                f"{shown(result)}."
+            )
+        _check_scalar(result[0] if has_aux else result)
         return result
 
     return checked
@@ -166,11 +168,5 @@ def _ordered(gradient: Gradient, value: jax.Array, zero: jax.Array) -> Gradient:
     shardings = [explicit_sharding(x) for x in (leaf, value)]
     if len({None if x is None else x.mesh for x in shardings}) > 1:
         return gradient
-    known = GATHERED.of(gradient.values)
-    if known is None:
-        waiting = mapped_words(leaf, lambda words: plus_zero(words, zero))
-        return gradient.with_leaves(waiting, gradient.values)
-    # The ids are sorted meanwhile; of the rows that nothing reads nothing is left.
-    rows = gradient.values * plus_zero(jnp.ones((), jnp.int32), zero).astype(gradient.dtype)
-    GATHERED.note(rows, dataclasses.replace(known, index=plus_zero(known.index, zero)))
-    return gradient.with_values(rows)
+    waiting = mapped_words(leaf, lambda words: plus_zero(words, zero))
+    return gradient.with_leaves(waiting, gradient.values)

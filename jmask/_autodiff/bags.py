@@ -12,24 +12,29 @@ if it does not, it gets an array.
 """
 
 import dataclasses
+import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmask._autodiff.lookups import WINDOWS, windows_of
 from jmask._autodiff.sums import bag_of_table
 from jmask._autodiff.taps import NONE, Taps
 from jmask._autodiff.views import Lookup, TableView, View
 from jmask._base.array_types import is_known, trailing, wide
-from jmask._base.forms import aval_of, parameter
+from jmask._base.forms import aval_of, name_of, parameter
+from jmask._base.jaxprs import bound, read
 from jmask._base.row_ids import canonical, widen
 from jmask._base.shardings import sharding_of_type
-from jmask._base.types import Function, Shape, Value
+from jmask._base.types import Atom, Shape, Value
 from jmask._kernels.bag_sum import BAG_SUM, BagSum, are_many
+
+Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,25 +45,19 @@ class Entries:
         ids: canonical; padding reads zeros, and has no gradient.
         read: other ids that rows are read at, or None. An id outside of a table that a program
             promises not to have reads its last row.
-        weight: in the dtype of sums, or None for ones.
-        slope: the weight of gradients, or None: the same. Where a mask leaves out an infinite
-            weight it is nan, as JAX has 0 times infinity there.
         outside: where rows are nan, or None.
+        weight: in the dtype of sums, or None for ones.
     """
 
-    ids: jax.Array
-    read: jax.Array | None = None
-    weight: jax.Array | None = None
-    slope: jax.Array | None = None
-    outside: jax.Array | None = None
+    ids: Array
+    read: Array | None = None
+    outside: Array | None = None
+    weight: Array | None = None
 
-    def moved(self, function: Callable[[jax.Array], jax.Array]) -> "Entries":
+    def moved(self, function: Callable[[Array], Array]) -> "Entries":
         """Return it with all arrays in another shape."""
-        others = (
-            None if x is None else function(x)
-            for x in (self.read, self.weight, self.slope, self.outside)
-        )
-        return Entries(function(self.ids), *others)
+        arrays = (self.ids, self.read, self.outside, self.weight)
+        return Entries(*(None if x is None else function(x) for x in arrays))  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,11 +68,82 @@ class Rows(View):
         table: whose rows these are.
         entries: the shape of their ids.
         described: makes the arrays that describe the entries, once the program runs.
+        is_weighted: whether these have weights.
     """
 
     table: TableView | None = None
     entries: Shape = ()
     described: Callable[[], Entries] = lambda: Entries(jnp.zeros(0))
+    is_weighted: bool = False
+
+
+class Scope:
+    """What is asked of the variables of one program, besides their values."""
+
+    def __init__(self, jaxpr: Jaxpr, values: dict[Var, Value]) -> None:
+        self._jaxpr, self._values = jaxpr, values
+
+    @functools.cached_property
+    def _uses(self) -> Counter[Atom]:
+        operands = [v for eqn in self._jaxpr.eqns for v in eqn.invars] + self._jaxpr.outvars
+        return Counter(v for v in operands if isinstance(v, Var))
+
+    @functools.cached_property
+    def _makers(self) -> dict[Atom, JaxprEqn]:
+        return {v: eqn for eqn in self._jaxpr.eqns for v in eqn.outvars}
+
+    def is_alone(self, v: Atom) -> bool:
+        """Decide whether one equation, or the result, has the only use of a variable."""
+        return isinstance(v, Var) and self._uses[v] == 1
+
+    def broadcast(self, v: Atom) -> tuple[Value, Sequence[int]] | None:
+        """Return what a variable is a broadcast of, and the dimensions of that; else None."""
+        if isinstance(v, Literal):
+            return v.val, ()
+        eqn = self._makers.get(v)
+        if eqn is None:
+            value = self._values[v]
+            return (value, ()) if _is_number(value) else None
+        if not eqn.invars:
+            return None
+        source = eqn.invars[0]
+        known = None if aval_of(source).shape else self.broadcast(source)
+        if name_of(eqn) == "convert_element_type":  # 0 is 0 in any dtype
+            return known if known is not None and _is_zero(known[0]) else None
+        if name_of(eqn) != "broadcast_in_dim":
+            return None
+        value = read(self._values, source)
+        if known is None and isinstance(value, View):
+            return None
+        return known or (value, [int(d) for d in parameter(eqn, "broadcast_dimensions")])
+
+    def per_entry(self, v: Atom, x: Rows) -> Callable[[], Array] | None:
+        """Return a function that returns numbers (*entries,) that a variable is along rows."""
+        value = read(self._values, v)
+        if isinstance(value, View):
+            return None
+        source, dims = self.broadcast(v) or (value, range(np.ndim(value)))
+        if np.ndim(source) == 0:
+            return lambda: jnp.broadcast_to(source, x.entries)
+        lead = len(x.entries)
+        if any(d >= lead and n != 1 for d, n in zip(dims, source.shape, strict=True)):
+            return None
+        kept = [i for i, d in enumerate(dims) if d < lead]
+
+        def numbers() -> Array:
+            array = source.reshape([source.shape[i] for i in kept])
+            return jax.lax.broadcast_in_dim(array, x.entries, [dims[i] for i in kept])
+
+        return numbers
+
+
+def _is_number(x: Value) -> bool:
+    """Decide whether a value is a number that the program has, and not an array."""
+    return isinstance(x, int | float | np.generic | np.ndarray) and np.ndim(x) == 0
+
+
+def _is_zero(x: Value) -> bool:
+    return _is_number(x) and not np.any(x)
 
 
 def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Value], lookup: Lookup) -> Rows | None:
@@ -83,8 +153,7 @@ def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Value], lookup: Lookup) -> 
     if name not in WINDOWS or not isinstance(x, TableView) or plan[0].kind != "rows":
         return None
     windows = windows_of(eqn, name, args)
-    entries, fill = windows.batch, windows.fill
-    lead = len(entries)
+    lead, fill = len(windows.batch), windows.fill
     if jax.sharding.get_abstract_mesh().manual_axes or sharding_of_type(aval) is not None:
         return None
     if not (
@@ -92,15 +161,15 @@ def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Value], lookup: Lookup) -> 
         and windows.single == windows.started == {0}
         and x.ndim > 1
         and tuple(windows.offsets) == tuple(range(lead, len(aval.shape)))
-        and is_known(*entries)
-        and are_many(math.prod(entries))
+        and is_known(*windows.batch)
+        and are_many(math.prod(windows.batch))
         and jnp.issubdtype(x.dtype, jnp.floating)
         and (fill is None or fill == 0 or math.isnan(fill))
     ):
         return None
 
     def described() -> Entries:
-        (start,) = windows.starts().values()
+        start: Value = windows.starts()[0]
         rows = x.shape[0]
         in_range = widen(jnp.clip(start, 0, rows - 1), rows)
         if windows.clips:
@@ -108,158 +177,100 @@ def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Value], lookup: Lookup) -> 
         ids = canonical(start, rows)
         if fill is None:
             return Entries(ids, in_range)
-        outside = None if fill == 0 else ids == np.asarray(rows, ids.dtype)
-        return Entries(ids, outside=outside)
+        return Entries(ids, None, None if fill == 0 else ids == np.asarray(rows, ids.dtype))
 
     return Rows(
         tuple(aval.shape),
         x.dtype,
-        lambda count, where, plans: False,
-        lambda *_: run(NONE),
+        lambda p: None,
         lambda _: run(NONE),
         x.tables,
         is_lookup=True,
         varies=x.varies,
         whole=lookup,
         table=x,
-        entries=entries,
+        entries=windows.batch,
         described=described,
     )
 
 
-def changed(
-    eqn: JaxprEqn,
-    name: str,
-    args: Sequence[Value],
-    broadcast: Callable[[int], Value],
-    bind: Callable[[Sequence[Value]], Value],
-) -> Rows | None:
-    """Return what an equation makes of rows, if these are rows that wait; else None.
-
-    Args:
-        broadcast: the number of an operand -> (what it is a broadcast of, the dimensions of
-            this), or None.
-        bind: operands as arrays -> the result, as the equation has it.
-    """
-    rule = _RULES.get(name)
-    which = next(i for i, x in enumerate(args) if isinstance(x, Rows))
-    made = None if rule is None else rule(eqn, args, which, broadcast)
+def of_rows(
+    eqn: JaxprEqn, name: str, args: Sequence[Value], scope: Scope
+) -> Lookup | Rows | None:
+    """Return the sum that an equation makes of rows, or rows that wait on; else None."""
+    which, *others = [i for i, x in enumerate(args) if isinstance(x, Rows)]
+    if others or not scope.is_alone(eqn.invars[which]):
+        return None
+    if name in ("reduce_sum", "dot_general"):
+        return _sum(eqn, name, args, which)
+    x, made = args[which], None
+    if name in _RULES:
+        made = _RULES[name](eqn, x, which, scope)
     if made is None:
         return None
-    x, aval = args[which], aval_of(eqn.outvars[0])
-    plan, run = x.whole
+    (plan, run), aval, (entries, described) = x.whole, aval_of(eqn.outvars[0]), made
 
-    def changed_run(taps: Taps) -> jax.Array:
-        return bind([run(taps) if i == which else a for i, a in enumerate(args)])
+    def changed(taps: Taps) -> Array:
+        return bound(eqn, [run(taps) if i == which else a for i, a in enumerate(args)])[0]
 
-    entries, described = made
     return dataclasses.replace(
         x,
         shape=tuple(aval.shape),
         dtype=aval.dtype,
-        read=lambda *_: changed_run(NONE),
-        make=lambda _: changed_run(NONE),
-        whole=(plan, changed_run),
+        make=lambda _: changed(NONE),
+        whole=(plan, changed),
         entries=entries,
         described=described,
+        is_weighted=x.is_weighted or name == "mul",
     )
 
+
+# --- rows that wait on --------------------------------------------------------------------
 
 _Made = tuple[Shape, Callable[[], Entries]] | None
 
 
-def _per_entry(x: Rows, other: Value, number: int, broadcast: Callable) -> Callable | None:
-    """Return a function that returns numbers (*entries,) that an operand is along rows."""
-    if np.ndim(other) == 0:
-        return lambda: other
-    lead, known = len(x.entries), broadcast(number)
-    if known is not None:
-        source, dims = known
-        if np.ndim(source) == 0:
-            return lambda: source
-        if all(d < lead or size == 1 for d, size in zip(dims, source.shape, strict=True)):
-            kept = [i for i, d in enumerate(dims) if d < lead]
-            along = [dims[i] for i in kept]
-
-            def numbers() -> jax.Array:
-                array = source.reshape([source.shape[i] for i in kept])
-                return jax.lax.broadcast_in_dim(array, x.entries, along)
-
-            return numbers
-    shape = tuple(other.shape)
-    if len(shape) == x.ndim and all(size == 1 for size in shape[lead:]):
-        return lambda: jnp.broadcast_to(other.reshape(shape[:lead]), x.entries)
-    return None
-
-
-def _times(eqn: JaxprEqn, args: Sequence[Value], which: int, broadcast: Callable) -> _Made:
-    x, other = args[which], args[1 - which]
-    if isinstance(other, View) or other.dtype != x.dtype or x.dtype != wide(x.dtype):
-        return None
-    numbers = _per_entry(x, other, 1 - which, broadcast)
-    if numbers is None:
+def _times(eqn: JaxprEqn, x: Rows, which: int, scope: Scope) -> _Made:
+    other = eqn.invars[1 - which]
+    numbers = scope.per_entry(other, x)
+    if numbers is None or aval_of(other).dtype != x.dtype or x.dtype != wide(x.dtype):
         return None
 
     def described() -> Entries:
-        known, weight = x.described(), jnp.broadcast_to(numbers(), x.entries)
-        slope = None if known.slope is None else known.slope * weight
+        known, weight = x.described(), numbers()
         weight = weight if known.weight is None else known.weight * weight
-        return dataclasses.replace(known, weight=weight, slope=slope)
+        return dataclasses.replace(known, weight=weight)
 
     return x.entries, described
 
 
-def _select(eqn: JaxprEqn, args: Sequence[Value], which: int, broadcast: Callable) -> _Made:
-    x, predicate = args[which], args[0]
-    if len(args) != 3 or which == 0 or isinstance(predicate, View):
+def _select(eqn: JaxprEqn, x: Rows, which: int, scope: Scope) -> _Made:
+    """Replace the ids of rows that are not chosen; of weights, 0 times infinity is nan."""
+    if x.is_weighted or which == 0 or len(eqn.invars) != 3:
         return None
-    zero = broadcast(3 - which)
-    if zero is None or not is_zero(zero[0]) or predicate.dtype != jnp.dtype(bool):
-        return None
-    chosen = _per_entry(x, predicate, 0, broadcast)
-    if chosen is None:
+    zero, chosen = scope.broadcast(eqn.invars[3 - which]), scope.per_entry(eqn.invars[0], x)
+    is_mask = aval_of(eqn.invars[0]).dtype == jnp.dtype(bool)
+    if zero is None or not _is_zero(zero[0]) or chosen is None or not is_mask:
         return None
 
     def described() -> Entries:
-        known, is_kept = x.described(), jnp.broadcast_to(chosen(), x.entries)
-        is_kept = is_kept if which == 2 else ~is_kept
-
-        def kept(numbers: jax.Array | None, other: int) -> jax.Array | None:
-            if numbers is None:
-                return None
-            return jnp.where(is_kept, numbers, np.asarray(other, numbers.dtype))
-
-        padding = x.table.shape[0]
+        known, is_kept = x.described(), chosen() if which == 2 else ~chosen()
+        assert x.table is not None
+        padding = np.asarray(x.table.shape[0], known.ids.dtype)
+        at = None if known.read is None else jnp.where(is_kept, known.read, padding)
         outside = None if known.outside is None else known.outside & is_kept
-        if known.weight is None:
-            ids = jnp.where(is_kept, known.ids, np.asarray(padding, known.ids.dtype))
-            return Entries(ids, kept(known.read, padding), outside=outside)
-        read = kept(known.ids if known.read is None else known.read, padding)
-        slope = known.weight if known.slope is None else known.slope
-        slope = jnp.where(is_kept, slope, slope * np.asarray(0, slope.dtype))
-        return Entries(known.ids, read, kept(known.weight, 0), slope, outside)
+        return Entries(jnp.where(is_kept, known.ids, padding), at, outside)
 
     return x.entries, described
 
 
-def is_number(x: Value) -> bool:
-    """Decide whether a value is a number that the program has, and not an array."""
-    return isinstance(x, int | float | np.generic | np.ndarray) and np.ndim(x) == 0
-
-
-def is_zero(x: Value) -> bool:
-    return is_number(x) and not np.any(x)
-
-
-def _widened(eqn: JaxprEqn, args: Sequence[Value], which: int, broadcast: Callable) -> _Made:
-    (x,) = args
-    is_wide = aval_of(eqn.outvars[0]).dtype == wide(x.table.dtype)
+def _widened(eqn: JaxprEqn, x: Rows, which: int, scope: Scope) -> _Made:
+    is_wide = x.table is not None and aval_of(eqn.outvars[0]).dtype == wide(x.table.dtype)
     return (x.entries, x.described) if is_wide else None
 
 
-def _reshape(eqn: JaxprEqn, args: Sequence[Value], which: int, broadcast: Callable) -> _Made:
-    x, shape = args[0], tuple(aval_of(eqn.outvars[0]).shape)
-    row = x.shape[len(x.entries) :]
+def _reshape(eqn: JaxprEqn, x: Rows, which: int, scope: Scope) -> _Made:
+    shape, row = tuple(aval_of(eqn.outvars[0]).shape), x.shape[len(x.entries) :]
     lead = len(shape) - len(row)
     if lead < 1 or shape[lead:] != row or math.prod(shape) != math.prod(x.shape):
         return None
@@ -267,39 +278,33 @@ def _reshape(eqn: JaxprEqn, args: Sequence[Value], which: int, broadcast: Callab
     return entries, lambda: x.described().moved(lambda a: a.reshape(entries))
 
 
-def _transpose(eqn: JaxprEqn, args: Sequence[Value], which: int, broadcast: Callable) -> _Made:
-    x, order = args[0], tuple(parameter(eqn, "permutation"))
-    lead = len(x.entries)
+def _transpose(eqn: JaxprEqn, x: Rows, which: int, scope: Scope) -> _Made:
+    order, lead = tuple(parameter(eqn, "permutation")), len(x.entries)
     if order[lead:] != tuple(range(lead, x.ndim)):
         return None
     entries = tuple(x.entries[d] for d in order[:lead])
     return entries, lambda: x.described().moved(lambda a: a.transpose(order[:lead]))
 
 
-_RULES: dict[str, Function] = {
+_RULES: dict[str, Callable[[JaxprEqn, Rows, int, Scope], _Made]] = {
     "mul": _times,
     "select_n": _select,
     "convert_element_type": _widened,
-    "broadcast_in_dim": _reshape,
-    "expand_dims": _reshape,
-    "reshape": _reshape,
-    "squeeze": _reshape,
     "transpose": _transpose,
+    **dict.fromkeys("broadcast_in_dim expand_dims reshape squeeze".split(), _reshape),
 }
 
 
 # --- sums ---------------------------------------------------------------------------------
 
 
-def sum_of(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Lookup | None:
-    """Return the sum that an equation makes of rows that wait, as a bag sum; else None."""
+def _sum(eqn: JaxprEqn, name: str, args: Sequence[Value], which: int) -> Lookup | None:
+    x, weights = args[which], None
     if name == "reduce_sum":
-        (x,), weights = args, None
         summed = tuple(sorted(parameter(eqn, "axes")))
         kept = tuple(d for d in range(len(x.entries)) if d not in summed)
-    elif name == "dot_general":
-        which = next(i for i, a in enumerate(args) if isinstance(a, Rows))
-        x, other = args[which], args[1 - which]
+    else:
+        other = args[1 - which]
         contracted, batch = parameter(eqn, "dimension_numbers")
         kept, summed = tuple(batch[which]), tuple(contracted[which])
         shared = (*batch[1 - which], *contracted[1 - which])
@@ -307,38 +312,29 @@ def sum_of(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Lookup | None:
         if isinstance(other, View) or any(other.shape[d] != 1 for d in free):
             return None
         weights = lambda: jnp.transpose(other, (*shared, *free))
-    else:
-        return None
     aval, dtype = aval_of(eqn.outvars[0]), wide(x.table.dtype)
     is_sum = summed and kept and sorted((*kept, *summed)) == list(range(len(x.entries)))
     if not is_sum or aval.dtype != dtype or math.prod(x.entries[d] for d in summed) < 2:
         return None
     bags = math.prod(x.entries[d] for d in kept)
-
-    def by_bags(a: jax.Array) -> jax.Array:
-        return a.transpose((*kept, *summed)).reshape(bags, -1)
-
-    def weighted(weight: jax.Array | None) -> jax.Array | None:
-        weight = None if weight is None else weight.astype(dtype)
-        if weights is None:
-            return weight
-        of_bags = weights().reshape(bags, -1).astype(dtype)
-        return of_bags if weight is None else weight * of_bags
-
+    bag_of = lambda ids, weight: BagSum(x.table, ids, None, weight, None, bags, 0)
     # Of the trial: no more than shapes.
     positions: Value = jax.ShapeDtypeStruct((bags, math.prod(x.entries) // bags), np.int32)
-    tap = bag_of_table(BagSum(x.table, positions, None, None, None, bags, 0), aval).tap
+    plan, _ = bag_of_table(bag_of(positions, None), aval).lookup(lambda: positions)
 
-    def run(taps: Taps) -> jax.Array:
+    def run(taps: Taps) -> Array:
+        by_bags = lambda a: a.transpose((*kept, *summed)).reshape(bags, -1)
         known = x.described().moved(by_bags)
-        weight = weighted(known.weight)
-        read = known.ids if known.read is None else known.read
-        ((sums,),) = BAG_SUM([BagSum(x.table.array, read, None, weight, None, bags, 0)])
+        weight = None if known.weight is None else known.weight.astype(dtype)
+        if weights is not None:
+            of_bags = weights().reshape(bags, -1).astype(dtype)
+            weight = of_bags if weight is None else weight * of_bags
+        bag = bag_of(known.ids if known.read is None else known.read, weight)
+        ((sums,),) = BAG_SUM([dataclasses.replace(bag, table=x.table.array)])
         if known.outside is not None:  # all of a bag with such a row is nan
             nan = jnp.where(known.outside.any(1), jnp.asarray(math.nan, sums.dtype), 0)
             sums = sums + trailing(nan, sums.ndim)
-        slope = weight if known.slope is None else weighted(known.slope)
-        terms = bag_of_table(BagSum(x.table, known.ids, None, slope, None, bags, 0), aval)
-        return terms.tapped(sums, taps).reshape(aval.shape)
+        _, tapped = bag_of_table(bag_of(known.ids, weight), aval).lookup(lambda: sums)
+        return tapped(taps).reshape(aval.shape)
 
-    return [tap], run
+    return plan, run

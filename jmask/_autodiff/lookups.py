@@ -9,6 +9,7 @@ the tables, where the taps are.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -18,15 +19,15 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jmask._autodiff.sums import SPARSE_PRODUCTS
+from jmask._autodiff.sums import SPARSE_PRODUCTS, sparse_product
 from jmask._autodiff.taps import Tap, Taps
+from jmask._autodiff.view_rules import window_of
 from jmask._autodiff.views import (
     Lookup,
     Positions,
     TableView,
     Valid,
     View,
-    Where,
     ids_at,
     numbered_dimensions,
     per_entry,
@@ -34,13 +35,14 @@ from jmask._autodiff.views import (
     read_at,
     varies_of,
     varying,
+    with_tap,
 )
 from jmask._base.array_types import trailing
 from jmask._base.forms import aval_of, parameter
 from jmask._base.jaxprs import bound
 from jmask._base.row_ids import canonical, id_dtype, widen
 from jmask._base.shardings import sharding_of_type
-from jmask._base.types import Shape, Value
+from jmask._base.types import Index, Shape, Value
 from jmask._kernels.bag_sum import BAG_SUM
 from jmask._kernels.gather import SLOW_COPY, Gather, slow_copy_of
 from jmask._kernels.lines import LOOKUP as ROWS_OF_LINES
@@ -69,7 +71,7 @@ class Windows:
     single: frozenset[int]
     batch: Shape
     offsets: Sequence[int]
-    starts: Callable[[], Mapping[int, jax.Array]]
+    starts: Callable[[], Mapping[int, Index]]
     started: frozenset[int]
     clips: bool = True
     fill: Value = None
@@ -100,53 +102,41 @@ class Windows:
                     return None
         return leading
 
+    def begins(self, shape: Shape) -> list[Index]:
+        """Return where windows begin along each dimension, moved to where they fit."""
+        begins: list[Index] = [0] * len(shape)
+        for d, start in self.starts().items():
+            last = shape[d] - self.sizes[d]
+            if isinstance(start, int):  # of a slice, which fits
+                begins[d] = start
+            else:
+                begins[d] = jnp.clip(widen(start, shape[d]), 0, last)
+        return begins
+
     def entries(self, leading: int) -> Shape:
         """Return the shape of the entries: of windows, and of rows in each of them."""
-        return (*self.batch, *(self.sizes[d] for d in self._more(leading)))
+        more = (self.sizes[d] for d in range(leading) if d not in self.single)
+        return (*self.batch, *more)
 
-    def _more(self, leading: int) -> list[int]:
-        return [d for d in range(leading) if d not in self.single]
-
-    def positions(
-        self, shape: Shape, leading: int
-    ) -> tuple[Positions, Valid, dict[int, jax.Array]]:
-        """Return positions in range, where they count, and where windows begin in a row."""
-        starts = {d: widen(jnp.asarray(s), shape[d]) for d, s in self.starts().items()}
+    def positions(self, shape: Shape, leading: int) -> Positions:
+        """Return the positions of all rows in the windows, relative to where these begin."""
+        more = [d for d in range(leading) if d not in self.single]
+        entries = self.entries(leading)
+        along = [jnp.zeros((), id_dtype(n)) for n in shape[:leading]]
+        for axis, d in enumerate(more, len(self.batch)):
+            if self.sizes[d] > 1:
+                along[d] = lax.broadcasted_iota(id_dtype(shape[d]), entries, axis)
         valid: Valid = None
-        for d, start in starts.items():
-            last = shape[d] - self.sizes[d]
-            if not self.clips:
-                fits = (start >= 0) & (start <= last)
-                valid = fits if valid is None else valid & fits
-            starts[d] = jnp.clip(start, 0, last)
-        entries, more = self.entries(leading), self._more(leading)
-        along = []
-        for d in range(leading):
-            p = per_entry(starts.get(d, jnp.zeros((), id_dtype(shape[d]))), entries)
-            if d in more and self.sizes[d] > 1:
-                axis = len(self.batch) + more.index(d)
-                p = p + lax.broadcasted_iota(p.dtype, entries, axis)
-            along.append(p)
-        valid = None if valid is None else per_entry(valid, entries)
-        in_row = {d: per_entry(s, entries) for d, s in starts.items() if d >= leading}
-        return Positions(along, Where(entries)), valid, in_row
+        for d, start in () if self.clips else self.starts().items():
+            start = widen(jnp.asarray(start), shape[d])
+            fits = (start >= 0) & (start <= shape[d] - self.sizes[d])
+            valid = fits if valid is None else valid & fits
+        return Positions(along, entries, None if valid is None else per_entry(valid, entries))
 
-    def placed(
-        self, rows: jax.Array, shape: Shape, leading: int, in_row: Mapping[int, jax.Array]
-    ) -> jax.Array:
-        """Return rows (*entries, *row) as the equation has them: parts of rows, transposed."""
-        lead = len(self.entries(leading))
-        if any(self.sizes[d] != shape[d] for d in range(leading, len(shape))):
-            zeros = jnp.zeros(rows.shape[:lead], np.int32)
-            firsts = [in_row.get(d, zeros) for d in range(leading, len(shape))]
-
-            def part(row: jax.Array, *first: jax.Array) -> jax.Array:
-                return lax.dynamic_slice(row, first, self.sizes[leading:])
-
-            for _ in range(lead):
-                part = jax.vmap(part)
-            rows = part(rows, *firsts)
-        single = [lead + d - leading for d in range(leading, len(shape)) if d in self.single]
+    def placed(self, rows: jax.Array, leading: int) -> jax.Array:
+        """Return what is read (*entries, *window) as the equation has it."""
+        lead = rows.ndim + leading - len(self.sizes)
+        single = [lead + d - leading for d in self.single if d >= leading]
         rows = lax.squeeze(rows, single) if single else rows
         return jnp.moveaxis(rows, range(len(self.batch), rows.ndim), self.offsets)
 
@@ -157,7 +147,7 @@ def windows_of(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Windows:
         begin, end = parameter(eqn, "start_indices"), parameter(eqn, "limit_indices")
         sizes = tuple(j - i for i, j in zip(begin, end, strict=True))
         every = range(len(sizes))
-        at = lambda: {d: jnp.asarray(s, np.int32) for d, s in enumerate(begin)}
+        at = lambda: dict(enumerate(begin))
         return Windows(sizes, frozenset(), (), every, at, frozenset(every))
     if name == "dynamic_slice":
         sizes, every = tuple(aval_of(eqn.outvars[0]).shape), range(len(args) - 1)
@@ -204,107 +194,44 @@ def gather_of(eqn: JaxprEqn) -> Gather:
     return Gather(**{f.name: parameter(eqn, f.name) for f in dataclasses.fields(Gather)})
 
 
+# --- lookups ------------------------------------------------------------------------------
+
 WINDOWS = ("gather", SLOW_COPY.name)
-"""The equations that read windows, wherever ids are; slices are views until they are read."""
+LOOKUPS = (
+    *WINDOWS,
+    BAG_SUM.primitive.name,
+    LOOKUP.name,
+    ROWS_OF_LINES.name,
+    *SPARSE_PRODUCTS,
+)
+"""The equations that look rows up, wherever ids are; slices are views until they are read."""
 
 
-def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Lookup | None:
-    """Return how an equation reads windows of a view, or None if it does not read rows."""
-    x, windows, aval = args[0], windows_of(eqn, name, args), aval_of(eqn.outvars[0])
-    shape = x.shape
-    leading = None if 0 in shape else windows.leading(shape)
-    if leading is None:
-        return None
-    if isinstance(x, TableView):
-        return _of_table(eqn, name, x, args, windows, leading)
-    is_cut = any(windows.sizes[d] != shape[d] for d in range(leading, len(shape)))
-    # Single entries of a matrix that would make whole windows are no lookup of rows.
-    while not x.fits[leading]:
-        leading += 1
-        is_matrix = leading == len(shape) > 1 and math.prod(windows.sizes) > 1
-        if is_cut or leading > len(shape) or is_matrix:
-            return None
-    plan = planned(x, leading, windows.entries(leading))
-    assert plan is not None
-
-    def run(taps: Taps) -> jax.Array:
-        positions, valid, in_row = windows.positions(shape, leading)
-        rows = read_at(x, positions, valid, taps)
-        if valid is not None and windows.fill is not None:
-            fill = jnp.asarray(windows.fill, rows.dtype)
-            rows = jnp.where(trailing(valid, rows.ndim), rows, fill)
-        return windows.placed(rows, shape, leading, in_row)
-
-    return varying(plan, varies_of(aval)), run
-
-
-def _of_table(
+def lookup_of(
     eqn: JaxprEqn,
     name: str,
-    x: TableView,
     args: Sequence[Value],
-    windows: Windows,
-    leading: int,
+    array: Callable[[Value], Value],
+    rows_only: bool,
 ) -> Lookup | None:
-    shape, aval = x.shape, aval_of(eqn.outvars[0])
-    is_whole_row = leading == 1 == windows.sizes[0] and windows.started == {0}
-    sharding = sharding_of_type(aval)
-    if sharding is not None and any((*sharding.spec, *_spec(x.array))):
-        lead = len(windows.batch)
-        in_order = tuple(windows.offsets) == tuple(range(lead, len(aval.shape)))
-        if not (is_whole_row and in_order and 0 in windows.single):
-            return None
-        # Rows are where their ids are: the tap is, too.
-        plan = [
-            Tap(
-                x.number,
-                1,
-                tuple(aval.shape),
-                x.dtype,
-                math.prod(windows.batch),
-                "placed",
-                lead,
-                varies_of(aval),
-                sharding,
-            )
-        ]
-    else:
-        leading = numbered_dimensions(shape, leading)  # of entries, if there are so many
-        plan = varying(planned(x, leading, windows.entries(leading)) or [], varies_of(aval))
-    (tap,) = plan
+    """Return how an equation looks rows up, or None if it does not.
 
-    def run(taps: Taps) -> jax.Array:
-        if name in WINDOWS:
-            out = gather_of(eqn)(x.array, args[1])
-        else:
-            out = bound(eqn, [x.array, *args[1:]])[0]
-        if taps.is_without:
-            return out
-        if is_whole_row and not windows.clips:
-            (start,) = windows.starts().values()
-            ids = canonical(start, shape[0])
-            in_row: Mapping[int, jax.Array] = {}
-        else:
-            positions, valid, in_row = windows.positions(shape, leading)
-            first = Positions(positions.along[:leading], positions.where)
-            ids = ids_at(first, shape[:leading], valid)
-        if tap.kind == "placed":
-            return taps.take(tap, out, ids.reshape(windows.batch))
-        entries = windows.entries(leading)
-
-        def as_result(rows: jax.Array) -> jax.Array:
-            rows = rows.reshape(*entries, *shape[leading:])
-            return windows.placed(rows, shape, leading, in_row)
-
-        return taps.take(tap, out, ids.reshape(-1), as_result)
-
-    return plan, run
-
-
-def _spec(x: Value) -> tuple[object, ...]:
-    aval: Value = getattr(x, "aval", x)
-    sharding = sharding_of_type(aval)
-    return () if sharding is None else tuple(sharding.spec)
+    `array` makes arrays of ids; `rows_only` says that sums are to be of rows that are read.
+    """
+    x, aval = args[0], aval_of(eqn.outvars[0])
+    if name in WINDOWS and isinstance(x, View):
+        return window_lookup(eqn, name, [x, array(args[1])])
+    if name == LOOKUP.name and isinstance(x, TableView):
+        result = lambda: bound(eqn, [x.array, args[1]])[0]
+        return with_tap(_sharded_tap(x, args[1].shape, aval), result, lambda: args[1])
+    if name == ROWS_OF_LINES.name and isinstance(x, TableView):
+        ids, width, rows = args[1], aval.shape[-1], math.prod(args[1].shape)
+        tap = dataclasses.replace(x.tap((rows, width), rows, 2), width=width)
+        (tap,) = varying([tap], varies_of(aval))
+        return with_tap(tap, lambda: bound(eqn, [x.array, ids])[0], lambda: ids.reshape(-1))
+    if name in SPARSE_PRODUCTS and not any(isinstance(a, View) for a in args[:-1]):
+        return sparse_product(eqn, name, args, rows_only)
+    return None
 
 
 def slice_lookup(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Lookup | None:
@@ -315,55 +242,90 @@ def slice_lookup(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Lookup | No
     return window_lookup(eqn, name, args)
 
 
-def shard_lookup(eqn: JaxprEqn, args: Sequence[Value]) -> Lookup:
-    """Return how rows of a table over devices are looked up."""
-    x, ids = args
-    aval = aval_of(eqn.outvars[0])
-    tap = Tap(
-        x.number,
-        1,
-        tuple(aval.shape),
-        x.dtype,
-        math.prod(ids.shape),
-        "placed",
-        len(ids.shape),
-        varies_of(aval),
-        sharding_of_type(aval),
-    )
+def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Lookup | None:
+    """Return how an equation reads windows of a view, or None if it does not read rows."""
+    x, windows, aval = args[0], windows_of(eqn, name, args), aval_of(eqn.outvars[0])
+    shape, sizes = x.shape, windows.sizes
+    leading = None if 0 in shape else windows.leading(shape)
+    if leading is None:
+        return None
+    is_whole_row = leading == 1 == sizes[0] and windows.started == {0}
+    ids_of_rows = lambda: canonical(jnp.asarray(windows.starts()[0]), shape[0])
+
+    # 1. Of a table the equation itself runs, and what it makes gets a tap.
+    if isinstance(x, TableView):
+        arrays = [x.array, *args[1:]]
+        result = lambda: gather_of(eqn)(*arrays) if name in WINDOWS else bound(eqn, arrays)[0]
+        if any((*_spec(aval), *_spec(x.array))):
+            lead = len(windows.batch)
+            in_order = tuple(windows.offsets) == tuple(range(lead, len(aval.shape)))
+            if not (is_whole_row and in_order and 0 in windows.single):
+                return None
+            tap = _sharded_tap(x, windows.batch, aval)
+            return with_tap(tap, result, lambda: ids_of_rows().reshape(windows.batch))
+        leading = numbered_dimensions(shape, leading)  # of entries, if there are so many
+
+    # 2. Of a view rows are read. Single entries of a matrix that would make whole windows are
+    # no lookup of rows.
+    is_cut = any(sizes[d] != shape[d] for d in range(leading, len(shape)))
+    while not x.fits[leading]:
+        leading += 1
+        is_matrix = leading == len(shape) > 1 and math.prod(sizes) > 1
+        if is_cut or leading > len(shape) or is_matrix:
+            return None
+    plan = varying(planned(x, leading, windows.entries(leading)) or [], varies_of(aval))
+
+    begins = lambda: windows.begins(shape)
+    at = functools.partial(window_of, x, sizes, begins, (1,) * x.ndim)
+
+    def positions() -> Positions:
+        p = windows.positions(shape, leading)
+        part, _ = at(p)
+        assert part.at is not None
+        along, valid = part.at()
+        return Positions(along, p.entries, valid)
+
+    def placed(rows: jax.Array) -> jax.Array:
+        entries = windows.entries(leading)
+        _, finish = at(Positions((None,) * leading, entries))
+        rows = finish(rows.reshape(*entries, *shape[leading:]))
+        return windows.placed(rows, leading)
+
+    def ids() -> jax.Array:
+        if is_whole_row and not windows.clips:
+            return ids_of_rows().reshape(-1)
+        return ids_at(positions(), shape[:leading])
+
+    if isinstance(x, TableView):
+        return with_tap(plan[0], result, ids, placed)
 
     def run(taps: Taps) -> jax.Array:
-        out = bound(eqn, [x.array, ids])[0]
-        return out if taps.is_without else taps.take(tap, out, ids)
+        p = positions()
+        rows = read_at(x, p, taps)
+        if p.valid is not None and windows.fill is not None:
+            fill = jnp.asarray(windows.fill, rows.dtype)
+            rows = jnp.where(trailing(p.valid, rows.ndim), rows, fill)
+        return placed(rows)
 
-    return [tap], run
+    return plan, run
+
+
+def _sharded_tap(x: TableView, ids: Shape, aval: Value) -> Tap:
+    """Return the tap of rows that are sharded as the type of the result says."""
+    shape, sharding, varies = tuple(aval.shape), sharding_of_type(aval), varies_of(aval)
+    count, ndim = math.prod(ids), len(ids)
+    return Tap(x.number, 1, shape, x.dtype, count, "placed", ndim, varies, sharding)
+
+
+def _spec(x: Value) -> tuple[object, ...]:
+    aval: Value = getattr(x, "aval", x)
+    sharding = sharding_of_type(aval)
+    return () if sharding is None else tuple(sharding.spec)
 
 
 def is_of_lines(eqn: JaxprEqn, name: str, x: View) -> bool:
     """Decide whether an equation makes of the lines of a packed table its rows, (V, width)."""
+    if name != "reshape" or not isinstance(x, TableView):
+        return False
     shape = tuple(aval_of(eqn.outvars[0]).shape)
-    is_matrix = name == "reshape" and len(x.shape) == len(shape) == 2
-    return is_matrix and isinstance(x, TableView) and is_packed(x.shape, shape[1])
-
-
-def lookup_in_lines(eqn: JaxprEqn, args: Sequence[Value]) -> Lookup:
-    """Return how rows of a packed table are read from its lines."""
-    lines, ids = args
-    aval, entries = aval_of(eqn.outvars[0]), math.prod(args[1].shape)
-    width = aval.shape[-1]
-    tap = dataclasses.replace(lines.tap((entries, width), entries, 2), width=width)
-
-    def run(taps: Taps) -> jax.Array:
-        out = bound(eqn, [lines.array, ids])[0]
-        return taps.take(tap, out, ids.reshape(-1), lambda rows: rows.reshape(out.shape))
-
-    return varying([tap], varies_of(aval)), run
-
-
-LOOKUPS = (
-    *WINDOWS,
-    BAG_SUM.primitive.name,
-    LOOKUP.name,
-    ROWS_OF_LINES.name,
-    *SPARSE_PRODUCTS,
-)
-"""The equations that look rows up."""
+    return len(x.shape) == len(shape) == 2 and is_packed(x.shape, shape[1])

@@ -1,7 +1,7 @@
 """Sums of rows: bag sums, and products with a sparse matrix, a bag for each of its rows.
 
     jmask_bag_sum                        sums of rows of a table, bag by bag
-    bcoo_dot_general, bcsr_..., csr      X @ table, X sparse
+    bcoo_dot_general, bcsr_dot_general   X @ table, X sparse
 
 Of a table the equation itself runs, and its sums get a tap: the cotangent of a bag is that of
 all of its rows, which are not written out. Of a view rows are read, each with its own tap.
@@ -23,11 +23,11 @@ from jmask._autodiff.views import (
     Positions,
     TableView,
     View,
-    Where,
     planned,
     read_at,
     varies_of,
     varying,
+    with_tap,
 )
 from jmask._base.array_types import trailing
 from jmask._base.forms import aval_of, parameter
@@ -43,7 +43,7 @@ class BagsOfTable:
     """Sums of rows of a table: entry i adds `weight[i]` times row `ids[i]` to bag `bag[i]`.
 
     Attributes:
-        ids, bag, weight: when it runs: (n,), canonical; weight None for ones.
+        arrays: when it runs: ids, bag, weight (n,), canonical; weight None for ones.
     """
 
     table: View
@@ -52,20 +52,13 @@ class BagsOfTable:
     aval: Shaped
     arrays: Callable[[], tuple[jax.Array, jax.Array, jax.Array | None]]
 
-    @property
-    def tap(self) -> Tap:
-        shape = self.bags, *self.table.shape[1:]
-        dtype, axes = self.aval.dtype, varies_of(self.aval)
+    def lookup(self, sums: Callable[[], jax.Array]) -> Lookup:
+        """Return the lookup that sums are, with their tap."""
         assert isinstance(self.table, TableView)
-        tap = self.table.tap(shape, self.entries, dtype=dtype)
-        return dataclasses.replace(tap, kind="bags", varies=tap.varies | axes)
-
-    def tapped(self, sums: jax.Array, taps: Taps) -> jax.Array:
-        """Return the sums with their tap."""
-        if taps.is_without:
-            return sums
-        as_result = lambda x: x.reshape(sums.shape)
-        return taps.take(self.tap, sums, self.arrays(), as_result)
+        shape = self.bags, *self.table.shape[1:]
+        tap = self.table.tap(shape, self.entries, dtype=self.aval.dtype)
+        (tap,) = varying([dataclasses.replace(tap, kind="bags")], varies_of(self.aval))
+        return with_tap(tap, sums, self.arrays)
 
 
 def bag_of_table(x: BagSum, aval: Shaped) -> BagsOfTable:
@@ -91,16 +84,19 @@ def rows_of_bag(x: BagSum, aval: Shaped) -> tuple[list[Tap], Function]:
     plan = varying(planned(view, 1, (entries,)) or [], varies_of(aval))
 
     def run(taps: Taps) -> BagSum:
-        positions = x.positions.reshape(-1)
-        exists = positions < view.shape[0]
-        last = np.asarray(view.shape[0] - 1, positions.dtype)
-        first = jnp.minimum(positions, last)
-        rows = read_at(view, Positions([first], Where((entries,))), exists, taps)
-        dtype = id_dtype(entries)
-        which = jnp.where(exists, lax.iota(dtype, entries), np.asarray(entries, dtype))
+        rows, exists = _rows_at(view, x.positions.reshape(-1), taps)
+        padding = np.asarray(entries, id_dtype(entries))
+        which = jnp.where(exists, lax.iota(padding.dtype, entries), padding)
         return dataclasses.replace(x, table=rows, positions=which.reshape(x.positions.shape))
 
     return plan, run
+
+
+def _rows_at(view: View, ids: jax.Array, taps: Taps) -> tuple[jax.Array, jax.Array]:
+    """Return the rows of a view at canonical ids (n,), and where they are no padding."""
+    last = np.asarray(view.shape[0] - 1, ids.dtype)
+    exists = ids <= last
+    return read_at(view, Positions([jnp.minimum(ids, last)], ids.shape, exists), taps), exists
 
 
 SPARSE_PRODUCTS = ("bcoo_dot_general", "bcsr_dot_general")
@@ -113,40 +109,31 @@ def sparse_product(
 
     None if it is no sum of whole rows.
     """
-    x, aval = args[-1], aval_of(eqn.outvars[0])
-    terms = _terms(eqn, name, args)
+    (*sparse, x), aval = args, aval_of(eqn.outvars[0])
+    terms = (_coo_terms if name == "bcoo_dot_general" else _csr_terms)(eqn, sparse, x)
     if terms is None:
         return None
     if isinstance(x, TableView) and not rows_only:
-        run = lambda taps: terms.tapped(bound(eqn, [*args[:-1], x.array])[0], taps)
-        return [terms.tap], run
+        return terms.lookup(lambda: bound(eqn, [*sparse, x.array])[0])
     plan = planned(x, 1, (terms.entries,))
 
     def by_rows(taps: Taps) -> jax.Array:
         ids, bag, weight = terms.arrays()
         assert weight is not None
-        last = np.asarray(x.shape[0] - 1, ids.dtype)
-        first = Positions([jnp.minimum(ids, last)], Where(ids.shape))
-        rows = read_at(x, first, ids <= last, taps)
-        rows = rows.astype(aval.dtype) * trailing(weight.astype(aval.dtype), rows.ndim)
+        rows = _rows_at(x, ids, taps)[0].astype(aval.dtype)
+        rows = rows * trailing(weight.astype(aval.dtype), rows.ndim)
         sums = jnp.zeros((terms.bags, *x.shape[1:]), aval.dtype)
         return add_rows(sums, bag, rows).reshape(aval.shape)
 
     return None if plan is None else (varying(plan, varies_of(aval)), by_rows)
 
 
-def _terms(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> BagsOfTable | None:
-    *sparse, table = args
-    aval = aval_of(eqn.outvars[0])
-    if name == "bcoo_dot_general":
-        return _coo_product(eqn, sparse, table, aval)
-    if name == "bcsr_dot_general":
-        (contract, contract_dense), batch = parameter(eqn, "dimension_numbers")
-        shape = parameter(eqn, "lhs_spinfo").shape
-        is_plain = tuple(contract) == (1,) and tuple(contract_dense) == (0,)
-        if any(batch) or not is_plain or len(shape) != 2 or len(sparse[1].shape) != 1:
-            return None
+def _csr_terms(eqn: JaxprEqn, sparse: Sequence[Value], table: View) -> BagsOfTable | None:
     data, columns, pointers = sparse
+    is_plain = parameter(eqn, "dimension_numbers") == (((1,), (0,)), ((), ()))
+    shape = parameter(eqn, "lhs_spinfo").shape
+    if not is_plain or len(shape) != 2 or len(columns.shape) != 1:
+        return None
     rows, entries = pointers.shape[0] - 1, columns.shape[0]
 
     def arrays() -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -156,21 +143,10 @@ def _terms(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> BagsOfTable | Non
         bag = jnp.where((bag >= 0) & (bag < rows), bag, rows)
         return _in_bags(columns, bag, rows, data, table.shape[0])
 
-    return BagsOfTable(table, rows, entries, aval, arrays)
+    return BagsOfTable(table, rows, entries, aval_of(eqn.outvars[0]), arrays)
 
 
-def _in_bags(
-    ids: jax.Array, bag: jax.Array, bags: int, weight: jax.Array, rows: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    ids = canonical(ids, rows)
-    padding = np.asarray(rows, ids.dtype)
-    bag = jnp.where(ids < padding, bag, bags)
-    return jnp.where(bag < bags, ids, padding), bag, weight
-
-
-def _coo_product(
-    eqn: JaxprEqn, sparse: Sequence[Value], table: View, aval: Shaped
-) -> BagsOfTable | None:
+def _coo_terms(eqn: JaxprEqn, sparse: Sequence[Value], table: View) -> BagsOfTable | None:
     data, indices = sparse
     (contract, contract_dense), batch = parameter(eqn, "dimension_numbers")
     shape = parameter(eqn, "lhs_spinfo").shape
@@ -199,4 +175,13 @@ def _coo_product(
         ids = places[contract[0]].reshape(-1)
         return _in_bags(ids, bag, bags, weight, table.shape[0])
 
-    return BagsOfTable(table, bags, math.prod(entries), aval, arrays)
+    return BagsOfTable(table, bags, math.prod(entries), aval_of(eqn.outvars[0]), arrays)
+
+
+def _in_bags(
+    ids: jax.Array, bag: jax.Array, bags: int, weight: jax.Array, rows: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    ids = canonical(ids, rows)
+    padding = np.asarray(rows, ids.dtype)
+    bag = jnp.where(ids < padding, bag, bags)
+    return jnp.where(bag < bags, ids, padding), bag, weight

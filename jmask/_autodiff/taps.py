@@ -4,8 +4,8 @@
     d loss / d tap         is          what the lookup adds to the gradient, at the rows `ids`
 
 A table is a constant of the program with taps, so nothing as large as a table is made. What a
-program looks up is found from its jaxpr first (`Taps` without arrays), and found again when it
-runs with an array for each tap: both go through the lookups in one order.
+program looks up is found from its jaxpr first, in a trial, and found again when it runs with an
+array for each tap: both go through the lookups in one order.
 """
 
 import dataclasses
@@ -127,10 +127,11 @@ class Tap:
 class Taps:
     """The taps of a program in the order of its lookups; lists are those of what it runs.
 
+    Without specs and arrays it is a trial: nothing runs, and lookups are only noted.
+
     Attributes:
-        specs: each a `Tap`, or a list of them for a loop, a branch or another nested program.
-        ids: of each the ids, once it has run.
-        is_trial: whether nothing runs: the lookups are only noted.
+        record: of a trial the specs, each a `Tap`, or a list of them for a loop, a branch or
+            another nested program; of a run in their places the ids.
         rows_only: whether a bag is to be read row by row, as in a branch.
         is_without: whether there are none, as where no gradient comes from.
         made: arrays that were made of views already, at this level of traces.
@@ -138,27 +139,23 @@ class Taps:
 
     def __init__(
         self,
-        arrays: Sequence[Value] | None = None,
+        specs: PyTree = None,
+        arrays: PyTree = None,
         rows_only: bool = False,
         is_without: bool = False,
     ) -> None:
-        self.specs: list[PyTree] = []
-        self.ids: list[PyTree] = []
+        self.record: list[PyTree] = []
         self.made: dict[tuple[int, bool], tuple[object, Value]] = {}
-        self.is_trial, self.rows_only = arrays is None and not is_without, rows_only
-        self.is_without = is_without
-        self._arrays: Iterator[Value] = iter(arrays or ())
-
-    def note(self, spec: Tap) -> None:
-        """Note one that a trial comes by."""
-        self.specs.append(spec)
+        self.rows_only, self.is_without = rows_only, is_without
+        self.is_trial = specs is None and not is_without
+        self._given: Iterator[PyTree] = iter(zip(specs or (), arrays or (), strict=True))
 
     def take(
         self,
         spec: Tap,
         rows: jax.Array,
         ids: PyTree,
-        as_result: ArrayFunction = lambda tap: tap,
+        as_result: ArrayFunction | None = None,
     ) -> jax.Array:
         """Return rows with the next tap, which is like `spec`, at `ids`.
 
@@ -166,32 +163,23 @@ class Taps:
         """
         if self.is_without:
             return rows
-        tap = next(self._arrays)
-        self.note(spec)
-        rows, tap = varying_alike(rows, as_result(tap).reshape(rows.shape))
+        _, tap = next(self._given)
+        tap = tap if as_result is None else as_result(tap)
+        rows, tap = varying_alike(rows, tap.reshape(rows.shape))
         # Also between axes that are explicit and those that are automatic for a while.
         there, here = (getattr(jax.typeof(x), "sharding", None) for x in (rows, tap))
         if there != here and isinstance(there, NamedSharding):
             tap = jax.sharding.reshard(tap, there)
-        self.ids.append(ids)
+        self.record.append(ids)
         return tapped(rows, tap)
 
-    def of_nested(self) -> Sequence[Value] | None:
-        """Return the arrays of the taps of what an equation runs; None in a trial."""
-        return None if self.is_trial else next(self._arrays)
+    def of_nested(self) -> tuple[PyTree, PyTree]:
+        """Return the specs and arrays of what an equation runs; None twice in a trial."""
+        return (None, None) if self.is_trial else next(self._given)
 
-    def inside(self, arrays: Sequence[Value] | None, rows_only: bool = False) -> "Taps":
+    def inside(self, specs: PyTree, arrays: PyTree, rows_only: bool = False) -> "Taps":
         """Return the taps of what an equation runs."""
-        return Taps(arrays, rows_only or self.rows_only)
-
-    def add(self, specs: list[PyTree], ids: list[PyTree]) -> None:
-        """Add the taps of what an equation has run."""
-        self.specs.append(specs)
-        self.ids.append(ids)
-
-    def found(self) -> list[Tap]:
-        """Return all of them, in one list."""
-        return jax.tree.leaves(self.specs)
+        return Taps(specs, arrays, rows_only or self.rows_only)
 
 
 NONE = Taps(is_without=True)

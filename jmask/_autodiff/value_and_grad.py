@@ -27,7 +27,7 @@ from jmask._autodiff.views import view_of_table
 from jmask._base.fallback import LARGE
 from jmask._base.forms import aval_of
 from jmask._base.shardings import on_explicit_mesh, sharding_of_type
-from jmask._base.types import Function, Gradients, Options, PyTree, PyTreeDef, Shaped, Value
+from jmask._base.types import Function, Gradients, Options, PyTree, PyTreeDef, Value
 from jmask._base.validation import (
     KEEP_ARRAYS,
     Model,
@@ -35,7 +35,6 @@ from jmask._base.validation import (
     check_flag,
     leaf_name,
     not_an_array,
-    shown,
 )
 from jmask._tensors.masked_tensor import is_tensor
 from jmask._tensors.specified import counts_everywhere
@@ -208,43 +207,34 @@ def value_and_gradients(
         models = {n: Model(args[n], is_tensor, allow_int) for n in numbers}
         fun = function_of_parameters(fun, models)
         args = tuple(models[i].parameters if i in models else x for i, x in enumerate(args))
-        for number in numbers:
-            check_argument(fun, number, args[number])
 
-        # 1. The program of the loss, forwards, as a function of the leaves.
-        leaves = Leaves([args[n] for n in numbers])
-        loss = Loss(fun, numbers, args, kwargs, has_aux, leaves)
-        program = loss.traced()
+        # 1. The program of the loss, forwards, of the leaves. Which are tables is read from it.
+        read = Reading(fun, numbers, args, kwargs, has_aux)
+        read.report_dense()
 
-        # 2. Which leaves are tables is read from it: nothing is traced for that.
-        read = Reading(program, leaves)
-        report_dense(program.jaxpr, loss.names, read.dense())
-
-        # 3. The program with a tap at each lookup. Tables are constants of it.
-        arrays = leaves.arrays(program.jaxpr)
+        # 2. The program with a tap at each lookup. Tables are constants of it.
+        arrays = read.leaves.arrays(read.jaxpr)
 
         def tapped_loss(zeros: PyTree, others: dict[int, Value]) -> tuple[jax.Array, PyTree]:
-            taps = Taps(zeros)
+            taps = Taps(read.taps, zeros)
             inputs = [others.get(i, x) for i, x in enumerate(arrays)]
-            computed = read.run(inputs, taps)
-            return computed[0], (computed[1:], taps.ids)
+            loss, *rest = read.run(inputs, taps)
+            return loss, (rest, taps.record)
 
-        # 4. JAX differentiates: in the taps, and in each leaf that is no table.
+        # 3. JAX differentiates: in the taps, and in each leaf that is no table.
         zeros = jax.tree.map(lambda tap: tap.zeros(), read.taps)
         others = {i: arrays[i] for i in sorted(read.real - read.tables)}
         differentiated = jax.value_and_grad(
             tapped_loss, (0, 1), has_aux=True, holomorphic=holomorphic
         )
         with jax.named_scope("jmask.value_and_grad"):
-            (_, (computed, ids)), (cotangents, dense) = differentiated(zeros, others)
+            (_, (rest, ids)), (cotangents, dense) = differentiated(zeros, others)
 
-            # 5. The cotangents of a table's taps are the rows of its gradient.
+            # 4. The cotangents of a table's taps are the rows of its gradient.
             sparse = gradients_of_tables(arrays, read.taps, ids, cotangents)
-        gradients = leaves.gradients(
-            [sparse[i] if i in sparse else dense.get(i) for i in range(len(arrays))]
-        )
+        gradients = read.leaves.gradients([(dense | sparse).get(i) for i in range(len(arrays))])
         pairs = zip(numbers, gradients, strict=True)
-        return loss.result(computed), tuple(models[n].gradient(x) for n, x in pairs)
+        return read.result(rest), tuple(models[n].gradient(x) for n, x in pairs)
 
 
 def function_of_parameters(fun: Function, models: dict[int, Model]) -> Function:
@@ -260,11 +250,19 @@ def function_of_parameters(fun: Function, models: dict[int, Model]) -> Function:
     return parameter_function
 
 
-class Loss:
-    """The loss as a function of the leaves that are differentiated.
+class Reading:
+    """A loss as a program of the leaves that are differentiated, and what is read from it.
 
-    It returns arrays: the loss, then all that is computed of what it returns. What is not
-    (strings and numbers in `aux`) does not go through the program, and is kept here.
+    The program returns the loss, then all that is computed of what the function returns. What
+    is not (strings and numbers in `aux`) is kept here.
+
+    Attributes:
+        leaves, jaxpr: the inputs of the program, and the program.
+        needed: the variables that a gradient goes through.
+        real: the inputs that a gradient is taken in.
+        tables: those of them whose gradient is rows.
+        taps: of the lookups of tables, as the record of `Taps`.
+        needs: of each input that might have been a table.
     """
 
     def __init__(
@@ -274,30 +272,52 @@ class Loss:
         args: tuple[PyTree, ...],
         kwargs: Options,
         has_aux: bool,
-        leaves: Leaves,
     ) -> None:
-        self.fun, self.numbers, self.args, self.kwargs = fun, numbers, args, kwargs
-        self.has_aux, self.leaves = has_aux, leaves
-        self.checked = checked_loss(fun, numbers, has_aux)
-        self.structure: PyTreeDef
-        self.static: dict[int, PyTree] = {}
+        for number in numbers:
+            _check_argument(fun, number, args[number])
+        self._fun, self._numbers, self._args, self._kwargs = fun, numbers, args, kwargs
+        self._checked, self._has_aux = checked_loss(fun, numbers, has_aux), has_aux
+        self.leaves = Leaves([args[n] for n in numbers])
+        self._structure: PyTreeDef
+        self._static: dict[int, PyTree] = {}
+        program = self._traced()
+        self.jaxpr, self._consts = program.jaxpr, program.consts
+
+        avals = [aval_of(v) for v in self.jaxpr.invars]
+        self._avals, self._forward = avals, Forward(avals)
+        self._wanted = [True] + [False] * (len(self.jaxpr.outvars) - 1)
+        self.needed = self._forward.needed.within(self.jaxpr, self._wanted)
+        live = {i for i, v in enumerate(self.jaxpr.invars) if v in self.needed}
+        self.real = set(range(len(avals))) - (self.leaves.placeholders - live)
+        self.needs: dict[int, list[Need]] = {}
+        self.tables = {i for i in self.real - self.leaves.of_tensors if avals[i].shape}
+        # Tables may be computed with each other: what is dense is an array of the next round.
+        # Each round drops a table, or is the last.
+        while True:
+            self._forward.needs, taps = [], Taps()
+            needs: dict[int, list[Need]] = {i: [] for i in self.tables}
+            if self.tables:
+                self.run(avals, taps)
+            for need in self._forward.needs:
+                needs[need.table].append(need)
+            self.taps, self.needs = taps.record, needs | self.needs
+            dense = {i for i in self.tables if not self._is_sparse(i, needs[i])}
+            if not dense:
+                break
+            self.tables = self.tables - dense
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         # All other arguments are closed over, so they may be anything, as in JAX.
-        new = dict(zip(self.numbers, self.leaves.rebuilt(arrays), strict=True))
-        result = self.checked(*(new.get(i, x) for i, x in enumerate(self.args)), **self.kwargs)
-        if self.has_aux and not (isinstance(result, tuple) and len(result) == 2):
-            raise TypeError(
-                "with has_aux=True `fun` must return a two-element tuple (loss, aux), got "
-                f"{shown(result)}."
-            )
-        results, self.structure = jax.tree.flatten(result)
+        new = dict(zip(self._numbers, self.leaves.rebuilt(arrays), strict=True))
+        args = (new.get(i, x) for i, x in enumerate(self._args))
+        result = self._checked(*args, **self._kwargs)
+        results, self._structure = jax.tree.flatten(result)
         is_static = [not isinstance(x, jax.core.Tracer) for x in results]
-        self.static = {i: x for i, x in enumerate(results) if is_static[i]}
+        self._static = {i: x for i, x in enumerate(results) if is_static[i]}
         computed = [x for i, x in enumerate(results) if not is_static[i]]
-        return [jnp.asarray(result[0] if self.has_aux else result), *computed]
+        return [jnp.asarray(result[0] if self._has_aux else result), *computed]
 
-    def traced(self) -> ClosedJaxpr:
+    def _traced(self) -> ClosedJaxpr:
         """Return the program; with placeholders of tensors if it asks for them."""
         program = jax.make_jaxpr(self)(*self.leaves.given)
         if not self.leaves.of_tensors or self.leaves.everywhere:
@@ -314,89 +334,46 @@ class Loss:
                 "branches of a `cond`: call todense where `x` is, or with masked_grad=True."
             ) from error
 
-    def result(self, computed: Sequence[jax.Array]) -> PyTree:
-        """Return what the function returned, of what was computed."""
-        rest, count = iter(computed), len(computed) + len(self.static)
-        results = [self.static[i] if i in self.static else next(rest) for i in range(count)]
-        return self.leaves.without_placeholders(self.structure.unflatten(results))
-
-    def names(self) -> list[str]:
-        """Return the names of the leaves, in backticks."""
-        names = [
-            leaf_name(argument_name(self.fun, number), path)
-            for number in self.numbers
-            for path, _ in jax.tree.leaves_with_path(self.args[number], is_leaf=is_tensor)
-        ]
-        return [names[owner] for owner in self.leaves.owners]
-
-
-class Reading:
-    """What is read from a program about its inputs, and how it runs with taps.
-
-    Attributes:
-        real: the inputs that a gradient is taken in.
-        tables: those of them whose gradient is rows.
-        taps: of the lookups of tables, as `Taps.specs`.
-        uses: of each input that might have been a table.
-    """
-
-    def __init__(self, program: ClosedJaxpr, leaves: Leaves) -> None:
-        self._program = program
-        self._avals: list[Shaped] = [aval_of(v) for v in program.jaxpr.invars]
-        self._forward = Forward(self._avals)
-        self._wanted = [True] + [False] * (len(program.jaxpr.outvars) - 1)
-        needed = self._forward.needed.within(program.jaxpr, self._wanted)
-        unused = {i for i in leaves.placeholders if program.jaxpr.invars[i] not in needed}
-        self.real = set(range(len(self._avals))) - unused
-        self.uses: dict[int, list[Need]] = {}
-        self.tables = {i for i in self.real - leaves.of_tensors if self._avals[i].shape}
-        # Tables may be computed with each other: what is dense is an array of the next round.
-        # Each round drops a table, or is the last.
-        while True:
-            uses, self.taps = self._trial()
-            self.uses = uses | self.uses
-            tables = {i for i in self.tables if self._is_sparse(i, uses[i])}
-            if tables == self.tables:
-                break
-            self.tables = tables
-
-    def _trial(self) -> tuple[dict[int, list[Need]], PyTree]:
-        """Return the uses of tables, and the taps of their lookups."""
-        uses: dict[int, list[Need]] = {i: [] for i in self.tables}
-        self._forward.uses, taps = [], Taps()
-        if self.tables:
-            self.run(self._avals, taps)
-        for use in self._forward.uses:
-            uses[use.table].append(use)
-        return uses, taps.specs
-
     def run(self, inputs: Sequence[Value], taps: Taps) -> list[jax.Array]:
         """Return all outputs of the program."""
         views = [view_of_table(i, x) if i in self.tables else x for i, x in enumerate(inputs)]
-        jaxpr, consts = self._program.jaxpr, self._program.consts
-        outs = self._forward.run(jaxpr, consts, views, taps, self._wanted)
-        pairs = zip(outs, self._wanted, strict=True)
-        return [self._forward.array(x, None, taps, is_constant=not w) for x, w in pairs]
+        return self._forward.arrays((self.jaxpr, self._consts), views, taps, self._wanted)
 
-    def _is_sparse(self, number: int, uses: Sequence[Need]) -> bool:
+    def _is_sparse(self, number: int, needs: Sequence[Need]) -> bool:
         """Decide by its uses whether the gradient of an input is rows."""
-        table, slices, share = self._avals[number], 0, 0.0
+        table = self._avals[number]
         sharding = sharding_of_type(table)
         if sharding is not None and getattr(sharding.spec, "reduced", None):
             return False  # its gradient is a sum over devices, each of which has a summand
-        for use in uses:
-            if use.rows is None:
-                return False
-            if not use.is_lookup:
-                slices, share = slices + 1, share + use.rows / max(use.of, 1)
-        if slices < len(uses):  # `table[1:]` is a use of the whole table
+        if any(need.rows is None for need in needs):
+            return False
+        slices = [need for need in needs if not need.is_lookup]
+        share = sum((need.rows or 0) / max(need.of, 1) for need in slices)
+        if len(slices) < len(needs):  # `table[1:]` is a use of the whole table
             return share < 0.5
         size = math.prod(table.shape) * table.dtype.itemsize
-        return slices > 0 and size >= LARGE and table.shape[0] >= _MANY and 8 * share <= 1
+        is_large = size >= LARGE and table.shape[0] >= _MANY
+        return bool(slices) and is_large and 8 * share <= 1
 
-    def dense(self) -> dict[int, list[Need]]:
-        """Return the uses of inputs that might have been tables, and are none."""
-        return {i: uses for i, uses in self.uses.items() if i not in self.tables}
+    def result(self, computed: Sequence[jax.Array]) -> PyTree:
+        """Return what the function returned, of what was computed beside the loss."""
+        rest, count = iter(computed), len(computed) + len(self._static)
+        results = [self._static[i] if i in self._static else next(rest) for i in range(count)]
+        return self.leaves.without_placeholders(self._structure.unflatten(results))
+
+    def report_dense(self) -> None:
+        """Warn of tables whose gradients are dense."""
+        dense = {i: needs for i, needs in self.needs.items() if i not in self.tables}
+        report_dense(self.jaxpr, self._names, dense)
+
+    def _names(self) -> list[str]:
+        """Return the names of the leaves, in backticks."""
+        names = [
+            leaf_name(argument_name(self._fun, number), path)
+            for number in self._numbers
+            for path, _ in jax.tree.leaves_with_path(self._args[number], is_leaf=is_tensor)
+        ]
+        return [names[owner] for owner in self.leaves.owners]
 
 
 def _positions(argnums: int | Sequence[int], args: tuple[PyTree, ...]) -> tuple[int, ...]:
@@ -416,22 +393,23 @@ def _positions(argnums: int | Sequence[int], args: tuple[PyTree, ...]) -> tuple[
     return tuple(int(number) % len(args) for number in numbers)
 
 
-def check_argument(fun: Function, number: int, argument: PyTree) -> None:
+def _check_argument(fun: Function, number: int, argument: PyTree) -> None:
     """Refuse a differentiated argument with leaves that have no gradient, by name."""
     for path, leaf in jax.tree.leaves_with_path(argument, is_leaf=is_tensor):
-        if is_tensor(leaf):
+        array = None if is_tensor(leaf) else abstract_leaf(leaf)
+        is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+        is_real = array is not None and jnp.issubdtype(array.dtype, jnp.inexact)
+        if is_tensor(leaf) or (is_real and not is_shape):
             continue
-        array = abstract_leaf(leaf)
+        name = leaf_name(argument_name(fun, number), path)
         if array is None:
-            raise not_an_array(leaf_name(argument_name(fun, number), path), leaf, _KEEP_ARRAYS)
-        if not jnp.issubdtype(array.dtype, jnp.inexact):
+            raise not_an_array(name, leaf, _KEEP_ARRAYS)
+        if not is_real:
             raise TypeError(
-                f"{leaf_name(argument_name(fun, number), path)} is {array.dtype}, and grad "
-                "requires real- or complex-valued inputs: pass it as another argument, or "
-                f"{_KEEP_ARRAYS}."
+                f"{name} is {array.dtype}, and grad requires real- or complex-valued inputs: "
+                f"pass it as another argument, or {_KEEP_ARRAYS}."
             )
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise TypeError(
-                f"{leaf_name(argument_name(fun, number), path)} is a ShapeDtypeStruct, which "
-                "holds no numbers: use jmask.explain, or jax.eval_shape(jmask.grad(f), ...)."
-            )
+        raise TypeError(
+            f"{name} is a ShapeDtypeStruct, which holds no numbers: use jmask.explain, or "
+            "jax.eval_shape(jmask.grad(f), ...)."
+        )

@@ -1,90 +1,388 @@
-"""What equations make of views: views again, of what is moved and of what is computed.
+"""What equations make of views: views again, that are read from their operands.
 
+    slice rows 3 to 5            row i     row i + 3
+    reshape (V, D) to (M, W, D)  m, w      row m * W + w
+    concatenate t and u          row i     of t where i < V, else row i - V of u
     sin                          row i     the sine of row i
     sum along each row           row i     the sum of row i
     product with a matrix        row i     row i times the matrix
 
-How what is moved is read is in `moves`.
+Each says for positions in a result what is read of the operands, and what becomes of that.
 """
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jmask._autodiff import moves
-from jmask._autodiff.moves import Reading, Rule
 from jmask._autodiff.views import (
-    Plans,
+    Part,
     Positions,
-    Reads,
+    Reading,
     Valid,
     View,
-    Where,
+    as_view,
+    per_entry,
     varies_of,
-    view_of_array,
 )
+from jmask._base.array_types import trailing
 from jmask._base.forms import aval_of, parameter
 from jmask._base.jaxprs import ARITHMETIC, bound
-from jmask._base.types import Shape, Value
+from jmask._base.row_ids import id_dtype, numbered, positions_of, widen
+from jmask._base.types import ArrayFunction, Index, Shape, Value
 from jmask._kernels import tuning
 
+# --- views that move what is in others ----------------------------------------------------
 
-def entrywise(eqn: JaxprEqn, xs: Sequence[Value]) -> list[Reading] | None:
-    shape = tuple(aval_of(eqn.outvars[0]).shape)
+
+def sliced(
+    x: View,
+    shape: Shape,
+    starts: Callable[[], Sequence[Index]],
+    strides: Sequence[int] | None = None,
+) -> View:
+    """Return a window of a view, backwards along dimensions with a stride of -1."""
+
+    def reading(p: Positions) -> Reading:
+        part, finish = window_of(x, shape, starts, strides or (1,) * x.ndim, p)
+        return [part], finish
+
+    return View(shape, x.dtype, reading)
+
+
+def window_of(
+    x: View,
+    shape: Shape,
+    starts: Callable[[], Sequence[Index]],
+    steps: Sequence[int],
+    p: Positions,
+) -> tuple[Part, ArrayFunction]:
+    """Return how a window is read; of entries (*batch, ...) those of a batch have their own."""
+    begins, count, lead = functools.cache(starts), len(p.along), len(p.entries)
+
+    def at() -> tuple[list[jax.Array], Valid]:
+        moved = []
+        for q, n, begin, step in zip(p.along, x.shape, begins(), steps, strict=False):
+            q = widen(q, n) if step == 1 else widen(q, n) * np.asarray(step, id_dtype(n))
+            moved.append(q + (begin if isinstance(begin, int) else trailing(begin, lead)))
+        return moved, p.valid
+
+    def finish(rows: jax.Array) -> jax.Array:
+        if rows.shape[lead:] == shape[count:] and -1 not in steps:
+            return rows
+        row = list(zip(begins(), shape, steps, strict=True))[count:]
+        for d, (begin, size, step) in enumerate(row, lead):
+            if step == -1:
+                rows = lax.rev(rows, [d])
+            elif size == rows.shape[d]:
+                continue
+            elif isinstance(begin, int):
+                end = begin + (size - 1) * step + 1 if size else begin
+                rows = lax.slice_in_dim(rows, begin, end, step, d)
+            elif begin.ndim == 0:
+                rows = lax.dynamic_slice_in_dim(rows, begin, size, d)
+            else:
+                one = (*(1,) * d, size, *(1,) * (rows.ndim - d - 1))
+                index = trailing(begin, rows.ndim) + lax.broadcasted_iota(begin.dtype, one, d)
+                rows = jnp.take_along_axis(rows, index, d, mode="clip")
+        return rows
+
+    return Part(x, count, p.entries, at), finish
+
+
+def transposed(x: View, order: Sequence[int]) -> View:
+    """Return a transpose of a view; one of a transpose is one of what that was made of."""
+    x, first = x.transpose_of or (x, range(x.ndim))
+    order = [first[d] for d in order]
+
+    def reading(p: Positions) -> Reading | None:
+        count, lead = len(p.along), len(p.entries)
+        # Dimensions of the operand before the last one that positions are along are read whole.
+        before = [d for d in range(max(order[:count], default=-1)) if d not in order[:count]]
+        total, entries = count + len(before), (*p.entries, *(x.shape[d] for d in before))
+        # Single entries of a matrix, as its columns are, are no lookup of rows.
+        if before and total == len(order):
+            return None
+
+        def at() -> tuple[list[jax.Array], Valid]:
+            given = dict(zip(order, p.along, strict=False))
+            along = [
+                per_entry(given[d], entries)
+                if d in given
+                else lax.broadcasted_iota(id_dtype(x.shape[d]), entries, lead + before.index(d))
+                for d in range(total)
+            ]
+            return along, None if p.valid is None else per_entry(p.valid, entries)
+
+        def finish(rows: jax.Array) -> jax.Array:
+            axes = [*before, *range(total, len(order))]
+            along_row = (lead + axes.index(d) for d in order[count:])
+            return rows.transpose([*range(lead), *along_row])
+
+        return [Part(x, total, entries, at)], finish
+
+    shape = tuple(x.shape[d] for d in order)
+    return View(shape, x.dtype, reading, transpose_of=(x, order))
+
+
+def joined(xs: Sequence[View], axis: int) -> View:
+    """Return views one after the other along a dimension."""
+    parts = [x for x in xs if x.shape[axis]]
+    ends = list(itertools.accumulate(x.shape[axis] for x in parts))
+
+    def reading(p: Positions) -> Reading:
+        count = len(p.along)
+        if axis >= count:
+            whole = lambda *rows: lax.concatenate(rows, axis - count + len(p.entries))
+            return [Part(x) for x in parts], whole
+
+        def at(x: View, end: int) -> tuple[list[jax.Array], Valid]:
+            size, q = x.shape[axis], p.along[axis]
+            local = q - np.asarray(end - size, q.dtype)
+            inside = (local >= 0) & (local < size)
+            local = jnp.clip(local, 0, size - 1)
+            along = [*p.along[:axis], local, *p.along[axis + 1 :]]
+            return along, inside if p.valid is None else p.valid & inside
+
+        def finish(*rows: jax.Array) -> jax.Array:
+            result = rows[0]
+            for end, later in zip(ends, rows[1:], strict=False):
+                is_later = trailing(p.along[axis] >= end, later.ndim)
+                result = jnp.where(is_later, later, result)
+            return result
+
+        places = (functools.partial(at, *pair) for pair in zip(parts, ends, strict=True))
+        read = [Part(x, count, p.entries, at) for x, at in zip(parts, places, strict=True)]
+        return read, finish
+
+    size = ends[-1] if ends else 0
+    shape = (*xs[0].shape[:axis], size, *xs[0].shape[axis + 1 :])
+    return View(shape, xs[0].dtype, reading)
+
+
+def reshaped(x: View, shape: Shape) -> View:
+    """Return a view in another shape, read by the numbers of rows in row-major order."""
+    sizes = [math.prod(x.shape[j:]) for j in range(x.ndim + 1)]
+
+    def dimensions_read(count: int) -> int | None:
+        """Return along how many dimensions of the operand to read: rows as long as possible."""
+        size = math.prod(shape[count:])
+        fits = [j for j in range(1, x.ndim + 1) if sizes[j] and size % sizes[j] == 0]
+        fits = [j for j in fits if x.fits[j]]
+        if not fits:
+            return None
+        j = min(fits)
+        # Dimensions of size 1 are numbered too: what is sliced along them is then read alone.
+        while j + 1 in fits and sizes[j + 1] == sizes[j] and j + 1 < x.ndim:
+            j += 1
+        # What is less than a row of a table, single entries of a matrix, is no lookup of rows.
+        is_entry = j == x.ndim and count < len(shape) and size > 1
+        return None if is_entry else j
+
+    def reading(p: Positions) -> Reading | None:
+        count = len(p.along)
+        j = dimensions_read(count)
+        if j is None:
+            return None
+        each = math.prod(shape[count:]) // sizes[j]
+        several = (*p.entries, each)
+
+        def at() -> tuple[list[jax.Array], Valid]:
+            dtype = id_dtype(max(math.prod(x.shape[:j]), math.prod(shape[:count])))
+            number = jnp.broadcast_to(numbered(p.along, shape[:count], dtype), p.entries)
+            number = per_entry(number * np.asarray(each, dtype), several)
+            number = number + lax.broadcasted_iota(dtype, several, len(p.entries))
+            valid = None if p.valid is None else per_entry(p.valid, several)
+            return positions_of(number, x.shape[:j]), valid
+
+        whole = lambda rows: rows.reshape(*p.entries, *shape[count:])
+        return [Part(x, j, several, at)], whole
+
+    return View(shape, x.dtype, reading)
+
+
+def broadcasted(x: View, shape: Shape, dimensions: Sequence[int]) -> View:
+    """Return a view whose dimension d is number `dimensions[d]` of a larger array."""
+    if math.prod(x.shape) == math.prod(shape):
+        return x if x.shape == shape else reshaped(x, shape)
+
+    def reading(p: Positions) -> Reading | None:
+        count, lead = len(p.along), len(p.entries)
+        inside = [d < count for d in dimensions]
+        k = sum(inside)
+        if not all(inside[:k]):
+            return None
+
+        def at() -> tuple[list[jax.Array], Valid]:
+            along = zip((p.along[d] for d in dimensions[:k]), x.shape, strict=False)
+            return [q if size != 1 else jnp.zeros_like(q) for q, size in along], p.valid
+
+        to = [*range(lead), *(lead + d - count for d in dimensions[k:])]
+        whole = lambda rows: lax.broadcast_in_dim(rows, (*p.entries, *shape[count:]), to)
+        return [Part(x, k, p.entries, at)], whole
+
+    return View(shape, x.dtype, reading)
+
+
+def element(x: View, number: jax.Array) -> View:
+    """Return one array of a stack of them, by its number."""
+
+    def reading(p: Positions) -> Reading:
+        at = lambda: ([number, *p.along], p.valid)
+        return [Part(x, len(p.along) + 1, p.entries, at)], lambda rows: rows
+
+    def make(made: Callable[[View], jax.Array]) -> jax.Array:
+        return lax.dynamic_index_in_dim(made(x), number, 0, keepdims=False)
+
+    return View(
+        x.shape[1:],
+        x.dtype,
+        reading,
+        make,
+        x.tables,
+        x.equations,
+        is_lookup=True,
+        varies=x.varies,
+        computed_by=x.computed_by,
+    )
+
+
+# --- rules of equations that move entries ---------------------------------------------------
+
+Rule = Callable[[JaxprEqn, Sequence[Value]], list[View] | None]
+
+
+def _shape(eqn: JaxprEqn) -> Shape:
+    return tuple(aval_of(eqn.outvars[0]).shape)
+
+
+def _slice(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View]:
+    starts = parameter(eqn, "start_indices")
+    return [sliced(xs[0], _shape(eqn), lambda: starts, parameter(eqn, "strides"))]
+
+
+def _dynamic_slice(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View] | None:
+    (x, *begins), shape = xs, _shape(eqn)
+    if not isinstance(x, View) or any(isinstance(begin, View) for begin in begins):
+        return None
+
+    def starts() -> list[jax.Array]:  # moved to where the slice fits
+        return [
+            jnp.clip(widen(jnp.asarray(s), n), 0, n - k)
+            for s, n, k in zip(begins, x.shape, shape, strict=True)
+        ]
+
+    return [sliced(x, shape, starts)]
+
+
+def _split(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View]:
+    """Return the parts of a `split`, or the arrays of an `unstack`."""
+    (x,), axis, begin, parts = xs, parameter(eqn, "axis"), 0, []
+    for v in eqn.outvars:
+        shape = tuple(aval_of(v).shape)
+        size = shape[axis] if len(shape) == x.ndim else 1
+        starts = tuple(begin * (d == axis) for d in range(x.ndim))
+        window = (*x.shape[:axis], size, *x.shape[axis + 1 :])
+        part = sliced(x, window, functools.partial(tuple, starts))
+        parts.append(part if window == shape else reshaped(part, shape))
+        begin += size
+    return parts
+
+
+def _stack(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View]:
+    axis = parameter(eqn, "axis")
+    one = lambda x: reshaped(x, (*x.shape[:axis], 1, *x.shape[axis:]))
+    return [joined([one(as_view(x)) for x in xs], axis)]
+
+
+def _pad(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View] | None:
+    (x, padding), config = xs, parameter(eqn, "padding_config")
+    is_view = isinstance(x, View) and not isinstance(padding, View)
+    if not is_view or any(interior for *_, interior in config):
+        return None
+    padding = padding if hasattr(padding, "shape") else np.asarray(padding, x.dtype)
+    for d, (low, high) in enumerate((int(low), int(high)) for low, high, _ in config):
+        cut = x.shape[d] + min(low, 0) + min(high, 0)
+        if cut != x.shape[d]:
+            starts = tuple(max(-low, 0) * (i == d) for i in range(x.ndim))
+            window = (*x.shape[:d], cut, *x.shape[d + 1 :])
+            x = sliced(x, window, functools.partial(tuple, starts))
+        sides = [(*x.shape[:d], max(n, 0), *x.shape[d + 1 :]) for n in (low, high)]
+        first, last = (broadcasted(as_view(padding), side, ()) for side in sides)
+        x = joined([first, x, last], d)
+    return [x]
+
+
+def _rev(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View]:
+    (x,), dimensions = xs, parameter(eqn, "dimensions")
+    starts = [(n - 1) * (d in dimensions) for d, n in enumerate(x.shape)]
+    steps = [-1 if d in dimensions else 1 for d in range(x.ndim)]
+    return [sliced(x, x.shape, lambda: starts, steps)]
+
+
+def _broadcast(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View]:
+    dimensions = [int(d) for d in parameter(eqn, "broadcast_dimensions")]
+    return [broadcasted(xs[0], _shape(eqn), dimensions)]
+
+
+def _tile(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View] | None:
+    (x,), repeats = xs, tuple(parameter(eqn, "reps"))
+    # As `numpy.tile`: repeats are of the last dimensions.
+    repeats = (1,) * (x.ndim - len(repeats)) + repeats
+    if len(repeats) > x.ndim:
+        return None
+    pairs = [n for pair in zip(repeats, x.shape, strict=True) for n in pair]
+    copies = broadcasted(x, tuple(pairs), range(1, len(pairs), 2))
+    return [reshaped(copies, _shape(eqn))]
+
+
+# --- rules of equations that compute --------------------------------------------------------
+
+
+def entrywise(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View] | None:
+    shape = _shape(eqn)
     if not shape:
         return None
     # Operands are of the shape of the result, of size 1 in some dimensions, or scalars.
-    operands = [_stretched(x, shape) if np.ndim(x) else x for x in xs]
-    views = [x for x in operands if isinstance(x, View)]
+    operands = [
+        broadcasted(as_view(x), shape, range(x.ndim))
+        if isinstance(x, View) or np.ndim(x)
+        else x
+        for x in xs
+    ]
 
-    def plan(count: int, where: Where, plans: Plans) -> bool:
-        return all(plans.read(x, count, where) for x in views)
+    def reading(p: Positions) -> Reading:
+        def finish(*rows: jax.Array) -> jax.Array:
+            rest = iter(rows)
+            return bound(eqn, [next(rest) if isinstance(x, View) else x for x in operands])[0]
 
-    def read(p: Positions, valid: Valid, reads: Reads) -> jax.Array:
-        rows = [reads.read(x, p, valid) if isinstance(x, View) else x for x in operands]
-        return bound(eqn, rows)[0]
+        return [Part(x) for x in operands if isinstance(x, View)], finish
 
-    return [(plan, read)]
-
-
-def _stretched(x: Value, shape: Shape) -> View:
-    """Return an operand as a view that is read at positions of the result."""
-    x, key = x if isinstance(x, View) else view_of_array(x), object()
-    if x.shape == shape:
-        return x
-    along = [n == 1 != size for n, size in zip(x.shape, shape, strict=True)]
-
-    def read(p: Positions, valid: Valid, reads: Reads) -> jax.Array:
-        first = [
-            jnp.zeros_like(q) if one else q for q, one in zip(p.along, along, strict=False)
-        ]
-        return reads.read(x, p.moved(key, first), valid)
-
-    return dataclasses.replace(x, plan=moves.at_other_positions(x, key), read=read)
+    return [View(shape, aval_of(eqn.outvars[0]).dtype, reading)]
 
 
-def _reduce(eqn: JaxprEqn, xs: Sequence[Value]) -> list[Reading]:
+def _reduce(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View]:
     """Reduce along dimensions after those that positions are along."""
     (x,), axes = xs, parameter(eqn, "axes")
+    how = eqn.primitive.get_bind_params(eqn.params)
 
-    def plan(count: int, where: Where, plans: Plans) -> bool:
-        return count <= min(axes, default=0) and plans.read(x, count, where)
+    def reading(p: Positions) -> Reading | None:
+        if len(p.along) > min(axes, default=0):
+            return None
+        along_row = tuple(d + len(p.entries) - len(p.along) for d in axes)
+        return [Part(x)], lambda rows: eqn.primitive.bind(rows, **how | {"axes": along_row})
 
-    def read(p: Positions, valid: Valid, reads: Reads) -> jax.Array:
-        shift = len(p.entries) - len(p.along)
-        rows, how = reads.read(x, p, valid), eqn.primitive.get_bind_params(eqn.params)
-        moved = how | {"axes": tuple(d + shift for d in axes)}
-        return eqn.primitive.bind(rows, **moved)
-
-    return [(plan, read)]
+    return [View(_shape(eqn), aval_of(eqn.outvars[0]).dtype, reading)]
 
 
-def _product(eqn: JaxprEqn, xs: Sequence[Value]) -> list[Reading] | None:
+def _product(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View] | None:
     """Multiply each row: `t @ w`, or sum stacked tables with weights, `w @ stack`."""
     (contracted, batch) = parameter(eqn, "dimension_numbers")
     which = 0 if isinstance(xs[0], View) else 1
@@ -93,85 +391,83 @@ def _product(eqn: JaxprEqn, xs: Sequence[Value]) -> list[Reading] | None:
     others = np.ndim(other) - len(contracted[1 - which])
     if any(batch) or isinstance(other, View) or (which == 1 and others) or not free:
         return None
-    rows_first = [*free, *contracted[which]]
-    plan_rows, read_rows = moves.transposed(x, rows_first)
-    how = {
-        name: value
-        for name, value in eqn.primitive.get_bind_params(eqn.params).items()
-        if name != "dimension_numbers"
-    }
+    rows_first = transposed(x, [*free, *contracted[which]])
+    how = eqn.primitive.get_bind_params(eqn.params)
 
-    def plan(count: int, where: Where, plans: Plans) -> bool:
-        return count <= len(free) and plan_rows(count, where, plans)
-
-    def read(p: Positions, valid: Valid, reads: Reads) -> jax.Array:
-        rows = read_rows(p, valid, reads)
+    def reading(p: Positions) -> Reading | None:
+        if len(p.along) > len(free):
+            return None
         first = len(p.entries) + len(free) - len(p.along)
         of_rows = tuple(range(first, first + len(contracted[which])))
         numbers = (of_rows, tuple(contracted[1 - which])), ((), ())
-        return eqn.primitive.bind(rows, other, dimension_numbers=numbers, **how)
+        new = how | {"dimension_numbers": numbers}
+        return [Part(rows_first)], lambda rows: eqn.primitive.bind(rows, other, **new)
 
-    return [(plan, read)]
+    return [View(_shape(eqn), aval_of(eqn.outvars[0]).dtype, reading)]
 
 
 _OF_ENTRIES = (
     *(ARITHMETIC - {"stop_gradient"}),
     *"complex conj erf imag name real reduce_precision".split(),
 )
-_REDUCTIONS = "reduce_max reduce_min reduce_prod reduce_sum".split()
-RULES: dict[str, Rule] = {
+COMPUTING: dict[str, Rule] = {
     **dict.fromkeys(_OF_ENTRIES, entrywise),
-    **dict.fromkeys(_REDUCTIONS, _reduce),
-    "broadcast_in_dim": moves.broadcast_rule,
-    "concatenate": moves.concatenate_rule,
+    **dict.fromkeys("reduce_max reduce_min reduce_prod reduce_sum".split(), _reduce),
     "dot_general": _product,
-    "dynamic_slice": moves.dynamic_slice_rule,
-    "expand_dims": moves.reshape_rule,
-    "pad": moves.pad_rule,
-    "reshape": moves.reshape_rule,
-    "rev": moves.rev_rule,
-    "slice": moves.slice_rule,
-    "split": moves.split_rule,
-    "squeeze": moves.reshape_rule,
-    "stack": moves.stack_rule,
-    "tile": moves.tile_rule,
-    "transpose": moves.transpose_rule,
-    "unstack": moves.unstack_rule,
+}
+"""The rules of equations that compute: few rows are looked up before, by themselves."""
+_reshape: Rule = lambda eqn, xs: [reshaped(xs[0], _shape(eqn))]
+RULES: dict[str, Rule] = COMPUTING | {
+    "broadcast_in_dim": _broadcast,
+    "concatenate": lambda eqn, xs: [joined([*map(as_view, xs)], parameter(eqn, "dimension"))],
+    "dynamic_slice": _dynamic_slice,
+    "expand_dims": _reshape,
+    "pad": _pad,
+    "reshape": _reshape,
+    "rev": _rev,
+    "slice": _slice,
+    "split": _split,
+    "squeeze": _reshape,
+    "stack": _stack,
+    "tile": _tile,
+    "transpose": lambda eqn, xs: [transposed(xs[0], parameter(eqn, "permutation"))],
+    "unstack": _split,
 }
 
-COMPUTING = (entrywise, _reduce, _product)
-"""The rules of equations that compute: few rows are looked up before, by themselves."""
 
+def views_of(eqns: Sequence[JaxprEqn], name: str, xs: Sequence[Value]) -> list[View] | None:
+    """Return what an equation makes of views as views, if rows can be read of all of them.
 
-def views_of(eqn: JaxprEqn, name: str, xs: Sequence[Value]) -> list[View] | None:
-    """Return what an equation makes of views as views, if rows can be read of all of them."""
+    It is the last of the equations; the others run the program that it is in.
+    """
+    eqn = eqns[-1]
     rule = RULES.get(name)
     operands = [x for x in xs if isinstance(x, View)]
     # A view of what is used twice, again and again, would be of exponentially many equations.
     equations = 1 + sum(x.equations for x in operands)
     avals = [aval_of(v) for v in eqn.outvars]
-    if rule is None or equations > tuning.VIEW_EQUATIONS or any(0 in x.shape for x in avals):
-        return None
-    readings = rule(eqn, xs)
-    if readings is None:
+    is_empty = any(0 in x.shape for x in (*avals, *operands))
+    if rule is None or is_empty or equations > tuning.VIEW_EQUATIONS:
         return None
     tables = frozenset[int]().union(*(x.tables for x in operands))
+    is_move = name in RULES and name not in (*COMPUTING, "dynamic_slice")
+    is_lookup = name == "dynamic_slice" or any(x.is_lookup for x in operands)
+    first = (x.computed_by for x in operands if x.computed_by)
+    computed_by = next(first, () if is_move else tuple(eqns))
 
     def make(number: int, made: Callable[[View], jax.Array]) -> jax.Array:
         return bound(eqn, [made(x) if isinstance(x, View) else x for x in xs])[number]
 
     views = [
-        View(
-            tuple(aval.shape),
-            aval.dtype,
-            *reading,
-            functools.partial(make, i),
-            tables,
-            equations,
-            name == "dynamic_slice" or any(x.is_lookup for x in operands),
-            varies_of(aval),
-            transpose_of=moves.untransposed(eqn, xs[0]) if name == "transpose" else None,
+        dataclasses.replace(
+            view,
+            make=functools.partial(make, number),
+            tables=tables,
+            equations=equations,
+            is_lookup=is_lookup,
+            varies=varies_of(aval),
+            computed_by=computed_by,
         )
-        for i, (aval, reading) in enumerate(zip(avals, readings, strict=True))
+        for number, (view, aval) in enumerate(zip(rule(eqn, xs) or [], avals, strict=False))
     ]
-    return views if all(any(x.fits) for x in views) else None
+    return views if views and all(any(x.fits) for x in views) else None

@@ -3,11 +3,9 @@
     y    = convert_element_type t        t (V, D) in bfloat16: O(V) where it is made
     rows = gather y ids                  convert_element_type (gather t ids): O(n)
 
-A view knows how to read some of its entries, and a read ends at a table, with a tap for its
-rows. So a lookup in what is made of tables is a lookup in these, and its gradient is rows.
-
-`plan` says which rows a read would need, from shapes alone; `read` does it. What equations make
-of views is in `view_rules`.
+A view knows how to read some of its entries from those of other views, and a read ends at a
+table, with a tap for its rows. So a lookup in what is made of tables is a lookup in these, and
+its gradient is rows. What equations make of views is in `view_rules`.
 """
 
 import dataclasses
@@ -20,12 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from jmask._autodiff.taps import NONE, Tap, Taps
 from jmask._base.array_types import trailing
 from jmask._base.row_ids import id_dtype, most_rows, numbered
 from jmask._base.shardings import axes_of_type
-from jmask._base.types import DType, Shape, Value
+from jmask._base.types import ArrayFunction, DType, PyTree, Shape, Value
 from jmask._kernels.gather import Gather
 
 Lookup = tuple[list[Tap], Callable[[Taps], jax.Array]]
@@ -34,79 +33,42 @@ Valid = jax.Array | None
 """Where entries count; None for everywhere. A table has no gradient from the others."""
 
 
-class Where(NamedTuple):
-    """The shape of entries to read, and a name: reads of one name are at the same positions."""
-
-    entries: Shape
-    name: Hashable = None
-
-    def moved(self, key: Hashable, entries: Shape | None = None) -> "Where":
-        """Return other positions, which `key` makes of these."""
-        return Where(self.entries if entries is None else entries, (key, self.name))
-
-
 class Positions(NamedTuple):
-    """Indices along first dimensions of an array, in range: each (*entries,), or a number."""
+    """Entries of an array, by indices along its first dimensions, in range.
 
-    along: Sequence[jax.Array]
-    where: Where
+    Attributes:
+        along: the indices, each (*entries,) or a number; unknown while a read is planned.
+        entries: their shape.
+        valid: where they count.
+        name: reads of one name are at the same positions.
+    """
 
-    @property
-    def entries(self) -> Shape:
-        return self.where.entries
-
-    def moved(
-        self, key: Hashable, along: Sequence[jax.Array], entries: Shape | None = None
-    ) -> "Positions":
-        """Return other indices, which `key` makes of these."""
-        return Positions(along, self.where.moved(key, entries))
+    along: Sequence[Value]
+    entries: Shape
+    valid: Valid = None
+    name: Hashable = None
 
     @classmethod
     def of_all(cls, shape: Shape) -> "Positions":
         """Return those of all entries along dimensions of these sizes."""
         along = [lax.broadcasted_iota(id_dtype(n), shape, d) for d, n in enumerate(shape)]
-        return cls(along, Where(shape))
+        return cls(along, shape)
 
 
-class Plans:
-    """A read that is only planned: the taps that it will take, in order."""
+class Part(NamedTuple):
+    """What a view is read from: another view, along so many of its dimensions.
 
-    def __init__(self) -> None:
-        self.taps: list[Tap] = []
-        self._known: dict[Hashable, bool] = {}
+    `at` returns the indices and where they count; None stands for the positions of the view.
+    """
 
-    def read(self, x: "View", count: int, where: Where) -> bool:
-        """Decide whether positions along `count` dimensions read rows of tables."""
-        key = id(x), count, where.name
-        if key not in self._known:
-            self._known[key] = x.plan(count, where, self)
-        return self._known[key]
+    view: "View"
+    along: int = 0
+    entries: Shape = ()
+    at: Callable[[], tuple[Sequence[jax.Array], Valid]] | None = None
 
 
-class Reads:
-    """A read: what two operands of an equation are made of is read once."""
-
-    def __init__(self, taps: Taps) -> None:
-        self.taps = taps
-        self._known: dict[Hashable, jax.Array] = {}
-
-    def read(self, x: "View", positions: Positions, valid: Valid) -> jax.Array:
-        """Return entries (*entries, *rest of the shape)."""
-        key = id(x), len(positions.along), positions.where.name
-        if key not in self._known:
-            self._known[key] = x.read(positions, valid, self)
-        return self._known[key]
-
-
-def planned(x: "View", count: int, entries: Shape) -> list[Tap] | None:
-    """Return the taps of a read, or None if it does not read rows."""
-    plans = Plans()
-    return plans.taps if plans.read(x, count, Where(entries)) else None
-
-
-def read_at(x: "View", positions: Positions, valid: Valid, taps: Taps) -> jax.Array:
-    """Return entries of a view (*entries, *rest of the shape)."""
-    return Reads(taps).read(x, positions, valid)
+Reading = tuple[Sequence[Part], ArrayFunction]
+"""What is read of other views, and a function of it that returns (*entries, *row)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -115,28 +77,30 @@ class View:
 
     Attributes:
         shape, dtype: of the array.
-        plan: (how many first dimensions positions are along, where, plans) -> whether rows
-            of tables can be read so; adds their taps in the order in which `read` takes them.
-        read: (positions, where they count, reads) -> (*entries, *rest of the shape).
+        reading: positions -> how they are read; None if they are not by rows of tables.
         make: (how operands are made) -> the array.
-        whole: the taps and the result of one equation that reads all of it, if there is one.
         tables: the numbers of the leaves that it has a gradient for.
         equations: how many make it, each counted wherever it is used.
         is_lookup: whether its rows are decided when it runs, as those of a `dynamic_slice`.
+        is_stopped: whether it is behind a `stop_gradient`.
         varies: the axes of a `shard_map` over which it differs.
+        whole: the taps and the result of one equation that reads all of it, if there is one.
+        computed_by: the first equation that computes it or looks it up, and does not only
+            move it, after those that run the program that this is in; or nothing.
         transpose_of: the view that it is a transpose of, and the order of its dimensions.
     """
 
     shape: Shape
     dtype: DType
-    plan: Callable[[int, Where, Plans], bool]
-    read: Callable[[Positions, Valid, Reads], jax.Array]
-    make: Callable[[Callable[["View"], jax.Array]], jax.Array]
+    reading: Callable[[Positions], Reading | None]
+    make: Callable[[Callable[["View"], jax.Array]], jax.Array] | None = None
     tables: frozenset[int] = frozenset()
     equations: int = 0
     is_lookup: bool = False
+    is_stopped: bool = False
     varies: frozenset[str] = frozenset()
     whole: Lookup | None = None
+    computed_by: tuple[JaxprEqn, ...] = ()
     transpose_of: "tuple[View, Sequence[int]] | None" = None
 
     @property
@@ -170,45 +134,128 @@ class TableView(View):
             self.number, leading, shape, dtype, rows, varies=self.varies, width=self.width
         )
 
+    def tap_of_rows(self, leading: int, entries: Shape) -> Tap:
+        """Return the tap of rows that `leading` dimensions number."""
+        rows = math.prod(entries)
+        return self.tap((rows, *self.shape[leading:]), rows, leading)
+
+    def rows(self, p: Positions, taps: Taps) -> jax.Array:
+        """Return rows, or entries of rows, with their tap."""
+        leading, lead = numbered_dimensions(self.shape, len(p.along)), len(p.entries)
+        first = p._replace(along=p.along[:leading])
+        rows = gathered(self.array, first)
+        if not taps.is_without:
+            tap = self.tap_of_rows(leading, p.entries)
+            rows = taps.take(tap, rows, ids_at(first, self.shape[:leading]))
+        for position in p.along[leading:]:  # of a table of so many entries
+            index = trailing(jnp.broadcast_to(position, p.entries), rows.ndim)
+            index = jnp.broadcast_to(index, (*p.entries, 1, *rows.shape[lead + 1 :]))
+            rows = lax.squeeze(jnp.take_along_axis(rows, index, lead, mode="clip"), [lead])
+        return rows
+
 
 def view_of_table(number: int, x: Value, width: int | None = None) -> TableView:
     """Return the view of a leaf that is differentiated; of lines, of rows of this width."""
-    shape, dtype, varies = tuple(x.shape), x.dtype, varies_of(x)
-
-    def tap(count: int, entries: Shape) -> Tap:
-        rows, leading = math.prod(entries), numbered_dimensions(shape, count)
-        return view.tap((rows, *shape[leading:]), rows, leading)
-
-    def plan(count: int, where: Where, plans: Plans) -> bool:
-        can_be_read = count == 1 if width else count > 0
-        if can_be_read:
-            plans.taps.append(tap(count, where.entries))
-        return can_be_read
-
-    def read(positions: Positions, valid: Valid, reads: Reads) -> jax.Array:
-        leading = numbered_dimensions(shape, len(positions.along))
-        first = Positions(positions.along[:leading], positions.where)
-        rows = gathered(x, first)
-        if not reads.taps.is_without:
-            ids = ids_at(first, shape[:leading], valid)
-            rows = reads.taps.take(tap(leading, positions.entries), rows, ids)
-        for position in positions.along[leading:]:  # of a table of so many entries
-            rows = _chosen(rows, position, positions.entries)
-        return rows
-
-    view = TableView(
-        shape,
-        dtype,
-        plan,
-        read,
+    return TableView(
+        tuple(x.shape),
+        x.dtype,
+        lambda p: None,
         lambda _: x,
         frozenset([number]),
-        varies=varies,
+        varies=varies_of(x),
         number=number,
         array=x,
         width=width,
     )
-    return view
+
+
+def as_view(x: Value) -> View:
+    """Return a view, that of an array: it is read without a tap."""
+    if isinstance(x, View):
+        return x
+    read = lambda p: ((), lambda: gathered(jnp.asarray(x), p))
+    return View(tuple(x.shape), x.dtype, read, lambda _: x)
+
+
+def without_gradient(x: View) -> View:
+    """Return the view behind a `stop_gradient`."""
+    make = lambda made: lax.stop_gradient(made(x))
+    reading = lambda p: ([Part(x)], lax.stop_gradient)
+    return View(x.shape, x.dtype, reading, make, equations=x.equations, is_stopped=True)
+
+
+def with_tap(
+    tap: Tap,
+    result: Callable[[], jax.Array],
+    ids: Callable[[], PyTree],
+    as_result: ArrayFunction | None = None,
+) -> Lookup:
+    """Return the lookup that is a result, computed of a table itself, with a tap."""
+
+    def run(taps: Taps) -> jax.Array:
+        out = result()
+        return out if taps.is_without else taps.take(tap, out, ids(), as_result)
+
+    return [tap], run
+
+
+# --- reads --------------------------------------------------------------------------------
+
+
+class Reader:
+    """Reads entries of views, or only plans it; those at the same positions once.
+
+    Attributes:
+        taps: of the read; None of a plan.
+        plan: the taps that it takes, in order.
+    """
+
+    def __init__(self, taps: Taps | None = None) -> None:
+        self.taps, self.plan = taps, list[Tap]()
+        self._known: dict[Hashable, Value] = {}
+
+    def read(self, x: View, p: Positions) -> Value:
+        """Return entries (*entries, *rest of the shape); in a plan, whether it can."""
+        key = id(x), len(p.along), p.name
+        if key not in self._known:
+            self._known[key] = self._read(x, p)
+        return self._known[key]
+
+    def _read(self, x: View, p: Positions) -> Value:
+        if isinstance(x, TableView):
+            return self._of_table(x, p)
+        reading = x.reading(p)
+        if reading is None:
+            return False
+        (parts, finish), taps, results = reading, self.taps, list[Value]()
+        reader = Reader(taps and NONE) if x.is_stopped else self
+        for number, part in enumerate(parts):
+            q = p
+            if part.at is not None:
+                along, valid = ((None,) * part.along, None) if taps is None else part.at()
+                q = Positions(along, part.entries, valid, (id(x), number, p.name))
+            results.append(reader.read(part.view, q))
+        return all(results) if taps is None else finish(*results)
+
+    def _of_table(self, x: TableView, p: Positions) -> Value:
+        if self.taps is not None:
+            return x.rows(p, self.taps)
+        count = len(p.along)
+        can_be_read = count == 1 if x.width else count > 0
+        if can_be_read:
+            self.plan.append(x.tap_of_rows(numbered_dimensions(x.shape, count), p.entries))
+        return can_be_read
+
+
+def planned(x: View, count: int, entries: Shape) -> list[Tap] | None:
+    """Return the taps of a read, or None if it does not read rows."""
+    reader = Reader()
+    return reader.plan if reader.read(x, Positions((None,) * count, entries)) else None
+
+
+def read_at(x: View, p: Positions, taps: Taps) -> jax.Array:
+    """Return entries of a view (*entries, *rest of the shape)."""
+    return Reader(taps).read(x, p)
 
 
 def varies_of(x: Value) -> frozenset[str]:
@@ -228,81 +275,32 @@ def numbered_dimensions(shape: Shape, count: int) -> int:
     return count
 
 
-def _chosen(rows: jax.Array, position: jax.Array, entries: Shape) -> jax.Array:
-    """Return one entry along the dimension after `entries`."""
-    lead = len(entries)
-    index = jnp.broadcast_to(position, entries)[(..., *(None,) * (rows.ndim - lead))]
-    index = jnp.broadcast_to(index, (*entries, 1, *rows.shape[lead + 1 :]))
-    return lax.squeeze(jnp.take_along_axis(rows, index, lead, mode="clip"), [lead])
-
-
 def per_entry(x: jax.Array, entries: Shape) -> jax.Array:
     """Return numbers along the first dimensions of entries, or one for all, of each."""
     return jnp.broadcast_to(trailing(x, len(entries)), entries)
 
 
-def ids_at(positions: Positions, sizes: Shape, valid: Valid) -> jax.Array:
+def ids_at(p: Positions, sizes: Shape) -> jax.Array:
     """Return canonical ids (n,) of rows that are numbered along dimensions of these sizes."""
-    count, entries = math.prod(sizes), positions.entries
+    count = math.prod(sizes)
     dtype = id_dtype(count)
-    ids = jnp.broadcast_to(numbered(positions.along, sizes, dtype), entries)
-    if valid is not None:
-        ids = jnp.where(per_entry(valid, entries), ids, np.asarray(count, dtype))
-    return ids.reshape(math.prod(entries))
+    ids = jnp.broadcast_to(numbered(p.along, sizes, dtype), p.entries)
+    if p.valid is not None:
+        ids = jnp.where(per_entry(p.valid, p.entries), ids, np.asarray(count, dtype))
+    return ids.reshape(math.prod(p.entries))
 
 
-def gathered(x: jax.Array, positions: Positions) -> jax.Array:
+def gathered(x: jax.Array, p: Positions) -> jax.Array:
     """Return the entries (*entries, *rest of the shape) of an array at positions in range."""
-    along, entries = positions.along, positions.entries
-    if not along:
-        return jnp.broadcast_to(x, (*entries, *x.shape))
-    lead, first = len(entries), tuple(range(len(along)))
-    offsets = tuple(range(lead, lead + x.ndim - len(along)))
+    count, lead = len(p.along), len(p.entries)
+    if not count:
+        return jnp.broadcast_to(x, (*p.entries, *x.shape))
+    first = tuple(range(count))
     gather = Gather(
-        lax.GatherDimensionNumbers(offsets, first, first),
-        (1,) * len(along) + x.shape[len(along) :],
+        lax.GatherDimensionNumbers(tuple(range(lead, lead + x.ndim - count)), first, first),
+        (1,) * count + x.shape[count:],
         lax.GatherScatterMode.CLIP,
     )
-    dtype = id_dtype(max(x.shape[: len(along)]))
-    indices = [jnp.broadcast_to(p.astype(dtype), entries) for p in along]
+    dtype = id_dtype(max(x.shape[:count]))
+    indices = [jnp.broadcast_to(i.astype(dtype), p.entries) for i in p.along]
     return gather(x, jnp.stack(indices, -1))
-
-
-def view_of_array(x: Value) -> View:
-    """Return the view of an array as it is, which is read without a tap."""
-    return View(
-        tuple(x.shape),
-        x.dtype,
-        lambda count, where, plans: True,
-        lambda positions, valid, reads: gathered(jnp.asarray(x), positions),
-        lambda _: x,
-    )
-
-
-def without_gradient(x: View) -> View:
-    """Return the view behind a `stop_gradient`."""
-
-    def plan(count: int, where: Where, plans: Plans) -> bool:
-        return x.fits[count]
-
-    def read(positions: Positions, valid: Valid, reads: Reads) -> jax.Array:
-        return lax.stop_gradient(read_at(x, positions, valid, NONE))
-
-    make = lambda made: lax.stop_gradient(made(x))
-    return View(x.shape, x.dtype, plan, read, make, equations=x.equations)
-
-
-def element(x: View, number: jax.Array) -> View:
-    """Return one array of a stack of them, by its number."""
-    key = object()
-
-    def plan(count: int, where: Where, plans: Plans) -> bool:
-        return plans.read(x, count + 1, where.moved(key))
-
-    def read(p: Positions, valid: Valid, reads: Reads) -> jax.Array:
-        return reads.read(x, p.moved(key, [number, *p.along]), valid)
-
-    def make(made: Callable[[View], jax.Array]) -> jax.Array:
-        return lax.dynamic_index_in_dim(made(x), number, 0, keepdims=False)
-
-    return View(x.shape[1:], x.dtype, plan, read, make, x.tables, x.equations, True, x.varies)

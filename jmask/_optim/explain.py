@@ -20,15 +20,8 @@ from typing import NamedTuple
 import jax
 
 from jmask._autodiff.taps import Tap
-from jmask._autodiff.tensors import Leaves
-from jmask._autodiff.uses import (
-    MULTIPLIED,
-    Use,
-    is_multiplied_alone,
-    report_dense,
-    uses_of_inputs,
-)
-from jmask._autodiff.value_and_grad import Loss, Reading, check_argument, function_of_parameters
+from jmask._autodiff.uses import reason
+from jmask._autodiff.value_and_grad import Reading, function_of_parameters
 from jmask._base.fallback import Place, collected, in_bytes
 from jmask._base.types import DType, Function, KeyPath, Params, PyTree, PyTreeDef, Shape
 from jmask._base.validation import abstract_leaf, checked_choice
@@ -36,6 +29,15 @@ from jmask._kernels.lines import LANES, has_narrow_rows
 from jmask._updates.checks import check_parameters, model_of
 
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
+# De-duplication is all that a lazy step adds.
+MANY = (
+    "as many rows as the table has: `jmask.densify()` in place of jmask.lazy would update all "
+    "of them, at no more cost"
+)
+UNUSED = (
+    "not used: a gradient of dense zeros, with which momentum and weight decay update all of "
+    "it; leave it out of what is differentiated"
+)
 _HEADS = ("parameter", "array", "size", "gradient", "a step touches")
 
 
@@ -193,16 +195,15 @@ def explain(
 
     def read(params: Params, traced: dict[int, jax.Array]) -> None:
         args, keywords = structure.unflatten([traced.get(i, x) for i, x in enumerate(others)])
-        check_argument(loss_fn, 0, params)
-        leaves = Leaves([params])
-        loss = Loss(loss_fn, (0,), (params, *args), keywords, has_aux, leaves)
-        program = loss.traced()
-        reading = Reading(program, leaves)
-        report_dense(program.jaxpr, loss.names, reading.dense())
-        uses, taps = uses_of_inputs(program.jaxpr), jax.tree.leaves(reading.taps)
+        reading = Reading(loss_fn, (0,), (params, *args), keywords, has_aux)
+        reading.report_dense()
+        taps = jax.tree.leaves(reading.taps)
         for i, (path, leaf) in enumerate(jax.tree.leaves_with_path(params)):
             its_taps = [x for x in taps if x.table == i] if i in reading.tables else None
-            steps.append(_step(path, leaf, its_taps, uses[i], platform))
+            why = reason(reading.jaxpr, reading.needs.get(i, []), math.inf)
+            note = "" if why is None else _with_place(*why[:2])
+            note = note if reading.jaxpr.invars[i] in reading.needed else UNUSED
+            steps.append(_step(path, leaf, its_taps, note, platform))
 
     with collected() as reports:
         jax.eval_shape(read, jax.tree.map(abstract_leaf, params), shapes)
@@ -215,7 +216,7 @@ def explain(
 
 
 def _step(
-    path: KeyPath, leaf: jax.Array, taps: list[Tap] | None, uses: list[Use], platform: str
+    path: KeyPath, leaf: jax.Array, taps: list[Tap] | None, note: str, platform: str
 ) -> ParameterStep:
     """Return the effect on a parameter, of whose gradient these are the taps; None: dense."""
     shape, dtype = leaf.shape, leaf.dtype
@@ -231,7 +232,7 @@ def _step(
             table = (math.prod(shape[:leading]), *shape[leading:])
         rows, row = math.prod(shape[:leading]), math.prod(shape[leading:])
         touched = min(nse, rows) * row  # ids may repeat
-    note = _note(table, nse, uses)
+        note = MANY if nse >= table[0] else ""
     if platform == "tpu" and nse and has_narrow_rows(table):
         name = "table" if leading == 1 else f"table.reshape{table}"
         copied = (
@@ -243,33 +244,6 @@ def _step(
     return ParameterStep(name, shape, dtype, nse, touched * dtype.itemsize, note, leading)
 
 
-def _note(shape: Shape, nse: int | None, uses: list[Use]) -> str:
-    """Say why the gradient of a parameter is dense, or large."""
-    lookups, others = ([use for use in uses if use.is_lookup is kind] for kind in (True, False))
-    if nse is not None:
-        # De-duplication is all that a lazy step adds.
-        if nse < shape[0]:
-            return ""
-        return (
-            "as many rows as the table has: `jmask.densify()` in place of jmask.lazy would "
-            "update all of them, at no more cost"
-        )
-    if not uses:
-        return (
-            "not used: a gradient of dense zeros, with which momentum and weight decay update "
-            "all of it; leave it out of what is differentiated"
-        )
-    whole = [_with_place(f"`{x.primitive}` needs all of it", x.place) for x in others]
-    needs = " and ".join(list(dict.fromkeys(whole))[:2])
-    if is_multiplied_alone(uses):
-        return _with_place(MULTIPLIED, uses[0].place)
-    if not lookups or not shape:
-        return ""
-    looked_up = _with_place("looked up", lookups[0].place)
-    return f"{looked_up}, but {needs or 'not by whole rows'}"
-
-
 def _with_place(text: str, place: Place | None) -> str:
-    if place is None:
-        return text
-    return f"{text} ({place.file.removeprefix(os.getcwd() + os.sep)}:{place.line})"
+    text = text if place is None else f"{text} ({place.file}:{place.line})"
+    return text.replace(os.getcwd() + os.sep, "")
