@@ -59,6 +59,8 @@ _NEEDED = {
     "libtpu": "make test-tpu",
     "jax_cuda12_plugin": "make test-gpu",
     "expecttest": "make test-peers",
+    "haiku": "make test-peers",
+    "numpyro": "make test-peers",
 }
 
 # JMASK_LOWERED_FOR=cuda, or tpu: where jmask computes differently on each platform, this CPU
@@ -91,8 +93,9 @@ def pytest_collection_modifyitems(config, items):
     missing = {what for what in _NEEDED if importlib.util.find_spec(what) is None}
     for item in items:
         for mark in item.iter_markers("needs"):
-            if (what := mark.kwargs["what"]) in missing:
-                reason = f"needs {what}, which is not installed here: {_NEEDED[what]}"
+            what = mark.kwargs["what"]
+            reason = f"needs {what}, which is not installed here: {_NEEDED[what]}"
+            if what in missing:
                 item.add_marker(pytest.mark.skip(reason=reason))
         if (LOWERED_FOR or ON_GPU) and item.get_closest_marker("of_cpus"):
             who = f"it does as {LOWERED_FOR} would" if LOWERED_FOR else "is a GPU"
