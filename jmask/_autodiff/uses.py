@@ -125,6 +125,9 @@ def reason(
     if by_columns:
         why = f"looked up ({place_of(by_columns[0])}), but not by whole rows"
         return why, place_of(by_columns[0]), _KEEP_ROWS
+    if lookups and not others:
+        remedy = "`jax.sharding.reshard` adds what devices have before it is looked up."
+        return "looked up, but every device has a summand of it", place_of(lookups[0]), remedy
     return None
 
 

@@ -126,26 +126,22 @@ def _step_where(
 
     gradients = noticed_as(gradients, _at_leaves(lambda x: _kept(take, x), gradients))
     result, new = step(gradients, params, state)
-    old, bare = state, _at_leaves(_without_rows, gradients)
+    bare, old = _at_leaves(_without_rows, gradients), state
+    without_rows = lambda state: step(bare, params, state)[1]  # a model is no argument of it
     if extra is None:
         new, old = (result, new), (params, state)
+        without_rows = lambda both: step(bare, *both)
     # Arrays that a step without rows returns as they came, but for reshapes, are tables: a
     # padded gradient changes no row of them.
     with collected():
-        jaxpr = jax.make_jaxpr(functools.partial(step, bare))(params, state).jaxpr
+        jaxpr = jax.make_jaxpr(without_rows)(old).jaxpr
     reshapes = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reshape")
     made_of = {eqn.outvars[0]: eqn.invars[0] for eqn in reshapes}
     structure: PyTreeDef
     leaves, structure = jax.tree.flatten(new)
-    first = len(jaxpr.invars) - len(leaves), len(jaxpr.outvars) - len(leaves)
+    pairs = zip(leaves, jax.tree.leaves(old), strict=True)
     selected = []
-    for x, v, y, z in zip(
-        jaxpr.invars[first[0] :],
-        jaxpr.outvars[first[1] :],
-        leaves,
-        jax.tree.leaves(old),
-        strict=True,
-    ):
+    for x, v, (y, z) in zip(jaxpr.invars, jaxpr.outvars, pairs, strict=True):
         while isinstance(v, Var) and v in made_of:
             v = made_of[v]
         selected.append(y if v is x else _where(take, y, z))
