@@ -4,8 +4,8 @@
     jmask_lookup_on_shards             rows of a table that is sharded over devices
     jmask_rows_of_lines                rows of a packed table
 
-Of a table the equation itself runs, and what it makes gets a tap. Of a view rows are read from
-the tables, where the taps are.
+Where a table is looked up, the equation itself runs, and its result gets a tap. Where a view
+is, rows of its tables are read, and these have the taps.
 """
 
 import dataclasses
@@ -252,7 +252,7 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Lookup | N
     is_whole_row = leading == 1 == sizes[0] and windows.started == {0}
     ids_of_rows = lambda: canonical(jnp.asarray(windows.starts()[0]), shape[0])
 
-    # 1. Of a table the equation itself runs, and what it makes gets a tap.
+    # 1. A table: the equation itself runs, and its result gets a tap.
     if isinstance(x, TableView):
         arrays = [x.array, *args[1:]]
         result = lambda: gather_of(eqn)(*arrays) if name in WINDOWS else bound(eqn, arrays)[0]
@@ -265,8 +265,8 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Lookup | N
             return with_tap(tap, result, lambda: ids_of_rows().reshape(windows.batch))
         leading = numbered_dimensions(shape, leading)  # of entries, if there are so many
 
-    # 2. Of a view rows are read. Single entries of a matrix that would make whole windows are
-    # no lookup of rows.
+    # 2. A view: rows are read. Single entries of a matrix that would make whole windows are no
+    # lookup of rows.
     is_cut = any(sizes[d] != shape[d] for d in range(leading, len(shape)))
     while not x.fits[leading]:
         leading += 1

@@ -1,4 +1,4 @@
-"""Which variables of a program a gradient goes through.
+"""Find the variables of a program that a gradient goes through.
 
     y = argmax x        no gradient comes through y: x is not needed for it
     z = sum (x * y)     it comes through x

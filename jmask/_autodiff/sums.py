@@ -3,8 +3,8 @@
     jmask_bag_sum                        sums of rows of a table, bag by bag
     bcoo_dot_general, bcsr_dot_general   X @ table, X sparse
 
-Of a table the equation itself runs, and its sums get a tap: the cotangent of a bag is that of
-all of its rows, which are not written out. Of a view rows are read, each with its own tap.
+Where a table is summed, the equation itself runs, and its sums get a tap: the cotangent of a
+bag is that of all of its rows, which are not written out. Rows of a view are read with taps.
 """
 
 import dataclasses
