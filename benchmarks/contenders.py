@@ -28,7 +28,6 @@ _BUILDERS: dict[tuple[str, str], Callable[[Task, float], Step]] = {
     ("jmask", "step"): jax_contenders.jmask_step,
     ("jmask", "deferred step"): jax_contenders.jmask_deferred_step,
     ("jmask", "update"): jax_contenders.jmask_update,
-    ("jmask", "product"): jax_contenders.jmask_product,
     ("jmask", "bags"): bag_contenders.jmask_bags,
     ("jmask", "plain bags"): bag_contenders.jmask_bags,
     ("jmask", "weighted bags"): bag_contenders.weighted_bags,

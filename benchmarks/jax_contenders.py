@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental.sparse import BCSR
 from programs import PROGRAMS, START, Program
 from tricks import left_out
 from works import Task
@@ -111,22 +110,5 @@ def jmask_update(task: Task, rate: float) -> Step:
     def run(ids: np.ndarray) -> None:
         nonlocal place
         place = jax.block_until_ready(update(place, ids, values))
-
-    return run
-
-
-def jmask_product(task: Task, rate: float) -> Step:
-    """X W for a matrix X in compressed rows of 100 entries."""
-    table, values = jnp.ones((task.rows, task.width)), jnp.ones(task.lookups)
-    pointers = jnp.arange(0, task.lookups + 1, 100, dtype=jnp.int32)
-
-    @jax.jit
-    def product(ids, values, table):
-        x = BCSR((values, ids, pointers), shape=(pointers.size - 1, task.rows))
-        return jmask.dot(x, table)
-
-    def run(ids: np.ndarray) -> None:
-        with left_out(task.without):
-            jax.block_until_ready(product(ids, values, table))
 
     return run

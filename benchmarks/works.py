@@ -56,7 +56,6 @@ _TITLES = {
     "eager": "100 updates outside jit, a table of 8 x 4",
     "tracing": "tracing value_and_grad, 50 layers and 20 tables",
     "compiling": "compiling five programs with Adam",
-    "product": "X W of 256 sparse rows of 100 entries, D = 16",
 }
 _IN_WORDS = {"bags": "bags", "DLRM": "DLRM, whole step"}
 
@@ -105,7 +104,6 @@ _DISPATCH, _SMALL_STEP, _EAGER = (
 )
 _TRACING = Task(work="tracing")
 _COMPILING = Task(work="compiling", width=32)
-_PRODUCT = Task(work="product", rows=2**22, width=16, lookups=25_600)
 _MANY = Task(lookups=100_000)
 # With the trajectory of the dense optimizer.
 _DEFERRED = Task(work="deferred step")

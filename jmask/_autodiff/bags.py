@@ -78,7 +78,7 @@ class Rows(View):
 
 
 class Scope:
-    """What is asked of the variables of one program, besides their values."""
+    """The variables of one program: how often each is used, and what it is a broadcast of."""
 
     def __init__(self, jaxpr: Jaxpr, values: dict[Var, Value]) -> None:
         self._jaxpr, self._values = jaxpr, values
@@ -194,7 +194,7 @@ def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Value], lookup: Lookup) -> 
     )
 
 
-def of_rows(
+def made_of_rows(
     eqn: JaxprEqn, name: str, args: Sequence[Value], scope: Scope
 ) -> Lookup | Rows | None:
     """Return the sum that an equation makes of rows, or rows that wait on; else None."""

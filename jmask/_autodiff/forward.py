@@ -59,7 +59,7 @@ LOOKING_UP = (*LOOKUPS, "dynamic_slice", "get", "new_ref")
 
 
 class Need(NamedTuple):
-    """What one use needs of a table, where its gradient goes through it.
+    """One use of a table that a gradient goes through, and the rows that it needs.
 
     Attributes:
         table: the number of the leaf.
@@ -147,7 +147,7 @@ class Forward:
         wanted: Flags,
         but: Collection[int] = (),
     ) -> list[Value]:
-        """Return the outputs of a program as arrays, without those of some numbers."""
+        """Return the outputs of a program as arrays, without those numbered in `but`."""
         outs = enumerate(zip(self.run(program, inputs, taps, wanted), wanted, strict=True))
         return [self.array(x, taps, not flag) for i, (x, flag) in outs if i not in but]
 
@@ -156,11 +156,11 @@ class Forward:
     ) -> list[Value]:
         name, is_live = name_of(eqn), any(flags)
         aval = next(map(aval_of, eqn.outvars), None)  # what prints has no result
-        is_call = name in CALLS and not name.startswith("custom")
+        is_call = _is_call(name)
 
         # 0. Rows that wait for their sum. They may wait in a call, too.
         if any(isinstance(x, bags.Rows) for x in args):
-            made = None if is_call or not is_live else bags.of_rows(eqn, name, args, scope)
+            made = None if is_call or not is_live else bags.made_of_rows(eqn, name, args, scope)
             if isinstance(made, bags.Rows):
                 return [made]
             if made is not None:
@@ -250,7 +250,8 @@ class Forward:
         wholes = (n for n in needs if n.rows is None)
         tables = {n.table for n in wholes if n.eqns[-1].primitive.name != "dot_general"}
         tables = tables.union(*(x.tables for x in args if isinstance(x, Computed)))
-        if not tables or name in ("dot_general", "scan", "while", "shard_map", *CALLS[:4]):
+        names = ("dot_general", "scan", "while", "shard_map")
+        if not tables or name in names or _is_call(name):
             return outs
         if name in LOOKING_UP:
             self.needs += [Need(t, self._eqns, 0, 0, True, True) for t in tables]
@@ -328,7 +329,7 @@ class Forward:
     def array(self, x: Value, taps: Taps, is_constant: bool = False) -> Value:
         """Return a view as an array: of its rows if they are few, else it needs all of tables.
 
-        Of a constant no gradient is taken. What several equations need is made once.
+        No gradient is taken of a constant. What several equations need is made once.
         """
         if not isinstance(x, View):
             return x
@@ -392,6 +393,11 @@ class Forward:
             return False
         largest = max((math.prod(self.leaves[t].shape) for t in x.tables), default=0)
         return 8 * math.prod(x.shape) <= largest and self._reading_of_all(x) is not None
+
+
+def _is_call(name: str) -> bool:
+    """Decide whether an equation is a call of a program, without rules of its derivative."""
+    return name in CALLS and not name.startswith("custom")
 
 
 def _size(tap: Tap) -> int:

@@ -12,8 +12,8 @@
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
 
-from jmask._autodiff.needed import Flags, Needed
+from jmask._autodiff.needed import Flags
 from jmask._autodiff.taps import Tap, Taps
 from jmask._autodiff.view_rules import element
 from jmask._autodiff.views import TableView, View, view_of_table
@@ -39,29 +39,10 @@ from jmask._base.forms import (
 from jmask._base.jaxprs import forwarded
 from jmask._base.row_ids import id_dtype
 from jmask._base.shardings import on_every_device, varying_axes, varying_over
-from jmask._base.types import PyTree, Shaped, Value
+from jmask._base.types import PyTree, Value
 
-
-class Runs(Protocol):
-    """What runs the programs: `Forward`."""
-
-    leaves: Sequence[Shaped]
-    needed: Needed
-
-    def run(
-        self, program: Opened, inputs: Sequence[Value], taps: Taps, wanted: Flags
-    ) -> list[Value]: ...
-
-    def arrays(
-        self,
-        program: Opened,
-        inputs: Sequence[Value],
-        taps: Taps,
-        wanted: Flags,
-        but: Collection[int] = (),
-    ) -> list[Value]: ...
-
-    def array(self, x: Value, taps: Taps, is_constant: bool = False) -> Value: ...
+if TYPE_CHECKING:  # it runs these rules
+    from jmask._autodiff.forward import Forward
 
 
 def _abstract(eqn: JaxprEqn) -> list[Value]:
@@ -84,7 +65,7 @@ def _merged(known: Mapping[int, Value], others: Sequence[Value]) -> list[Value]:
 
 
 def _remat(
-    forward: Runs, eqn: JaxprEqn, args: list[Value], taps: Taps, flags: Flags
+    forward: "Forward", eqn: JaxprEqn, args: list[Value], taps: Taps, flags: Flags
 ) -> list[Value]:
     program = called(eqn)
     if is_recomputed_apart(eqn):  # of a gradient that the program took itself
@@ -125,7 +106,7 @@ def _behind_a_barrier(args: Sequence[Value], taps: Taps) -> list[Value]:
 
 
 def _scan(
-    forward: Runs, eqn: JaxprEqn, args: list[Value], taps: Taps, flags: Flags
+    forward: "Forward", eqn: JaxprEqn, args: list[Value], taps: Taps, flags: Flags
 ) -> list[Value]:
     scan = scan_of(eqn)
     jaxpr, first, count = scan.body[0], scan.consts, scan.carry
@@ -165,7 +146,7 @@ def _scan(
 
 
 def _cond(
-    forward: Runs, eqn: JaxprEqn, args: list[Value], taps: Taps, flags: Flags
+    forward: "Forward", eqn: JaxprEqn, args: list[Value], taps: Taps, flags: Flags
 ) -> list[Value]:
     which, *operands = args
     which = forward.array(which, taps, is_constant=True)
@@ -226,7 +207,7 @@ def _shared(key: object, of_branches: Sequence[Sequence[Tap]]) -> Tap:
     )
 
 
-def _padded(forward: Runs, shared: Tap, found: Sequence[jax.Array]) -> jax.Array:
+def _padded(forward: "Forward", shared: Tap, found: Sequence[jax.Array]) -> jax.Array:
     """Return the ids of a branch, with padding for rows that it does not look up."""
     rows = shared.rows_of(forward.leaves[shared.table].shape)
     ids = [on_every_device(x, jax.typeof(x)).reshape(-1) for x in found]
@@ -239,7 +220,7 @@ def _padded(forward: Runs, shared: Tap, found: Sequence[jax.Array]) -> jax.Array
 
 
 def _shard_map(
-    forward: Runs, eqn: JaxprEqn, args: list[Value], taps: Taps, flags: Flags
+    forward: "Forward", eqn: JaxprEqn, args: list[Value], taps: Taps, flags: Flags
 ) -> list[Value]:
     form = shard_map_of(eqn)
     axes = frozenset(form.how["axis_names"])

@@ -450,7 +450,7 @@ def views_of(eqns: Sequence[JaxprEqn], name: str, xs: Sequence[Value]) -> list[V
     if rule is None or is_empty or equations > tuning.VIEW_EQUATIONS:
         return None
     tables = frozenset[int]().union(*(x.tables for x in operands))
-    is_move = name in RULES and name not in (*COMPUTING, "dynamic_slice")
+    is_move = name not in (*COMPUTING, "dynamic_slice")
     is_lookup = name == "dynamic_slice" or any(x.is_lookup for x in operands)
     first = (x.computed_by for x in operands if x.computed_by)
     computed_by = next(first, () if is_move else tuple(eqns))

@@ -185,15 +185,15 @@ def _adam(
         row_count = optax.safe_increment(row_count)
         return *rule(g, w, m, v, lr, jnp.asarray(corrected(row_count, lr), g.dtype)), row_count
 
-    adam = functools.partial(
+    of_rule = functools.partial(
         optimizer, common, lazy_update=lazy_update, state_dtype=state_dtype, clips_last=True
     )
     slots = {"mu": Slot(0.0, dtype=mu_dtype), "nu": Slot(0.0, per_row)}
     if per_row_count:
         slots["row_count"] = Slot(0, per_row=True, dtype=jnp.int32)
-        return adam(RowCountAdamState, slots, rule_of_rows)
+        return of_rule(RowCountAdamState, slots, rule_of_rows)
     scalars = lambda count, lr: (lr, corrected(optax.safe_increment(count), lr))
-    return adam(AdamState, slots, rule, scalars=scalars)
+    return of_rule(AdamState, slots, rule, scalars=scalars)
 
 
 def adamw(
