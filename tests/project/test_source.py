@@ -38,10 +38,24 @@ def test_only_public_jax():
             assert name.split(".")[0] not in ("jax", "optax") or "._" not in name, (path, name)
 
 
+def taken_from_modules(path):
+    """The full names of what a file takes from modules of jmask: `module.name`, public or not."""
+    tree = ast.parse(path.read_text())
+    modules = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jmask":
+            names = {x.asname or x.name: f"{node.module}.{x.name}" for x in node.names}
+            modules |= {x: name for x, name in names.items() if name in sys.modules}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id in modules and isinstance(node.ctx, ast.Load):
+                yield f"{modules[node.value.id]}.{node.attr}"
+
+
 def test_what_programs_take_from_jmask_exists():
-    """Benchmarks are not run by tests, and name functions that may be gone."""
+    """Benchmarks and lines of conftest.py are run by few, and name what may be gone."""
     for path in EVERYTHING:
-        for name in imported(path):
+        for name in [*imported(path), *taken_from_modules(path)]:
             if name.split(".")[0] == "jmask":
                 pkgutil.resolve_name(name)
     tricks = runpy.run_path(str(ROOT / "benchmarks" / "tricks.py"))["TRICKS"]
