@@ -1,6 +1,7 @@
 """Sparse and masked tensors for JAX."""
 
 # Methods of tensors are functions of these.
+from jmask import host as host
 from jmask import nn as nn
 from jmask import nnx as nnx
 from jmask import numpy as numpy

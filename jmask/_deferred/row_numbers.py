@@ -26,7 +26,7 @@ def chosen_rows(
     chosen: dict[int, jax.Array | None] = {}
     used = 0
     for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-        node = functools.reduce(_child, path, ids)
+        node = functools.reduce(child, path, ids)
         if node is None:
             continue
         used += len(jax.tree.leaves(node))
@@ -44,7 +44,7 @@ def chosen_rows(
     return chosen
 
 
-def _child(node: PyTree, key: object) -> PyTree:
+def child(node: PyTree, key: object) -> PyTree:
     """Return what a tree has under the key of a path, or None."""
     if isinstance(node, Mapping):
         return node.get(getattr(key, "key", None))

@@ -146,7 +146,7 @@ def pad_bags(
         for table, x in tables.items()
     }
     most = max((int(starts[-1]) for _, starts, _ in flat.values()), default=0)
-    size = _rounded_up(max(most, checked_integer("at_least", at_least)))
+    size = rounded_up(max(most, checked_integer("at_least", at_least)))
     padded = {table: _padded_bags(size, *bags, num_bags) for table, bags in flat.items()}
     if padded:
         _say_once(size, *sorted({len(bags.offsets) - 1 for bags in padded.values()}))
@@ -225,7 +225,7 @@ def _joined(name: str, bags: Ragged) -> tuple[HostArray, HostArray]:
     return numbers, np.cumsum([0, *map(len, bags)]).astype(np.int32)
 
 
-def _rounded_up(count: int) -> int:
+def rounded_up(count: int) -> int:
     """Return the first of 1, 2, 3, 4, 6, 8, 12, 16, 23, 32, ... that is not less."""
     sizes = (math.ceil(2 ** (k / 2)) for k in itertools.count())
     return next(size for size in sizes if size >= count)

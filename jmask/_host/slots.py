@@ -1,0 +1,142 @@
+"""Slots of a transformation for tables that are on the host: found, made, given first values.
+
+    params  table (V, 8) of NumPy, w (8,)       state  count (), mu (V, 8), (8,), nu alike
+    owners  of the state's leaves               None, table, None, table, None
+
+Nothing of a table's size is made on the device: `tx.init` is evaluated for shapes, for a row or
+two, and for blocks of a table where a slot begins with what its rows hold, as averages do.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jmask._base.jaxprs import inlined, origins
+from jmask._base.types import HostArray, OptState, Params, PyTreeDef, TensorLike
+from jmask._base.validation import leaf_name
+from jmask._deferred.deferred import DeferredState
+from jmask._host.host_rows import blocks
+from jmask._tables.rows_at import shape_of
+from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._updates.checks import NotRowLocalError, is_gradient_leaf
+from jmask._updates.state_rows import rows_of_state, states_of
+
+
+def state_on_host(
+    tx: optax.GradientTransformation,
+    params: Sequence[TensorLike],
+    tree: PyTreeDef,
+    directory: Path | None,
+) -> tuple[OptState, list[int | None]]:
+    """Return the state that `tx.init` makes, with slots of NumPy leaves on the host.
+
+    Returns:
+        The state, and for each leaf the number of the parameter whose rows it has, or None.
+
+    Raises:
+        ValueError: if a step on some rows would not be the step of the table.
+    """
+    is_table = [isinstance(x, np.ndarray) for x in params]
+    shapes = [shape_of(x) for x in params]
+    state = jax.eval_shape(tx.init, tree.unflatten(shapes))
+    _check_takes_rows(tx, state, shapes, is_table, tree)
+    owners = [x for x, _ in rows_of_state(tx.init, shapes, shapes, is_table, tree, state)]
+
+    def init(tables: dict[int, TensorLike]) -> list[TensorLike]:
+        given = [tables.get(i, x) for i, x in enumerate(params)]
+        return jax.tree.leaves(tx.init(tree.unflatten(given)))
+
+    first = {i: jnp.asarray(x[:2]) for i, x in enumerate(params) if is_table[i]}
+    program = inlined(jax.make_jaxpr(init)(first))
+    depends = origins(program.jaxpr, [1] * len(first))  # whether on what tables hold
+    leaves, of_one_row = init(first), init({i: x[:1] for i, x in first.items()})
+    copied: dict[int, list[int]] = {i: [] for i in first}
+    for k, (path, _) in enumerate(jax.tree.leaves_with_path(state)):
+        name, owner = leaf_name("state", path), owners[k]
+        if owner is None and not depends[k]:
+            continue
+        row = np.asarray(of_one_row[k])
+        rows = np.asarray(leaves[k])[: 1 if depends[k] else None]
+        if owner is None or rows.tobytes() != np.repeat(row, len(rows), 0).tobytes():
+            raise ValueError(
+                f"{name} depends on all rows of a table, or on their number, when it is made, "
+                "and a step sees those of a batch: keep the table on the device, jnp.asarray."
+            )
+        leaves[k] = slot = _new_slot(params[owner], row, directory, name)
+        if depends[k]:
+            copied[owner].append(k)
+        elif any(row.tobytes()):  # zeros are not written
+            for block in blocks(len(slot), slot):
+                slot[block] = row
+    for i, slots in copied.items():
+        for block in blocks(len(params[i]), params[i]) if slots else ():
+            new = init({**first, i: jnp.asarray(params[i][block])})
+            for k in slots:
+                leaves[k][block] = np.asarray(new[k])
+    return jax.tree.unflatten(jax.tree.structure(state), leaves), owners
+
+
+def _new_slot(table: HostArray, row: HostArray, directory: Path | None, name: str) -> HostArray:
+    """Return zeros for each row of a table: in memory, in a folder, or beside the table's file."""
+    shape, stem = (len(table), *row.shape[1:]), re.sub(r"\W+", "-", name).strip("-")
+    file = getattr(table, "filename", None)
+    if directory is None and file is None:
+        return np.zeros(shape, row.dtype)
+    path = Path(f"{file}.{stem}.slot") if directory is None else directory / f"{stem}.slot"
+    return np.memmap(path, row.dtype, "w+", shape=shape)  # a sparse file
+
+
+def _check_takes_rows(
+    tx: optax.GradientTransformation,
+    state: OptState,
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    is_table: Sequence[bool],
+    tree: PyTreeDef,
+) -> None:
+    """Refuse a transformation that moves rows without a gradient, or keeps their numbers."""
+    lazy = (
+        "give jmask.lazy of an optimizer, or one with a name, or keep the table on the device"
+    )
+    if states_of(DeferredState, state):
+        raise ValueError(
+            "`tx` is jmask.deferred, where rows that are not in a batch wait for their steps, and "
+            f"are caught up in turn by their numbers. Here they are not there: {lazy}."
+        )
+    if states_of((RowSparse, MaskedTensor), state):
+        raise ValueError(
+            "`tx` keeps gradients of rows for a later step, as jmask.multi_steps does, by numbers "
+            "that are positions in one batch: sum them inside a step, by jmask.tree.merge."
+        )
+
+    def updates(params: Params) -> list[TensorLike]:
+        ids = jnp.zeros(1, jnp.int32)
+        gradients = [
+            RowSparse.from_rows(ids, x[:1], x.shape, coalesced=False) if table else x
+            for x, table in zip(jax.tree.leaves(params), is_table, strict=True)
+        ]
+        new = tx.update(tree.unflatten(gradients), tx.init(params), params)[0]
+        return jax.tree.leaves(new, is_leaf=is_gradient_leaf)
+
+    small = [
+        x.update(shape=(8, *x.shape[1:])) if table else x
+        for x, table in zip(shapes, is_table, strict=True)
+    ]
+    takes = "takes no row-sparse gradients"
+    try:
+        new = jax.eval_shape(updates, tree.unflatten(small))
+    except NotRowLocalError:
+        raise
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ValueError(f"`tx` {takes}, and moves all rows in each step: {lazy}.") from error
+    if not all(
+        map(is_row_sparse, (x for x, table in zip(new, is_table, strict=True) if table))
+    ):
+        raise ValueError(
+            f"`tx` makes gradients dense, and moves all rows in each step: {lazy}."
+        )

@@ -1,0 +1,178 @@
+"""Checkpoints: a copy of the tables in a folder, kept current by the rows that changed.
+
+    folder/0.rows, ...      a copy of each array that has rows, parameters and slots
+    folder/changes-7/       for each table the ids of the rows that changed since the checkpoint
+                            before, their rows, all that is on the device, the count of steps
+
+A checkpoint is there as soon as `changes-N` has this name, with its files on disk. Then its rows
+go into the copies; that may be interrupted, and is done again by whoever opens the folder. The
+tables that a run writes in place are never read when it is taken up again, so nothing has to be
+undone. The price is the disk space of a second copy of the tables, which the first checkpoint
+writes, and `resume` reads, as a whole.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmask._base.types import HostArray, TensorLike
+from jmask._host.host_rows import HostRows, as_items, blocks, copy_rows
+
+
+class Contents(NamedTuple):
+    """What a checkpoint holds: tables, what their arrays are called, all else by name."""
+
+    tables: Sequence[HostRows]
+    names: Sequence[str]
+    leaves: dict[str, TensorLike]
+    count: int
+
+    def arrays(self) -> list[HostArray]:
+        return [x for table in self.tables for x in table.arrays]
+
+    def listed(self) -> list[str]:
+        """Describe what must be the same in a run that goes on."""
+        pairs = zip(self.names, self.arrays(), strict=True)
+        rows = [f"{name}: {x.dtype}{list(x.shape)} on the host" for name, x in pairs]
+        return rows + [f"{name}: {list(np.shape(x))}" for name, x in self.leaves.items()]
+
+
+def newest(folder: Path) -> Path | None:
+    """Return where the last checkpoint in a folder has its changes."""
+    there = [x for x in folder.glob("changes-*") if x.suffix != ".new"]
+    return max(there, key=lambda x: int(x.name.removeprefix("changes-")), default=None)
+
+
+def save(folder: Path, contents: Contents) -> None:
+    """Write a checkpoint: all rows if the folder is new, else those that changed."""
+    last = newest(folder)
+    if last is not None:
+        number = int(last.name.removeprefix("changes-")) + 1
+        changes = _written(folder / f"changes-{number}", contents)
+        _apply(changes, contents)
+    else:
+        new = _emptied(folder)
+        for copy, x in zip(_copies(new, contents, "w+"), contents.arrays(), strict=True):
+            copy_rows(x, copy)
+            copy.flush()
+        for table in contents.tables:
+            table.track_changes()
+        _written(new / "changes-0", contents)
+        _rename(new, folder)
+    for table in contents.tables:  # not before: after an error they are written again
+        table.track_changes()
+
+
+def resume(folder: Path, changes: Path, contents: Contents) -> Contents:
+    """Read the last checkpoint into the tables, and return the rest of it."""
+    record = json.loads((changes / "contents.json").read_text())
+    wanted = contents.listed()
+    if record["arrays"] != wanted:
+        theirs, ours = (
+            sorted({*record["arrays"]} - {*wanted}),
+            sorted({*wanted} - {*record["arrays"]}),
+        )
+        raise ValueError(
+            f"`path` {folder} holds {', '.join(theirs)}, and this run has {', '.join(ours)}: "
+            "give the parameters and the optimizer that it was written with."
+        )
+    _apply(changes, contents)
+    for copy, x in zip(_copies(folder, contents, "r"), contents.arrays(), strict=True):
+        copy_rows(copy, x)
+    for table in contents.tables:
+        table.track_changes()
+    leaves: dict[str, TensorLike] = {}
+    for k, (name, like) in enumerate(contents.leaves.items()):
+        numbers = np.frombuffer(
+            (changes / f"{k}.leaf").read_bytes(), jnp.dtype(record["dtypes"][k])
+        )
+        if _is_key(like):
+            data = numbers.reshape(jax.eval_shape(jax.random.key_data, like).shape)
+            leaves[name] = jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
+        else:
+            # What JAX placed by itself stays free to be used beside any other array.
+            is_placed = isinstance(like, jax.Array) and like.committed
+            place = like.sharding if is_placed else None
+            leaves[name] = jax.device_put(numbers.reshape(np.shape(like)), place)
+    return contents._replace(leaves=leaves, count=record["count"])
+
+
+def _written(changes: Path, contents: Contents) -> Path:
+    """Write what changed to a folder that is there as a whole or not at all."""
+    new = _emptied(changes)
+    for i, table in enumerate(contents.tables):
+        ids = np.flatnonzero(table.changed)
+        np.save(new / f"{i}.npy", ids)
+        for j, x in enumerate(table.arrays):
+            with (new / f"{i}-{j}.rows").open("wb") as file:
+                for block in blocks(len(ids), x):
+                    file.write(as_items(x)[ids[block]].tobytes())
+    numbers = [
+        np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+        for x in contents.leaves.values()
+    ]
+    for k, x in enumerate(numbers):
+        (new / f"{k}.leaf").write_bytes(x.tobytes())
+    record = {"count": contents.count, "arrays": contents.listed()}
+    record["dtypes"] = [str(x.dtype) for x in numbers]
+    (new / "contents.json").write_text(json.dumps(record))
+    return _rename(new, changes)
+
+
+def _apply(changes: Path, contents: Contents) -> None:
+    """Write rows that changed into the copies; remove older changes, which are in them."""
+    copies = iter(_copies(changes.parent, contents, "r+"))
+    for i, table in enumerate(contents.tables):
+        ids = np.load(changes / f"{i}.npy")
+        for j, _ in enumerate(table.arrays):
+            copy = next(copies)
+            with (changes / f"{i}-{j}.rows").open("rb") as file:
+                for block in blocks(len(ids), copy):
+                    rows = np.fromfile(file, as_items(copy).dtype, block.stop - block.start)
+                    np.put(as_items(copy), ids[block], rows)
+            copy.flush()
+    for other in changes.parent.glob("changes-*"):
+        if other != changes:
+            shutil.rmtree(other)
+
+
+def _copies(folder: Path, contents: Contents, mode: str) -> list[np.memmap]:
+    arrays = enumerate(contents.arrays())
+    return [np.memmap(folder / f"{k}.rows", x.dtype, mode, shape=x.shape) for k, x in arrays]
+
+
+def _is_key(x: TensorLike) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _emptied(folder: Path) -> Path:
+    """Return a new folder beside this one, for what gets its name when it is complete."""
+    new = folder.with_name(f"{folder.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    return new
+
+
+def _rename(new: Path, folder: Path) -> Path:
+    """Rename a folder that is on disk."""
+    for path in [*new.iterdir(), new]:
+        _sync(path)
+    new.rename(folder)
+    _sync(folder.parent)
+    return folder
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk; Windows opens no folder."""
+    with contextlib.suppress(PermissionError):
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.close(file)
