@@ -23,7 +23,7 @@ from jmask._host.host_rows import HostRows
 
 
 class BatchRows(NamedTuple):
-    """Rows that a batch looks up: ids (n,), ascending, and how many the step gets, n or more."""
+    """Ids (n,) of the rows that a batch looks up, ascending; how many rows the step gets."""
 
     ids: HostArray
     capacity: int
@@ -57,16 +57,20 @@ class Finder(NamedTuple):
         """Refuse what is no row of the table and no padding."""
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise TypeError(f"the ids of {self.table.name} must be integers, got {ids.dtype}.")
-        outside = np.zeros(0, bool)
-        if ids.size and (ids.min() < 0 or ids.max() >= len(self.table)):
-            outside = (ids < 0) | (ids >= len(self.table))
-            outside &= True if self.padding_id is None else ids != self.padding_id
+        if _are_rows(ids, len(self.table)):
+            return
+        outside = (ids < 0) | (ids >= len(self.table))
+        outside &= True if self.padding_id is None else ids != self.padding_id
         for first in np.argwhere(outside)[:1]:
             raise IndexError(
                 f"the ids of {self.table.name} hold {ids[tuple(first)]} at {first.tolist()}, "
                 f"which is none of its {len(self.table):,} rows ({outside.sum()} such in all). "
                 f"Ids that are padding can be `padding_id`, which is {self.padding_id}."
             )
+
+
+def _are_rows(ids: HostArray, count: int) -> bool:
+    return not ids.size or (ids.min() >= 0 and ids.max() < count)
 
 
 def finders(
@@ -80,9 +84,8 @@ def finders(
             f"`padding_id` must be no row of a table, and fit in 32 bits, got {padding}: in a "
             "step ids are positions. Write -1 for padding, in batches and in the step."
         )
-    result = []
-    for table, path in zip(tables, paths, strict=True):
-        function = functools.reduce(child, path, ids)
+    functions = [functools.reduce(child, path, ids) for path in paths]
+    for function, table, path in zip(functions, tables, paths, strict=True):
         if not callable(function):
             raise ValueError(
                 f"{leaf_name('ids', path)} must be a function that returns the leaf of the "
@@ -90,18 +93,15 @@ def finders(
                 f"{shown(function)}: write lambda batch: batch['ids'], or lambda batch: [] if "
                 "it is not looked up. A NumPy leaf that is no table needs jnp.asarray."
             )
-        result.append(Finder(table, function, padding))
-    if len(jax.tree.leaves(ids)) != len(result):
+    if len(jax.tree.leaves(ids)) != len(tables):
         names = ", ".join(table.name for table in tables)
-        raise ValueError(
-            f"`ids` must have functions for {names}, which are on the host, alone."
-        )
-    return result
+        raise ValueError(f"`ids` must have functions for {names}, on the host, and no others.")
+    return [Finder(x, find, padding) for x, find in zip(tables, functions, strict=True)]
 
 
 def positions_in(batch: PyTree, found: Sequence[Finder]) -> tuple[PyTree, list[BatchRows]]:
     """Return the batch with positions in place of ids, and the rows of each table."""
-    leaves = jax.tree.leaves(batch)
+    leaves, tree = jax.tree.flatten(batch)
     places = [finder.places(batch, leaves) for finder in found]
     groups: list[tuple[frozenset[int], frozenset[int]]] = []  # tables, and leaves they share
     for i, own in enumerate(places):
@@ -112,30 +112,31 @@ def positions_in(batch: PyTree, found: Sequence[Finder]) -> tuple[PyTree, list[B
     rows: dict[int, BatchRows] = {}
     for tables, shared in groups:
         most = max(len(found[i].table) for i in tables)
-        # NumPy sorts 32 bits twice as fast as 64.
-        dtype, ids, kept = np.int32 if most < 2**31 else np.int64, [], []
-        for k in shared:
-            array = np.asarray(leaves[k])
-            for i in tables:
-                if k in places[i]:
-                    found[i].check(array)
-            inside = (array >= 0) & (array < most)
-            ids.append(array[inside].astype(dtype))
-            kept.append((k, array, inside))
-        distinct, numbers = np.unique(
-            np.concatenate([*ids, np.zeros(0, dtype)]), return_inverse=True
-        )
-        start = 0
-        for k, array, inside in kept:
-            leaves[k] = np.full(array.shape, found[0].padding_id or -1, np.int32)
-            leaves[k][inside] = numbers[start : (start := start + np.count_nonzero(inside))]
+        dtype = np.int32 if most < 2**31 else np.int64  # NumPy sorts 32 bits twice as fast
+        arrays = {k: np.asarray(leaves[k]) for k in shared}
+        for i in tables:
+            for k in places[i]:
+                found[i].check(arrays[k])
+        flat = {k: x.reshape(-1) for k, x in arrays.items()}
+        # What is not inside is padding.
+        inside = {
+            k: slice(None) if _are_rows(x, most) else (x >= 0) & (x < most)
+            for k, x in flat.items()
+        }
+        parts = [flat[k][inside[k]].astype(dtype) for k in shared]
+        joint = np.concatenate([np.zeros(0, dtype), *parts])
+        distinct, numbers = np.unique(joint, return_inverse=True)
+        ends = np.cumsum([len(x) for x in parts])
+        for k, part in zip(shared, np.split(numbers, ends), strict=False):
+            positions = np.full(flat[k].shape, found[0].padding_id or -1, np.int32)
+            positions[inside[k]] = part
+            leaves[k] = positions.reshape(arrays[k].shape)
         for i in tables:
             # Others of the group may have rows behind the last one of this table.
             own_ids = distinct[: np.searchsorted(distinct, len(found[i].table))]
             # At most as many as there are rows: a padding id behind them stays outside.
             rows[i] = BatchRows(own_ids, min(rounded_up(len(distinct)), most))
-    tree = jax.tree.structure(batch)
-    return jax.tree.unflatten(tree, leaves), [rows[i] for i in range(len(found))]
+    return tree.unflatten(leaves), [rows[i] for i in range(len(found))]
 
 
 def source_of(rows: BatchRows, before: BatchRows) -> HostArray:

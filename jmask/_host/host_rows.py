@@ -22,7 +22,7 @@ def as_items(array: HostArray) -> HostArray:
     loop over its numbers: 0.3 and 1.2 ms for 8,192 rows of 64 bytes (NumPy 2.4).
     """
     count, width = array.shape[0], math.prod(array.shape[1:])
-    item = np.dtype((np.void, width * array.dtype.itemsize))
+    item = f"V{width * array.dtype.itemsize}"
     return np.asarray(array).reshape(count, width).view(item).reshape(count)
 
 

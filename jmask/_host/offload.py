@@ -1,13 +1,14 @@
 """`offload`: the object that a training loop talks to.
 
-    loop            step k              step k + 1          step k + 2
-    other thread    load, read k + 1    write k, read k+2   write k+1, read k+3
+    loop             step k              step k + 1          step k + 2
+    other threads    load, read k + 1    write k, read k+2   write k+1, read k+3
 
-The other thread does one thing after the other. It has read the rows of batch k + 1 before the
-result of step k is written: rows of both batches are taken from that result, on the device.
+Rows of batch k + 1 are read before the result of step k is written: what both batches look up is
+taken from that result, on the device.
 """
 
 import concurrent.futures
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
@@ -28,23 +29,11 @@ from jmask._host.slots import state_on_host
 from jmask._updates.checks import check_transformation
 
 
-class _Fetched(NamedTuple):
-    """A batch with positions for ids, the rows it looks up, and these as they were read.
-
-    `sources` say for each row which one of the batch before it is, or -1.
-    """
-
-    batch: PyTree
-    rows: list[BatchRows]
-    arrays: list[list[HostArray]]
-    sources: list[HostArray]
-
-
 class _Step(NamedTuple):
-    """A step that was committed: its rows, and what it made of them."""
+    """The rows of a step: which, and the arrays that have them, for each table."""
 
     rows: list[BatchRows]
-    arrays: list[list[jax.Array]]
+    arrays: list[list[TensorLike]]
 
 
 def offload(
@@ -57,12 +46,11 @@ def offload(
 
     Args:
         params: a tree whose NumPy leaves (V, *row) are tables, `np.ndarray` in memory or
-            `np.memmap` in a file: they are written in place. All other leaves are on the device.
+            `np.memmap` in a file, written in place. All other leaves are on the device.
         tx: `jmask.lazy` of an optax transformation, or an optimizer by name.
         directory: a folder for files with the slots of `tx` that have rows of these tables. By
-            default slots of an `np.ndarray` are in memory, and those of an `np.memmap` in files
-            beside its own, as `table.bin.state-0-mu-table.slot`. What has such a name is
-            overwritten.
+            default those of an `np.ndarray` are in memory, and those of an `np.memmap` in files
+            beside its own, as `table.bin.state-0-mu-table.slot`, which are overwritten.
 
     Returns:
         An `Offloaded`, whose `steps` feeds a training loop.
@@ -100,39 +88,33 @@ def offload(
     check_transformation("tx", tx, "jmask.host.offload(params, jmask.lazy(optax.adam(1e-3)))")
     check_leaves("params", params)
     leaves, tree = jax.tree.flatten(params)
-    paths = [path for path, _ in jax.tree.leaves_with_path(params)]
-    is_table = [isinstance(x, np.ndarray) for x in leaves]
-    if not any(is_table):
+    tables = [x for x in leaves if isinstance(x, np.ndarray)]
+    if not tables:
         raise ValueError(
             "`params` has no NumPy leaf: tables that stay on the host are np.ndarray or "
             "np.memmap, and everything else is for the device."
         )
-    for i, x in enumerate(leaves):
-        others = [y for j, y in enumerate(leaves) if i != j and is_table[j]]
-        advice = _why_no_table(x, others) if is_table[i] else None
+    for path, x in jax.tree.leaves_with_path(params):
+        advice = _why_no_table(x, tables) if isinstance(x, np.ndarray) else None
         if advice is not None:
-            raise ValueError(
-                f"{leaf_name('params', paths[i])} is to stay on the host, {advice}."
-            )
+            raise ValueError(f"{leaf_name('params', path)} is to stay on the host, {advice}.")
     folder = None if directory is None else Path(directory)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     return Offloaded(params, *state_on_host(tx, leaves, tree, folder))
 
 
-def _why_no_table(x: HostArray, others: Sequence[HostArray]) -> str | None:
+def _why_no_table(x: HostArray, tables: Sequence[HostArray]) -> str | None:
     """Return why an array cannot be trained in place, and what to do."""
-    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
     if type(x) not in (np.ndarray, np.memmap) or not x.ndim or not x.size:
         return f"and is a {type(x).__name__} of shape {x.shape}: give a plain array of rows"
-    if not jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype != dtype:
+    same = jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype
+    if not jnp.issubdtype(x.dtype, jnp.inexact) or not same:
         return f"and is {x.dtype}, which JAX does not train as it is: x.astype(np.float32)"
     if not x.flags.writeable or not x.flags.c_contiguous:
-        return (
-            "and cannot be written row by row: it must be C-contiguous, np.ascontiguousarray(x), "
-            'and writeable, a file opened with mode "r+"'
-        )
-    if any(np.may_share_memory(x, y) for y in others):
+        order = "C-contiguous, np.ascontiguousarray(x)"
+        return f'and must be {order}, and writeable, a file opened with mode "r+"'
+    if sum(np.may_share_memory(x, y) for y in tables) > 1:
         return "and shares memory with another leaf: give each table its own"
     return None
 
@@ -150,27 +132,29 @@ class Offloaded:
 
     def __init__(self, params: Params, state: OptState, owners: Sequence[int | None]):
         self.count = 0
-        self._trees: list[PyTreeDef] = [jax.tree.structure(params), jax.tree.structure(state)]
-        # Leaves of the parameters, then of the state; those of tables are NumPy's.
-        named = [jax.tree.leaves_with_path(x) for x in (params, state)]
-        self._leaves: list[TensorLike] = [x for leaves in named for _, x in leaves]
-        self._names = [
-            leaf_name(name, path)
-            for name, leaves in zip(("params", "state"), named, strict=True)
-            for path, _ in leaves
+        self._tree: PyTreeDef = jax.tree.structure((params, state))
+        named = [
+            (leaf_name(("params", "state")[path[0].idx], path[1:]), path[1:], x)
+            for path, x in jax.tree.leaves_with_path((params, state))
         ]
-        owner_of = [*range(len(named[0])), *owners]
-        numbers = [i for i, (_, x) in enumerate(named[0]) if isinstance(x, np.ndarray)]
-        self._paths = [named[0][i][0] for i in numbers]
-        self._places = [[k for k, i in enumerate(owner_of) if i == n] for n in numbers]
+        self._names = [name for name, _, _ in named]
+        # Those of tables are NumPy's, whole.
+        self._leaves: list[TensorLike] = [x for _, _, x in named]
+        owner_of = [*range(len(named) - len(owners)), *owners]
+        tables = [i for i, x in enumerate(jax.tree.leaves(params)) if isinstance(x, np.ndarray)]
+        self._places = [[k for k, i in enumerate(owner_of) if i == n] for n in tables]
+        self._on_host = {k for at in self._places for k in at}
+        self._paths = [named[i][1] for i in tables]
         self._tables = [
             HostRows(self._names[at[0]], [self._leaves[k] for k in at]) for at in self._places
         ]
-        self._open: list[BatchRows] | None = None  # rows of the step that is to be committed
-        self._last: _Step | None = None
-        self._is_written = True  # or on its way
-        self._writing: concurrent.futures.Future[None] | None = None
         self._loop: object = None
+        # Of the step that is to be committed: its rows, and the leaves it was given.
+        self._open: tuple[list[BatchRows], list[TensorLike]] | None = None
+        # The last step that was, whether its write has begun, and the last write that has.
+        self._last: _Step | None = None
+        self._is_written = True
+        self._writing: concurrent.futures.Future[None] | None = None
         self._folder: Path | None = None
 
     # --- the loop -----------------------------------------------------------------------
@@ -180,9 +164,9 @@ class Offloaded:
     ) -> Iterator[tuple[PyTree, Params, OptState]]:
         """Yield for each batch the batch, the parameters and the state of its step.
 
-        Each step is to be committed before the next one. Another thread takes the next batch
-        from the loader, finds its ids and reads its rows while the step runs; what it raises is
-        raised here. When the loop ends or is left, what was committed is written.
+        Each step is to be committed before the next one. Other threads take the next batch from
+        the loader, find its ids and read its rows while the step runs; what they raise is raised
+        here. When the loop ends or is left, what was committed is written.
 
         Args:
             loader: of batches, any trees.
@@ -204,47 +188,49 @@ class Offloaded:
         if not isinstance(loader, Iterable):
             raise TypeError(f"`loader` must be iterable, got {shown(loader)}.")
         found = finders(ids, self._tables, self._paths, padding_id)
-        self._write_last()
-        self._open, self._last, self._loop = None, None, object()
+        self._settle()
         for name, x in zip(self._names, self._leaves, strict=True):
             if isinstance(x, jax.Array) and x.is_deleted():
                 raise RuntimeError(
                     f"{name} was donated to a step that was not committed: go on from a "
                     "checkpoint, host.restore(path), or offload the parameters anew."
                 )
+        self._loop = object()
         return self._steps(iter(loader), found, self._loop)
 
     def _steps(
         self, loader: Iterator[PyTree], found: list[Finder], loop: object
     ) -> Iterator[tuple[PyTree, Params, OptState]]:
-        def fetch(before: list[BatchRows] | None) -> _Fetched | None:
+        def fetch(
+            before: list[BatchRows] | None, writing: concurrent.futures.Future[None] | None
+        ) -> tuple[PyTree, _Step, list[HostArray]] | None:
+            """Return a batch, its rows, and which rows they are of the batch before."""
             for batch in loader:
                 batch, rows = positions_in(batch, found)
-                pairs = zip(self._tables, rows, strict=True)
-                arrays = [table.read(x.ids, x.capacity) for table, x in pairs]
                 nothing = [BatchRows(x.ids[:0], 0) for x in rows]
                 sources = list(map(source_of, rows, before or nothing))
-                return _Fetched(batch, rows, arrays, sources)
+                if writing is not None:
+                    writing.result()
+                pairs = zip(self._tables, rows, strict=True)
+                return batch, _Step(rows, [x.read(*y) for x, y in pairs]), sources
             return None
 
-        worker = concurrent.futures.ThreadPoolExecutor(1, "jmask.host")
+        workers = concurrent.futures.ThreadPoolExecutor(2, "jmask.host")
         try:
-            ahead = worker.submit(fetch, None)
-            while (now := ahead.result()) is not None:
-                last = now.arrays if self._last is None else self._last.arrays
-                arrays = _merged(now.arrays, last, now.sources)
+            ahead = workers.submit(fetch, None, None)
+            while (fetched := ahead.result()) is not None:
+                batch, now, sources = fetched
+                arrays = _merged(now.arrays, (self._last or now).arrays, sources)
                 if self._last is not None and not self._is_written:
-                    self._writing, self._is_written = (
-                        worker.submit(self._write, self._last),
-                        True,
-                    )
-                ahead = worker.submit(fetch, now.rows)
+                    self._writing = workers.submit(self._write, self._last)
+                    self._is_written = True
+                ahead = workers.submit(fetch, now.rows, self._writing)
                 leaves = list(self._leaves)
                 for places, rows in zip(self._places, arrays, strict=True):
                     for k, x in zip(places, rows, strict=True):
                         leaves[k] = x
-                self._open = now.rows
-                yield now.batch, *self._unflattened(leaves)
+                self._open = now.rows, leaves
+                yield batch, *self._tree.unflatten(leaves)
                 if self._loop is not loop:
                     raise RuntimeError("another loop has begun, or `restore` was called.")
                 if self._open is not None:
@@ -253,10 +239,9 @@ class Offloaded:
                         "returned, or what it was given."
                     )
         finally:
-            worker.shutdown(wait=False)
-            if self._loop is loop:
-                self._open = None
-                self._write_last()
+            workers.shutdown(wait=False)
+            if self._loop is loop and not sys.is_finalizing():
+                self._settle()
 
     def commit(self, params: Params, state: OptState) -> None:
         """Take parameters and state as a step returned them. They must not be donated then.
@@ -273,35 +258,24 @@ class Offloaded:
             raise RuntimeError(
                 "`commit` is for a step of `host.steps`, once: none waits for it."
             )
-        for name, tree, new in zip(
-            ("params", "state"), self._trees, (params, state), strict=True
-        ):
-            if jax.tree.structure(new) != tree:
-                raise ValueError(
-                    f"`{name}` must be as the step was given it, {tree}, got "
-                    f"{jax.tree.structure(new)}. The order is host.commit(params, state)."
-                )
+        structure: PyTreeDef = jax.tree.structure((params, state))
+        if structure != self._tree:
+            raise ValueError(
+                "host.commit(params, state) takes both in the structure that the step was given, "
+                f"{self._tree}, got {structure}."
+            )
+        rows, given = self._open
         leaves = jax.tree.leaves((params, state))
-        sizes = {
-            k: rows.capacity
-            for at, rows in zip(self._places, self._open, strict=True)
-            for k in at
-        }
-        for k, (name, old, new) in enumerate(
-            zip(self._names, self._leaves, leaves, strict=True)
-        ):
+        for k, (name, old, new) in enumerate(zip(self._names, given, leaves, strict=True)):
             if isinstance(new, jax.core.Tracer):
                 raise TypeError(f"{name} is traced: `commit` is called outside of jax.jit.")
-            shape = (sizes[k], *old.shape[1:]) if k in sizes else np.shape(old)
-            if np.shape(new) != shape or (k in sizes and new.dtype != old.dtype):
-                raise ValueError(
-                    f"{name} was given to the step as {old.dtype} of shape {shape}, and is "
-                    f"committed as {shown(new)}."
-                )
-        self._last = _Step(self._open, [[leaves[k] for k in at] for at in self._places])
-        for k, x in enumerate(leaves):
-            if k not in sizes:
-                self._leaves[k] = x
+            is_cast = k in self._on_host and new.dtype != old.dtype
+            if np.shape(new) != np.shape(old) or is_cast:
+                raise ValueError(f"{name} was {shown(old)} in the step, got {shown(new)}.")
+        self._last = _Step(rows, [[leaves[k] for k in at] for at in self._places])
+        self._leaves = [
+            x if k in self._on_host else leaves[k] for k, x in enumerate(self._leaves)
+        ]
         self._open, self._is_written = None, False
         self.count += 1
 
@@ -311,13 +285,13 @@ class Offloaded:
     def params(self) -> Params:
         """The parameters as of the last commit, tables as the arrays that were given."""
         self._write_last()
-        return self._unflattened(self._leaves)[0]
+        return self._tree.unflatten(self._leaves)[0]
 
     @property
     def state(self) -> OptState:
         """The state as of the last commit, with slots of the tables as NumPy arrays."""
         self._write_last()
-        return self._unflattened(self._leaves)[1]
+        return self._tree.unflatten(self._leaves)[1]
 
     def flush(self) -> None:
         """Write all rows that were committed into the arrays, and files to disk."""
@@ -362,19 +336,13 @@ class Offloaded:
         changes = snapshots.newest(folder)
         if changes is None:
             raise FileNotFoundError(f"`path` {folder} holds no checkpoint of jmask.host.")
-        self._write_last()
+        self._settle()
         contents = snapshots.resume(folder, changes, self._contents())
-        self._open, self._last, self._loop = None, None, None
         pairs = zip(self._names, self._leaves, strict=True)
         self._leaves = [contents.leaves.get(name, x) for name, x in pairs]
-        self.count, self._folder = contents.count, folder
+        self.count, self._folder, self._loop = contents.count, folder, None
 
     # --- inside -------------------------------------------------------------------------
-
-    def _unflattened(self, leaves: Sequence[TensorLike]) -> tuple[Params, OptState]:
-        params, state = self._trees
-        count = params.num_leaves
-        return params.unflatten(leaves[:count]), state.unflatten(leaves[count:])
 
     def _write(self, step: _Step) -> None:
         """Write the rows of a step when it has finished."""
@@ -392,11 +360,15 @@ class Offloaded:
             self._write(self._last)
         self._is_written = True
 
+    def _settle(self) -> None:
+        """End the loop: what was not committed is lost."""
+        self._write_last()
+        self._open = self._last = None
+
     def _contents(self) -> snapshots.Contents:
-        on_host = [k for at in self._places for k in at]
+        names = [self._names[k] for at in self._places for k in at]
         leaves = enumerate(zip(self._names, self._leaves, strict=True))
-        on_device = {name: x for k, (name, x) in leaves if k not in set(on_host)}
-        names = [self._names[k] for k in on_host]
+        on_device = {name: x for k, (name, x) in leaves if k not in self._on_host}
         return snapshots.Contents(self._tables, names, on_device, self.count)
 
 
