@@ -33,8 +33,10 @@ from jmask._base.validation import (
     Model,
     abstract_leaf,
     check_flag,
+    is_on_host,
     leaf_name,
     not_an_array,
+    not_on_device,
 )
 from jmask._tensors.masked_tensor import is_tensor
 from jmask._tensors.specified import counts_everywhere
@@ -399,9 +401,12 @@ def _check_argument(fun: Function, number: int, argument: PyTree) -> None:
         array = None if is_tensor(leaf) else abstract_leaf(leaf)
         is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
         is_real = array is not None and jnp.issubdtype(array.dtype, jnp.inexact)
-        if is_tensor(leaf) or (is_real and not is_shape):
+        in_host_memory = array is not None and is_on_host(array)
+        if is_tensor(leaf) or (is_real and not is_shape and not in_host_memory):
             continue
         name = leaf_name(argument_name(fun, number), path)
+        if in_host_memory:
+            raise not_on_device(name)
         if array is None:
             raise not_an_array(name, leaf, _KEEP_ARRAYS)
         if not is_real:

@@ -173,6 +173,22 @@ def abstract_leaf(leaf: object) -> Shaped | None:
         return None
 
 
+def is_on_host(leaf: object) -> bool:
+    """Decide whether an array is in the host's memory, where XLA computes nothing with it."""
+    space = getattr(abstract_leaf(leaf), "memory_space", None)
+    return space == jax.memory.Space.Host
+
+
+def not_on_device(name: str) -> ValueError:
+    """Return the error for an array in the host's memory."""
+    return ValueError(
+        f"{name} is in the host's memory, memory_kind='pinned_host', where no row of it can be "
+        "looked up or updated: jmask.host.offload takes tables as NumPy arrays, "
+        "np.array(table), and gives each step the rows of its batch; or move it to the device, "
+        "jax.device_put(table, jax.memory.Space.Device)."
+    )
+
+
 class Model:
     """A tree, and what in it is no parameter if it holds functions or flags.
 
@@ -236,6 +252,8 @@ def as_table(table: object) -> jax.Array:
         )
     if array.ndim == 0:
         raise ValueError("`table` must have a dimension of rows, got a scalar.")
+    if is_on_host(array):
+        raise not_on_device("`table`")
     return array
 
 

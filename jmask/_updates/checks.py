@@ -20,8 +20,10 @@ from jmask._base.validation import (
     KEEP_ARRAYS,
     Model,
     abstract_leaf,
+    is_on_host,
     leaf_name,
     not_an_array,
+    not_on_device,
 )
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.lines import masked_lines
@@ -67,6 +69,8 @@ def check_parameters(params: Params, order: str = ORDER) -> None:
         if not is_full(leaf) and abstract_leaf(leaf) is None:
             advice = f"pass eqx.filter(model, eqx.is_inexact_array), or {KEEP_ARRAYS}"
             raise not_an_array(leaf_name("params", path), leaf, advice)
+        if is_on_host(leaf):
+            raise not_on_device(leaf_name("params", path))
 
 
 def check_transformation(name: str, tx: object, order: str) -> None:

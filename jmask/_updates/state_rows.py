@@ -18,7 +18,7 @@ import optax
 from jax import export
 
 from jmask._base.types import OptState, Params, PyTreeDef, Shape, Value
-from jmask._base.validation import leaf_name
+from jmask._base.validation import is_on_host, leaf_name, not_on_device
 from jmask._tables.rows_at import shape_of
 from jmask._updates.checks import NotRowLocalError
 
@@ -186,6 +186,8 @@ def check_state(
     checked = dtypes or [True] * len(leaves)
     for (path, leaf), like, is_checked in zip(leaves, likes, checked, strict=True):
         name, found = leaf_name("state", path), shape_of(leaf)
+        if is_on_host(leaf):
+            raise not_on_device(name)
         shape, dtype = found.shape, found.dtype
         if shape != like.shape:
             raise ValueError(

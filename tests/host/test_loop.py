@@ -1,0 +1,419 @@
+"""The loop of `jmask.host`: threads, loops that are left, padding, files, and wrong calls."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmask
+from jmask._host import offload as offload_module
+from tests.host_runs import on_device, on_host
+
+IDS = {"table": lambda batch: batch["ids"]}
+
+
+def tables(rows=10):
+    return {"table": np.zeros((rows, 2), np.float32), "w": jnp.zeros(())}
+
+
+def offloaded(params=None, **options):
+    return jmask.host.offload(tables() if params is None else params, jmask.sgd(0.1), **options)
+
+
+def batches(*ids):
+    return [{"ids": np.asarray(x)} for x in ids]
+
+
+def add_one(params):
+    """A step: rows that are looked up, and what is behind them, grow by one."""
+    return {"table": params["table"] + 1, "w": params["w"] + 1}
+
+
+def train(host, loader, ids=IDS, steps=None, **options):
+    for k, (_, params, state) in enumerate(host.steps(loader, ids=ids, **options)):
+        host.commit(add_one(params), state)
+        if k + 1 == steps:
+            break
+    return host.params["table"][:, 0]
+
+
+# --- rows and positions -------------------------------------------------------------------
+
+
+def test_rows_are_distinct_ascending_and_padded_with_zeros():
+    host = offloaded()
+    host.params["table"][:] = np.arange(10)[:, None]
+    (batch, params, _), *_ = _one(host, np.array([[7, 2], [9, 7]]))
+    assert batch["ids"].tolist() == [[1, 0], [2, 1]]
+    assert batch["ids"].dtype == np.int32
+    assert params["table"][:, 0].tolist() == [2, 7, 9]
+    (_, params, _), *_ = _one(host, np.arange(5))
+    assert params["table"][:, 0].tolist() == [0, 1, 2, 3, 4, 0]
+
+
+def _one(host, ids):
+    """The first of `steps`, committed as it is."""
+    for step in host.steps(batches(ids), ids=IDS):
+        host.commit(*step[1:])
+        yield step
+
+
+def test_few_programs_for_many_sizes():
+    rng = np.random.default_rng(0)
+    loader = batches(*(rng.integers(0, 300, n) for n in range(1, 200)))
+    sizes = set()
+    host = offloaded(tables(300))
+    for _, params, state in host.steps(loader, ids=IDS):
+        sizes.add(params["table"].shape[0])
+        host.commit(params, state)
+    assert len(sizes) <= 15
+
+
+def test_what_is_no_row_of_the_batch_keeps_its_bits():
+    """Also rows of the capacity that are behind those of the batch."""
+    host = offloaded()
+    table = host.params["table"]
+    table[:] = np.frombuffer(np.random.default_rng(0).bytes(80), np.float32).reshape(10, 2)
+    before = table.copy()
+    train(host, batches([1, 2, 4, 5, 8], [1]))
+    others = [0, 3, 6, 7, 9]
+    assert table[others].tobytes() == before[others].tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64, np.uint64])
+def test_ids_of_any_dtype_and_of_jax(dtype):
+    assert train(offloaded(), batches(np.array([3, 3, 9], dtype))).tolist() == [
+        *(0, 0, 0, 1, 0, 0, 0, 0, 0, 1)
+    ]
+    loader = [{"ids": jnp.array([3])}, {"ids": np.array(4)}]
+    assert train(offloaded(), loader)[3:5].tolist() == [1, 1]
+
+
+def test_padding_stays_padding():
+    host = offloaded()
+    (batch, params, _), *_ = _one(host, [[3, -1], [-1, 5]])
+    assert batch["ids"].tolist() == [[0, -1], [-1, 1]]
+    rows = jmask.embedding_lookup(params["table"] + 1, batch["ids"], padding_id=-1)
+    assert rows[..., 0].tolist() == [[1, 0], [0, 1]]
+    for batch, _, _ in offloaded().steps(batches(np.arange(11)), ids=IDS, padding_id=10):
+        assert batch["ids"].tolist() == list(range(11))  # the table has 10 rows in the step
+
+
+def test_batches_without_ids():
+    host = offloaded()
+    assert train(host, batches(np.zeros((0, 3), int), [-1, -1], [2])).tolist()[:3] == [0, 0, 1]
+    assert train(host, batches([2]), {"table": lambda batch: []}).tolist()[:3] == [0, 0, 1]
+    assert host.count == 4
+
+
+def test_tables_of_other_sizes_share_a_leaf():
+    """The larger one has ids of its own, which are no rows of the smaller."""
+    params = {"a": np.zeros((20, 1), np.float32), "b": np.zeros((5, 1), np.float32)}
+    host = jmask.host.offload(params, jmask.sgd(0.1))
+    ids = {"a": lambda x: [x["one"], x["two"]], "b": lambda x: x["two"]}
+    loader = [{"one": np.array([19, 3]), "two": np.array([4, 0])}]
+    for batch, rows, state in host.steps(loader, ids=ids):
+        assert batch["one"].tolist() == [3, 1]
+        assert batch["two"].tolist() == [2, 0]
+        added = {k: x.at[batch["two"]].add(1.0) for k, x in rows.items()}
+        host.commit(added, state)
+    assert (
+        np.flatnonzero(params["a"]).tolist() == np.flatnonzero(params["b"]).tolist() == [0, 4]
+    )
+
+
+def test_files(tmp_path):
+    """A memmap trains as an array does; its slots are beside it, or where `directory` is."""
+    tx, ids = jmask.lazy(optax.adam(0.1)), {"table": lambda batch: batch}
+    loss = lambda params, ids: jnp.sum((params["table"][ids] - 1) ** 2)
+    loader = [np.array([1, 5, 5]), np.array([5, 7, 1])] * 2
+    given = {"table": np.zeros((9, 2), np.float32)}
+    params, state, _ = on_device(tx, given, loader, loss)
+    for options in ({}, {"directory": tmp_path / "slots"}):
+        file = np.memmap(tmp_path / "table.bin", np.float32, "w+", shape=(9, 2))
+        host, _ = on_host(tx, {"table": file}, loader, ids, loss, **options)
+        mu = host.state[0].mu["table"]
+        assert isinstance(mu, np.memmap)
+        np.testing.assert_allclose(mu, state[0].mu["table"], rtol=1e-6)
+        stored = np.fromfile(tmp_path / "table.bin", np.float32).reshape(9, 2)
+        np.testing.assert_allclose(stored, params["table"], rtol=1e-6)
+    assert (tmp_path / "table.bin.state-0-mu-table.slot").exists()
+    assert (tmp_path / "slots" / "state-0-mu-table.slot").exists()
+
+
+def test_slots_that_begin_with_the_rows():
+    """Averages of parameters are read from the table, block by block."""
+    tx = optax.chain(jmask.sgd(0.1), jmask.ema(0.5))
+    params = {"table": np.random.default_rng(0).normal(size=(100_000, 50)).astype(np.float32)}
+    state = jmask.host.offload(params, tx).state
+    assert jax.tree.leaves(state)[-1].tobytes() == params["table"].tobytes()
+
+
+# --- threads ------------------------------------------------------------------------------
+
+
+def test_the_next_rows_are_read_while_the_step_runs():
+    """By another thread: the second batch is loaded before the first is committed."""
+    loaded, seen = threading.Event(), []
+
+    def loader():
+        yield from batches([1])
+        seen.append(threading.current_thread() is threading.main_thread())
+        loaded.set()
+        yield from batches([1])
+
+    host = offloaded()
+    for _, params, state in host.steps(loader(), ids=IDS):
+        assert loaded.wait(10)
+        host.commit(add_one(params), state)
+    assert host.params["table"][1, 0] == 2
+    assert seen == [False]
+
+
+def test_rows_are_never_stale():
+    """Reads that come early, late, and between, of batches that overlap in every row."""
+    rng = np.random.default_rng(0)
+    loader = batches(*(rng.integers(0, 10, rng.integers(1, 12)) for _ in range(200)))
+    expected = np.zeros(10)
+    for x in loader:
+        expected[np.unique(x["ids"])] += 1
+    assert train(offloaded(), loader).tolist() == expected.tolist()
+
+
+def test_errors_of_other_threads_are_raised_in_the_loop():
+    def loader():
+        yield from batches([1], [1, 2])
+        raise ZeroDivisionError("of the loader")
+
+    host = offloaded()
+    with pytest.raises(ZeroDivisionError, match="of the loader"):
+        train(host, loader())
+    assert host.params["table"][:3, 0].tolist() == [0, 2, 1]
+    with pytest.raises(KeyError):
+        train(host, [{"other": 1}])
+    assert train(host, batches([1]))[:3].tolist() == [0, 3, 1]
+
+
+def test_a_write_that_fails_is_raised(monkeypatch):
+    host = offloaded()
+    host_rows = type(host._tables[0])
+    monkeypatch.setattr(host_rows, "write", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(host, batches([1], [1], [1]))
+
+
+def test_leaving_the_loop_writes_what_was_committed():
+    host = offloaded()
+    table = host.params["table"]
+    loader = batches([1], [2], [3], [4])
+    for k, (_, params, state) in enumerate(host.steps(loader, ids=IDS)):
+        if k == 2:
+            break  # not committed
+        host.commit(add_one(params), state)
+    assert table[:, 0].tolist()[:5] == [0, 1, 1, 0, 0]
+    with pytest.raises(RuntimeError, match="`commit` is for a step"):
+        host.commit(params, state)
+    assert train(host, loader, steps=1)[:3].tolist() == [0, 2, 1]
+    with pytest.raises(ValueError, match="of mine"):
+        for _, params, state in host.steps(loader, ids=IDS):
+            host.commit(add_one(params), state)
+            raise ValueError("of mine")
+    host.flush()
+    assert table[:3, 0].tolist() == [0, 3, 1]
+    assert host.count == 4
+
+
+def test_a_loader_that_never_ends_can_be_left():
+    forever = threading.Event()
+
+    def loader():
+        yield from batches([1])
+        forever.wait(20)
+
+    host = offloaded()
+    assert train(host, loader(), steps=1)[1] == 1
+    forever.set()
+
+
+def test_a_second_loop_ends_the_first():
+    host = offloaded()
+    first = host.steps(batches([1], [2]), ids=IDS)
+    _, params, state = next(first)
+    host.commit(add_one(params), state)
+    assert train(host, batches([1], [3]))[:4].tolist() == [0, 2, 0, 1]
+    with pytest.raises(RuntimeError, match="another loop has begun"):
+        next(first)
+
+
+def test_parameters_that_were_donated_and_lost():
+    host = offloaded()
+    for _, params, _ in host.steps(batches([1]), ids=IDS):
+        jax.jit(lambda x: x, donate_argnums=0)(params["w"])
+        params["w"].delete()
+        break
+    with pytest.raises(RuntimeError, match=r"`params\['w'\]` was donated .*restore"):
+        host.steps(batches([1]), ids=IDS)
+
+
+def test_merging_holds_no_array_of_the_tables_size():
+    """Programs have the rows of batches alone."""
+    host, seen = offloaded(tables(100_000)), []
+    merged = offload_module._merged
+    for _, params, state in host.steps(batches([1, 99_999], [3]), ids=IDS):
+        seen += [x.shape for x in jax.tree.leaves((params, state))]
+        host.commit(params, state)
+    assert max(shape[0] for shape in seen if shape) <= 2
+    assert merged._cache_size() >= 1
+
+
+# --- wrong calls --------------------------------------------------------------------------
+
+
+class Mine(np.ndarray):
+    pass
+
+
+def _read_only():
+    x = np.zeros((3, 2), np.float32)
+    x.flags.writeable = False
+    return x
+
+
+_SHARED = np.zeros((6, 2), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "words"),
+    [
+        ({"w": jnp.ones(3)}, ValueError, "`params` has no NumPy leaf"),
+        ({"t": np.zeros((3, 2))}, ValueError, r"`params\['t'\]` .*float64.*astype"),
+        ({"t": np.zeros((3, 2), int)}, ValueError, r"`params\['t'\]` .*int64"),
+        ({"t": np.zeros((3, 2), ">f4")}, ValueError, r"`params\['t'\]` .*f4"),
+        ({"t": np.zeros((3, 2), np.float32).T}, ValueError, "C-contiguous"),
+        ({"t": np.zeros((), np.float32)}, ValueError, "plain array of rows"),
+        ({"t": np.zeros((0, 2), np.float32)}, ValueError, "plain array of rows"),
+        ({"t": np.zeros((3, 2), np.float32).view(Mine)}, ValueError, "is a Mine"),
+        ({"t": _read_only()}, ValueError, 'mode "r[+]"'),
+        ({"t": _SHARED, "u": _SHARED[2:]}, ValueError, "shares memory"),
+        ({"t": np.zeros((3, 2), np.float32), "f": jax.nn.relu}, TypeError, r"`params\['f'\]`"),
+    ],
+)
+def test_parameters_that_cannot_be_offloaded(params, error, words):
+    with pytest.raises(error, match=words):
+        jmask.host.offload(params, jmask.sgd(0.1))
+
+
+_ROWS = {"table": jmask.RowSparse([1], jnp.ones((1, 2)), (10, 2)), "w": jnp.zeros(())}
+_ACCUMULATED = jmask.multi_steps(jmask.sgd(0.1), 2, like=_ROWS)
+
+
+@pytest.mark.parametrize(
+    ("tx", "words"),
+    [
+        (jmask.deferred(optax.adam(0.1)), "`tx` is jmask.deferred.*caught up"),
+        (optax.adam(0.1), "takes no row-sparse gradients.*jmask.lazy"),
+        (optax.chain(jmask.densify(), optax.adam(0.1)), "makes gradients dense"),
+        (jmask.lazy(optax.lamb(0.1)), "jmask.lazy cannot wrap"),
+        (_ACCUMULATED, "gradients of rows for a later step"),
+    ],
+)
+def test_transformations_that_need_the_whole_table(tx, words):
+    with pytest.raises(ValueError, match=words):
+        jmask.host.offload(tables(), tx)
+
+
+def _init_of_random_rows(params):
+    return jax.tree.map(lambda x: jax.random.normal(jax.random.key(0), x.shape), params)
+
+
+def _init_of_sums(params):
+    return jnp.sum(params["table"])
+
+
+@pytest.mark.parametrize("init", [_init_of_random_rows, _init_of_sums])
+def test_states_that_are_no_matter_of_rows(init):
+    tx = optax.chain(
+        jmask.sgd(0.1), optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
+    )
+    with pytest.raises(ValueError, match="`state.*when it is made|its state depends"):
+        jmask.host.offload(tables(), tx)
+
+
+def test_no_transformation():
+    with pytest.raises(TypeError, match="`tx` must be an optax transformation"):
+        jmask.host.offload(tables(), "adam")
+
+
+@pytest.mark.parametrize(
+    ("loader", "options", "error", "words"),
+    [
+        (3, {}, TypeError, "`loader` must be iterable"),
+        (batches([1]), {"ids": {}}, ValueError, r"`ids\['table'\]` must be a function"),
+        (batches([1]), {"ids": {"table": [1]}}, ValueError, r"`ids\['table'\]` must be a func"),
+        (batches([1]), {"ids": {**IDS, "x": len}}, ValueError, "and no others"),
+        (batches([1]), {"padding_id": 3}, ValueError, "`padding_id` must be no row"),
+        (batches([1]), {"padding_id": 1.5}, TypeError, "`padding_id` must be an integer"),
+        (batches([1], [2, 10]), {}, IndexError, r"hold 10 at \[1\].*10 rows .*`padding_id`"),
+        (batches([-2]), {}, IndexError, r"hold -2 at \[0\]"),
+        (batches([-1]), {"padding_id": None}, IndexError, "hold -1"),
+        (batches([1.0]), {}, TypeError, "must be integers, got float"),
+        (batches([True]), {}, TypeError, "must be integers, got bool"),
+        ([{"ids": 3}], {}, ValueError, "must return an array that is one leaf.*got 3"),
+        (
+            [{"x": np.arange(3)}],
+            {"ids": {"table": lambda b: b["x"] + 1}},
+            ValueError,
+            "0 of its",
+        ),
+        ([[x := np.arange(3), x]], {"ids": {"table": lambda b: b[0]}}, ValueError, "2 of its"),
+    ],
+)
+def test_loops_that_are_refused(loader, options, error, words):
+    host = offloaded()
+    with pytest.raises(error, match=words):
+        train(host, loader, **{"ids": IDS, **options})
+    # What was committed before is there, and the next loop goes on.
+    before = host.params["table"][1, 0]
+    assert train(host, batches([1]))[1] == before + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda p, s: (p, ()), ValueError, "in the structure that the step was given"),
+        (lambda p, s: (s, p), ValueError, "host.commit"),
+        (
+            lambda p, s: ({**p, "table": p["table"][:1]}, s),
+            ValueError,
+            r"`params\['table'\]` was",
+        ),
+        (
+            lambda p, s: ({**p, "table": p["table"].astype(jnp.bfloat16)}, s),
+            *(ValueError, "bfloat16"),
+        ),
+        (lambda p, s: ({**p, "w": jnp.ones(2)}, s), ValueError, r"`params\['w'\]` was"),
+    ],
+)
+def test_commits_that_are_refused(change, error, words):
+    host = offloaded()
+    for _, params, state in host.steps(batches([1, 2]), ids=IDS):
+        with pytest.raises(error, match=words):
+            host.commit(*change(params, state))
+        host.commit(add_one(params), state)  # nothing is lost
+    assert host.params["table"][1, 0] == 1
+
+
+def test_commits_that_are_missing_or_traced():
+    host = offloaded()
+    with pytest.raises(RuntimeError, match="`commit` is for a step"):
+        host.commit(tables(), ())
+    with pytest.raises(RuntimeError, match="a step was not committed"):
+        for _ in host.steps(batches([1], [2]), ids=IDS):
+            pass
+    for _, params, state in host.steps(batches([1]), ids=IDS):
+        with pytest.raises(TypeError, match="`commit` is called outside of jax.jit"):
+            jax.jit(host.commit)(params, state)
+        host.commit(params, state)
