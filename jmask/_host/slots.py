@@ -21,8 +21,8 @@ from jmask._base.types import HostArray, OptState, Params, PyTreeDef, TensorLike
 from jmask._base.validation import leaf_name
 from jmask._deferred.deferred import DeferredState
 from jmask._host.host_rows import blocks
+from jmask._optim.microbatches import MultiStepsState
 from jmask._tables.rows_at import shape_of
-from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._updates.checks import NotRowLocalError, is_gradient_leaf
 from jmask._updates.state_rows import rows_of_state, states_of
@@ -61,8 +61,8 @@ def state_on_host(
         name, owner = leaf_name("state", path), owners[k]
         if owner is None and not depends[k]:
             continue
-        row = np.asarray(of_one_row[k])
-        rows = np.asarray(leaves[k])[: 1 if depends[k] else None]
+        row, rows = np.asarray(of_one_row[k]), np.asarray(leaves[k])
+        rows = rows[:1] if depends[k] and owner is not None else rows
         if owner is None or rows.tobytes() != np.repeat(row, len(rows), 0).tobytes():
             raise ValueError(
                 f"{name} depends on all rows of a table, or on their number, when it is made, "
@@ -105,13 +105,13 @@ def _check_takes_rows(
     )
     if states_of(DeferredState, state):
         raise ValueError(
-            "`tx` is jmask.deferred, where rows that are not in a batch wait for their steps, and "
-            f"are caught up in turn by their numbers. Here they are not there: {lazy}."
+            "`tx` is jmask.deferred, where rows wait for the steps that they miss, and are caught "
+            f"up in turn by their numbers. In a step the others are not there: {lazy}."
         )
-    if states_of((RowSparse, MaskedTensor), state):
+    if states_of((MultiStepsState, RowSparse), state):
         raise ValueError(
-            "`tx` keeps gradients of rows for a later step, as jmask.multi_steps does, by numbers "
-            "that are positions in one batch: sum them inside a step, by jmask.tree.merge."
+            "`tx` keeps gradients of rows for a later step, as jmask.multi_steps does, and their "
+            "ids are positions in one batch: sum them inside a step, by jmask.tree.merge."
         )
 
     def updates(params: Params) -> list[TensorLike]:
@@ -127,16 +127,14 @@ def _check_takes_rows(
         x.update(shape=(8, *x.shape[1:])) if table else x
         for x, table in zip(shapes, is_table, strict=True)
     ]
-    takes = "takes no row-sparse gradients"
     try:
         new = jax.eval_shape(updates, tree.unflatten(small))
     except NotRowLocalError:
         raise
     except (TypeError, ValueError, NotImplementedError) as error:
-        raise ValueError(f"`tx` {takes}, and moves all rows in each step: {lazy}.") from error
-    if not all(
-        map(is_row_sparse, (x for x, table in zip(new, is_table, strict=True) if table))
-    ):
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"`tx` takes no row-sparse gradients ({reason}): {lazy}.") from error
+    if not all(is_row_sparse(x) for x, table in zip(new, is_table, strict=True) if table):
         raise ValueError(
             f"`tx` makes gradients dense, and moves all rows in each step: {lazy}."
         )

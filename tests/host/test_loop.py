@@ -98,8 +98,9 @@ def test_padding_stays_padding():
     assert batch["ids"].tolist() == [[0, -1], [-1, 1]]
     rows = jmask.embedding_lookup(params["table"] + 1, batch["ids"], padding_id=-1)
     assert rows[..., 0].tolist() == [[1, 0], [0, 1]]
-    for batch, _, _ in offloaded().steps(batches(np.arange(11)), ids=IDS, padding_id=10):
+    for batch, *step in host.steps(batches(np.arange(11)), ids=IDS, padding_id=10):
         assert batch["ids"].tolist() == list(range(11))  # the table has 10 rows in the step
+        host.commit(*step)
 
 
 def test_batches_without_ids():
@@ -125,6 +126,7 @@ def test_tables_of_other_sizes_share_a_leaf():
     )
 
 
+@pytest.mark.dtype_promotion
 def test_files(tmp_path):
     """A memmap trains as an array does; its slots are beside it, or where `directory` is."""
     tx, ids = jmask.lazy(optax.adam(0.1)), {"table": lambda batch: batch}
@@ -145,11 +147,14 @@ def test_files(tmp_path):
 
 
 def test_slots_that_begin_with_the_rows():
-    """Averages of parameters are read from the table, block by block."""
-    tx = optax.chain(jmask.sgd(0.1), jmask.ema(0.5))
+    """They are read from the table, block by block."""
+    copies = optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda x: 2 * x, params), lambda u, s, params=None: (u, s)
+    )
+    tx = optax.chain(jmask.sgd(0.1), copies)
     params = {"table": np.random.default_rng(0).normal(size=(100_000, 50)).astype(np.float32)}
     state = jmask.host.offload(params, tx).state
-    assert jax.tree.leaves(state)[-1].tobytes() == params["table"].tobytes()
+    np.testing.assert_array_equal(state[1]["table"], 2 * params["table"])
 
 
 # --- threads ------------------------------------------------------------------------------
@@ -217,10 +222,9 @@ def test_leaving_the_loop_writes_what_was_committed():
     with pytest.raises(RuntimeError, match="`commit` is for a step"):
         host.commit(params, state)
     assert train(host, loader, steps=1)[:3].tolist() == [0, 2, 1]
-    with pytest.raises(ValueError, match="of mine"):
-        for _, params, state in host.steps(loader, ids=IDS):
-            host.commit(add_one(params), state)
-            raise ValueError("of mine")
+    loop = host.steps(loader, ids=IDS)  # kept, as a traceback would keep it
+    _, params, state = next(loop)
+    host.commit(add_one(params), state)
     host.flush()
     assert table[:3, 0].tolist() == [0, 3, 1]
     assert host.count == 4
@@ -291,7 +295,7 @@ _SHARED = np.zeros((6, 2), np.float32)
         ({"w": jnp.ones(3)}, ValueError, "`params` has no NumPy leaf"),
         ({"t": np.zeros((3, 2))}, ValueError, r"`params\['t'\]` .*float64.*astype"),
         ({"t": np.zeros((3, 2), int)}, ValueError, r"`params\['t'\]` .*int64"),
-        ({"t": np.zeros((3, 2), ">f4")}, ValueError, r"`params\['t'\]` .*f4"),
+        ({"t": np.zeros((3, 2), ">f4")}, TypeError, r"`params\['t'\]` .*not an array"),
         ({"t": np.zeros((3, 2), np.float32).T}, ValueError, "C-contiguous"),
         ({"t": np.zeros((), np.float32)}, ValueError, "plain array of rows"),
         ({"t": np.zeros((0, 2), np.float32)}, ValueError, "plain array of rows"),
@@ -310,6 +314,7 @@ _ROWS = {"table": jmask.RowSparse([1], jnp.ones((1, 2)), (10, 2)), "w": jnp.zero
 _ACCUMULATED = jmask.multi_steps(jmask.sgd(0.1), 2, like=_ROWS)
 
 
+@pytest.mark.dtype_promotion
 @pytest.mark.parametrize(
     ("tx", "words"),
     [
@@ -338,7 +343,7 @@ def test_states_that_are_no_matter_of_rows(init):
     tx = optax.chain(
         jmask.sgd(0.1), optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
     )
-    with pytest.raises(ValueError, match="`state.*when it is made|its state depends"):
+    with pytest.raises(ValueError, match=r"`state.*when it is made"):
         jmask.host.offload(tables(), tx)
 
 
@@ -410,10 +415,11 @@ def test_commits_that_are_missing_or_traced():
     host = offloaded()
     with pytest.raises(RuntimeError, match="`commit` is for a step"):
         host.commit(tables(), ())
+    loop = host.steps(batches([1], [2]), ids=IDS)
+    next(loop)
     with pytest.raises(RuntimeError, match="a step was not committed"):
-        for _ in host.steps(batches([1], [2]), ids=IDS):
-            pass
+        next(loop)
     for _, params, state in host.steps(batches([1]), ids=IDS):
-        with pytest.raises(TypeError, match="`commit` is called outside of jax.jit"):
+        with pytest.raises(TypeError, match=r"`commit` is called outside of jax.jit"):
             jax.jit(host.commit)(params, state)
         host.commit(params, state)
