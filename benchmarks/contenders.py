@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import bag_contenders
 import c_loop
+import host_contender
 import jax_contenders
 import numpy as np
 import overhead
@@ -27,6 +28,7 @@ Step = Callable[[np.ndarray], float | None]
 _BUILDERS: dict[tuple[str, str], Callable[[Task, float], Step]] = {
     ("jmask", "step"): jax_contenders.jmask_step,
     ("jmask", "deferred step"): jax_contenders.jmask_deferred_step,
+    ("jmask", "step on files"): host_contender.host_step,
     ("jmask", "update"): jax_contenders.jmask_update,
     ("jmask", "bags"): bag_contenders.jmask_bags,
     ("jmask", "plain bags"): bag_contenders.jmask_bags,

@@ -49,7 +49,8 @@ _LIMITS = ("C loop", "memory copy")
 
 # "step" is lookup, loss, backward and update, with the value of the loss; "update" is the
 # update alone of unique rows, with a gradient that is given. A "deferred step" is one of
-# `jmask.deferred`, which catches the rows of its batch up before.
+# `jmask.deferred`, which catches the rows of its batch up before; a "step on files" one of
+# `jmask.host`, whose table and slots are files.
 _TITLES = {
     "dispatch": "100 calls of a jitted step, no arithmetic",
     "small step": "100 jitted steps of a table of 8 x 4",
@@ -58,6 +59,7 @@ _TITLES = {
     "compiling": "compiling five programs with Adam",
 }
 _IN_WORDS = {"bags": "bags", "DLRM": "DLRM, whole step"}
+_OTHER_WORK = {"deferred step": "without `deferred`", "step on files": "in memory"}
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,9 @@ _COMPILING = Task(work="compiling", width=32)
 _MANY = Task(lookups=100_000)
 # With the trajectory of the dense optimizer.
 _DEFERRED = Task(work="deferred step")
+# Rows of n-grams; those of a table of 10^8 rows are on pages of their own.
+_IN_MEMORY = Task(optimizer="Adagrad", width=16)
+_ON_FILES = replace(_IN_MEMORY, work="step on files", rows=100_000_000)
 # 20,480 bags of 5; and bags of 1 to 10 for each of 2,048 examples, as in DLRM's own generator.
 BAGS = Task(work="bags", lookups=102_400, bags=20_480)
 # The same as `table[ids].sum(1)`.
@@ -156,6 +161,7 @@ GOALS: dict[tuple[Task, Task], float] = {
         (Task(ids="Zipf"), {"ids": "uniform"}, 1.1),
         (_DEFERRED, {"work": "step"}, 1.3),
         (_DEFERRED, {"who": "optax", "work": "step"}, 0.1),
+        (_ON_FILES, {"work": "step", "rows": 1_000_000}, 1.3),
         (_DISPATCH, {"who": "optax"}, 1.0),
         (_TRACING, {"who": "JAX"}, 1.5),
         *((task, {"who": "einsum"}, 1.0) for task in _WEIGHTED),
@@ -203,6 +209,8 @@ def comparisons(quick: bool, rounds: int) -> list[Comparison]:
     found = [*steps, *dense, _beside(_DENSE, ("optax",), rounds), *updates, *hot_rows]
     found += [*against_rows, *against_lookups, *_bags(quick, fewer)]
     found += [*_programs(fewer), *_deferred(fewer), *_tricks(rounds), *overhead]
+    smaller = replace(_ON_FILES, rows=1_000_000)
+    found.append(Comparison(_ON_FILES, (_IN_MEMORY, smaller), rounds))
     if quick:
         return found
     # Adam on 10^7 rows of 64 is 7.7 GB: one of them at a time, beside our step on 10^6 rows.
@@ -301,7 +309,8 @@ def title(task: Task) -> str:
 def opponent(theirs: Task, ours: Task) -> str:
     """Who does it, and what of it is not as in `ours`: "jmask, uniform ids"."""
     name = f"{theirs.who} {OFFERS.get(theirs.who, {}).get(theirs.optimizer, '')}".strip()
-    work = [] if theirs.work == ours.work else [f"{theirs.work} without `deferred`"]
+    is_same = theirs.work == ours.work
+    work = [] if is_same else [f"{theirs.work} {_OTHER_WORK[ours.work]}"]
     return ", ".join([name, *work, *_differences(theirs, ours)])
 
 
