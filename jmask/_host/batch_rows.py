@@ -47,8 +47,7 @@ class Finder(NamedTuple):
                 raise ValueError(
                     f"the function in `ids` for {self.table.name} must return an array that is "
                     f"one leaf of the batch, or a list of such, got {shown(array)}, which is "
-                    f"{len(same)} of its leaves: compute ids in the loader, and copy them "
-                    "where the step needs them as they are, for they become positions."
+                    f"{len(same)} leaves: compute ids in the loader; copy those that stay ids."
                 )
             places += same
         return frozenset(places)
@@ -89,9 +88,8 @@ def finders(
         if not callable(function):
             raise ValueError(
                 f"{leaf_name('ids', path)} must be a function that returns the leaf of the "
-                f"batch with the ids of {table.name}, which is on the host, got "
-                f"{shown(function)}: write lambda batch: batch['ids'], or lambda batch: [] if "
-                "it is not looked up. A NumPy leaf that is no table needs jnp.asarray."
+                f"batch with the ids of {table.name}, got {shown(function)}: lambda batch: [] "
+                "for none. A NumPy leaf that is no table belongs on the device, jnp.asarray."
             )
     if len(jax.tree.leaves(ids)) != len(tables):
         names = ", ".join(table.name for table in tables)
@@ -101,7 +99,7 @@ def finders(
 
 def positions_in(batch: PyTree, found: Sequence[Finder]) -> tuple[PyTree, list[BatchRows]]:
     """Return the batch with positions in place of ids, and the rows of each table."""
-    leaves, tree = jax.tree.flatten(batch)
+    leaves, tree = jax.tree.leaves(batch), jax.tree.structure(batch)
     places = [finder.places(batch, leaves) for finder in found]
     groups: list[tuple[frozenset[int], frozenset[int]]] = []  # tables, and leaves they share
     for i, own in enumerate(places):
@@ -136,7 +134,7 @@ def positions_in(batch: PyTree, found: Sequence[Finder]) -> tuple[PyTree, list[B
             own_ids = distinct[: np.searchsorted(distinct, len(found[i].table))]
             # At most as many as there are rows: a padding id behind them stays outside.
             rows[i] = BatchRows(own_ids, min(rounded_up(len(distinct)), most))
-    return tree.unflatten(leaves), [rows[i] for i in range(len(found))]
+    return jax.tree.unflatten(tree, leaves), [rows[i] for i in range(len(found))]
 
 
 def source_of(rows: BatchRows, before: BatchRows) -> HostArray:

@@ -1,10 +1,10 @@
 """`offload`: the object that a training loop talks to.
 
-    loop             step k              step k + 1          step k + 2
-    other threads    load, read k + 1    write k, read k+2   write k+1, read k+3
+    loop            step k              step k + 1          step k + 2
+    other threads   load, read k + 1    write k, read k+2   write k+1, read k+3
 
-Rows of batch k + 1 are read before the result of step k is written: what both batches look up is
-taken from that result, on the device.
+Rows of batch k + 1 are read before the result of step k is written: what both batches look up
+is taken from that result, on the device.
 """
 
 import concurrent.futures
@@ -87,21 +87,17 @@ def offload(
     """
     check_transformation("tx", tx, "jmask.host.offload(params, jmask.lazy(optax.adam(1e-3)))")
     check_leaves("params", params)
-    leaves, tree = jax.tree.flatten(params)
-    tables = [x for x in leaves if isinstance(x, np.ndarray)]
+    paths = jax.tree.leaves_with_path(params)
+    tables = [(path, x) for path, x in paths if isinstance(x, np.ndarray)]
     if not tables:
         raise ValueError(
-            "`params` has no NumPy leaf: tables that stay on the host are np.ndarray or "
-            "np.memmap, and everything else is for the device."
+            "`params` has no NumPy leaf, np.ndarray or np.memmap: a table to stay on the host."
         )
-    for path, x in jax.tree.leaves_with_path(params):
-        advice = _why_no_table(x, tables) if isinstance(x, np.ndarray) else None
+    for path, x in tables:
+        advice = _why_no_table(x, [y for _, y in tables])
         if advice is not None:
             raise ValueError(f"{leaf_name('params', path)} is to stay on the host, {advice}.")
-    folder = None if directory is None else Path(directory)
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-    return Offloaded(params, *state_on_host(tx, leaves, tree, folder))
+    return Offloaded(params, *state_on_host(tx, params, directory))
 
 
 def _why_no_table(x: HostArray, tables: Sequence[HostArray]) -> str | None:
@@ -133,21 +129,23 @@ class Offloaded:
     def __init__(self, params: Params, state: OptState, owners: Sequence[int | None]):
         self.count = 0
         self._tree: PyTreeDef = jax.tree.structure((params, state))
-        named = [
-            (leaf_name(("params", "state")[path[0].idx], path[1:]), path[1:], x)
-            for path, x in jax.tree.leaves_with_path((params, state))
-        ]
-        self._names = [name for name, _, _ in named]
         # Those of tables are NumPy's, whole.
-        self._leaves: list[TensorLike] = [x for _, _, x in named]
-        owner_of = [*range(len(named) - len(owners)), *owners]
-        tables = [i for i, x in enumerate(jax.tree.leaves(params)) if isinstance(x, np.ndarray)]
-        self._places = [[k for k, i in enumerate(owner_of) if i == n] for n in tables]
-        self._on_host = {k for at in self._places for k in at}
-        self._paths = [named[i][1] for i in tables]
-        self._tables = [
-            HostRows(self._names[at[0]], [self._leaves[k] for k in at]) for at in self._places
+        self._leaves: list[TensorLike] = jax.tree.leaves((params, state))
+        paths = [path for path, _ in jax.tree.leaves_with_path((params, state))]
+        self._names = [leaf_name(("params", "state")[x[0].idx], x[1:]) for x in paths]
+        owner_of = [*range(len(paths) - len(owners)), *owners]
+        # For each table the leaves with its rows, its parameter first.
+        self._places = [
+            [k for k, owner in enumerate(owner_of) if owner == i]
+            for i, x in enumerate(jax.tree.leaves(params))
+            if isinstance(x, np.ndarray)
         ]
+        self._on_host = {k for at in self._places for k in at}
+        self._paths = [paths[at[0]][1:] for at in self._places]
+        names_and_arrays = [
+            (self._names[x[0]], [self._leaves[k] for k in x]) for x in self._places
+        ]
+        self._tables = [HostRows(*x) for x in names_and_arrays]
         self._loop: object = None
         # Of the step that is to be committed: its rows, and the leaves it was given.
         self._open: tuple[list[BatchRows], list[TensorLike]] | None = None
@@ -164,9 +162,9 @@ class Offloaded:
     ) -> Iterator[tuple[PyTree, Params, OptState]]:
         """Yield for each batch the batch, the parameters and the state of its step.
 
-        Each step is to be committed before the next one. Other threads take the next batch from
-        the loader, find its ids and read its rows while the step runs; what they raise is raised
-        here. When the loop ends or is left, what was committed is written.
+        Each step is to be committed before the next one. Other threads load the next batch,
+        find its ids and read its rows while the step runs; what they raise is raised here. When
+        the loop ends or is left, what was committed is written.
 
         Args:
             loader: of batches, any trees.
@@ -191,10 +189,8 @@ class Offloaded:
         self._settle()
         for name, x in zip(self._names, self._leaves, strict=True):
             if isinstance(x, jax.Array) and x.is_deleted():
-                raise RuntimeError(
-                    f"{name} was donated to a step that was not committed: go on from a "
-                    "checkpoint, host.restore(path), or offload the parameters anew."
-                )
+                lost = "donated to a step that was not committed: host.restore a checkpoint"
+                raise RuntimeError(f"{name} was {lost}, or offload the parameters anew.")
         self._loop = object()
         return self._steps(iter(loader), found, self._loop)
 
@@ -231,13 +227,9 @@ class Offloaded:
                         leaves[k] = x
                 self._open = now.rows, leaves
                 yield batch, *self._tree.unflatten(leaves)
-                if self._loop is not loop:
-                    raise RuntimeError("another loop has begun, or `restore` was called.")
-                if self._open is not None:
-                    raise RuntimeError(
-                        "a step was not committed: host.commit(params, state) takes what it "
-                        "returned, or what it was given."
-                    )
+                if self._loop is not loop or self._open is not None:
+                    what = "another loop has begun" if self._open is None else "no commit came"
+                    raise RuntimeError(f"{what}: each step needs host.commit(params, state).")
         finally:
             workers.shutdown(wait=False)
             if self._loop is loop and not sys.is_finalizing():
@@ -255,14 +247,12 @@ class Offloaded:
             ValueError: if structures or shapes differ, or dtypes of rows.
         """
         if self._open is None:
-            raise RuntimeError(
-                "`commit` is for a step of `host.steps`, once: none waits for it."
-            )
+            raise RuntimeError("`commit` is for a step of `steps`, once: none waits for it.")
         structure: PyTreeDef = jax.tree.structure((params, state))
         if structure != self._tree:
+            wanted = f"in the structure that the step was given, {self._tree}"
             raise ValueError(
-                "host.commit(params, state) takes both in the structure that the step was given, "
-                f"{self._tree}, got {structure}."
+                f"host.commit(params, state) takes both {wanted}, got {structure}."
             )
         rows, given = self._open
         leaves = jax.tree.leaves((params, state))
@@ -314,10 +304,8 @@ class Offloaded:
         """
         folder = Path(path).absolute()
         if folder != self._folder and folder.exists():
-            raise FileExistsError(
-                f"`path` {folder} is there, and this run does not go on from it: call "
-                "host.restore(path) before the first step, or name another folder."
-            )
+            advice = "call host.restore(path) before the first step, or name another folder"
+            raise FileExistsError(f"`path` {folder} is there, of another run: {advice}.")
         self._write_last()
         snapshots.save(folder, self._contents())
         self._folder = folder
@@ -340,7 +328,7 @@ class Offloaded:
         contents = snapshots.resume(folder, changes, self._contents())
         pairs = zip(self._names, self._leaves, strict=True)
         self._leaves = [contents.leaves.get(name, x) for name, x in pairs]
-        self.count, self._folder, self._loop = contents.count, folder, None
+        self.count, self._folder, self._loop = contents.done, folder, None
 
     # --- inside -------------------------------------------------------------------------
 

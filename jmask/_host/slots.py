@@ -9,6 +9,7 @@ two, and for blocks of a table where a slot begins with what its rows hold, as a
 
 import re
 from collections.abc import Sequence
+from os import PathLike
 from pathlib import Path
 
 import jax
@@ -30,18 +31,15 @@ from jmask._updates.state_rows import rows_of_state, states_of
 
 def state_on_host(
     tx: optax.GradientTransformation,
-    params: Sequence[TensorLike],
-    tree: PyTreeDef,
-    directory: Path | None,
+    model: Params,
+    directory: str | PathLike[str] | None,
 ) -> tuple[OptState, list[int | None]]:
     """Return the state that `tx.init` makes, with slots of NumPy leaves on the host.
 
-    Returns:
-        The state, and for each leaf the number of the parameter whose rows it has, or None.
-
-    Raises:
-        ValueError: if a step on some rows would not be the step of the table.
+    With it comes, for each leaf, the number of the parameter whose rows it has, or None.
     """
+    params: list[TensorLike] = jax.tree.leaves(model)
+    tree: PyTreeDef = jax.tree.structure(model)
     is_table = [isinstance(x, np.ndarray) for x in params]
     shapes = [shape_of(x) for x in params]
     state = jax.eval_shape(tx.init, tree.unflatten(shapes))
@@ -56,7 +54,6 @@ def state_on_host(
     program = inlined(jax.make_jaxpr(init)(first))
     depends = origins(program.jaxpr, [1] * len(first))  # whether on what tables hold
     leaves, of_one_row = init(first), init({i: x[:1] for i, x in first.items()})
-    copied: dict[int, list[int]] = {i: [] for i in first}
     for k, (path, _) in enumerate(jax.tree.leaves_with_path(state)):
         name, owner = leaf_name("state", path), owners[k]
         if owner is None and not depends[k]:
@@ -68,27 +65,25 @@ def state_on_host(
                 f"{name} depends on all rows of a table, or on their number, when it is made, "
                 "and a step sees those of a batch: keep the table on the device, jnp.asarray."
             )
-        leaves[k] = slot = _new_slot(params[owner], row, directory, name)
-        if depends[k]:
-            copied[owner].append(k)
-        elif any(row.tobytes()):  # zeros are not written
-            for block in blocks(len(slot), slot):
-                slot[block] = row
-    for i, slots in copied.items():
-        for block in blocks(len(params[i]), params[i]) if slots else ():
-            new = init({**first, i: jnp.asarray(params[i][block])})
-            for k in slots:
-                leaves[k][block] = np.asarray(new[k])
+        table = params[owner]
+        leaves[k] = slot = _new_slot(table, row, directory, name)
+        # Zeros are not written, so that a file stays sparse.
+        for block in blocks(len(slot), table) if depends[k] or any(row.tobytes()) else ():
+            new = init({**first, owner: jnp.asarray(table[block])})[k] if depends[k] else row
+            slot[block] = np.asarray(new)
     return jax.tree.unflatten(jax.tree.structure(state), leaves), owners
 
 
-def _new_slot(table: HostArray, row: HostArray, directory: Path | None, name: str) -> HostArray:
-    """Return zeros for each row of a table: in memory, in a folder, or beside the table's file."""
+def _new_slot(
+    table: HostArray, row: HostArray, directory: str | PathLike[str] | None, name: str
+) -> HostArray:
+    """Return zeros for each row of a table: in memory, a folder, or beside the table's file."""
     shape, stem = (len(table), *row.shape[1:]), re.sub(r"\W+", "-", name).strip("-")
     file = getattr(table, "filename", None)
     if directory is None and file is None:
         return np.zeros(shape, row.dtype)
-    path = Path(f"{file}.{stem}.slot") if directory is None else directory / f"{stem}.slot"
+    path = Path(f"{file}.{stem}.slot" if directory is None else f"{directory}/{stem}.slot")
+    path.parent.mkdir(parents=True, exist_ok=True)
     return np.memmap(path, row.dtype, "w+", shape=shape)  # a sparse file
 
 
@@ -100,18 +95,16 @@ def _check_takes_rows(
     tree: PyTreeDef,
 ) -> None:
     """Refuse a transformation that moves rows without a gradient, or keeps their numbers."""
-    lazy = (
-        "give jmask.lazy of an optimizer, or one with a name, or keep the table on the device"
-    )
+    lazy = "give jmask.lazy(...), or an optimizer by name, or keep the table on the device"
     if states_of(DeferredState, state):
         raise ValueError(
-            "`tx` is jmask.deferred, where rows wait for the steps that they miss, and are caught "
-            f"up in turn by their numbers. In a step the others are not there: {lazy}."
+            "`tx` is jmask.deferred, where rows wait for the steps that they miss, and are "
+            f"caught up in turn, by numbers of rows that are not in a step here: {lazy}."
         )
     if states_of((MultiStepsState, RowSparse), state):
         raise ValueError(
-            "`tx` keeps gradients of rows for a later step, as jmask.multi_steps does, and their "
-            "ids are positions in one batch: sum them inside a step, by jmask.tree.merge."
+            "`tx` keeps gradients of rows for a later step, as jmask.multi_steps does, by ids "
+            "that are positions in one batch: sum them inside a step, with jmask.tree.merge."
         )
 
     def updates(params: Params) -> list[TensorLike]:

@@ -1,23 +1,22 @@
 """Checkpoints: a copy of the tables in a folder, kept current by the rows that changed.
 
-    folder/0.rows, ...      a copy of each array that has rows, parameters and slots
-    folder/changes-7/       for each table the ids of the rows that changed since the checkpoint
-                            before, their rows, all that is on the device, the count of steps
+    folder/0.rows, ...     a copy of each array that has rows, parameters and slots
+    folder/changes-7/      for each table the ids of the rows that changed since the checkpoint
+                           before, their rows, all that is on the device, the count of steps
 
-A checkpoint is there as soon as `changes-N` has this name, with its files on disk. Then its rows
-go into the copies; that may be interrupted, and is done again by whoever opens the folder. The
-tables that a run writes in place are never read when it is taken up again, so nothing has to be
-undone. The price is the disk space of a second copy of the tables, which the first checkpoint
-writes, and `resume` reads, as a whole.
+A checkpoint is there as soon as `changes-N` has this name, its files on disk. Then its rows go
+into the copies; that may be interrupted, and is done again by whoever opens the folder. Tables
+that a run writes in place are never read when it is taken up again: nothing has to be undone.
+The price is the disk space of a second copy, which the first checkpoint writes as a whole.
 """
 
 import contextlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +27,14 @@ from jmask._host.host_rows import HostRows, as_items, blocks, copy_rows
 
 
 class Contents(NamedTuple):
-    """What a checkpoint holds: tables, what their arrays are called, all else by name."""
+    """What a checkpoint holds: tables, what their arrays are called, all else by
+    name, and how many steps are done.
+    """
 
     tables: Sequence[HostRows]
     names: Sequence[str]
     leaves: dict[str, TensorLike]
-    count: int
+    done: int
 
     def arrays(self) -> list[HostArray]:
         return [x for table in self.tables for x in table.arrays]
@@ -62,7 +63,6 @@ def save(folder: Path, contents: Contents) -> None:
         new = _emptied(folder)
         for copy, x in zip(_copies(new, contents, "w+"), contents.arrays(), strict=True):
             copy_rows(x, copy)
-            copy.flush()
         for table in contents.tables:
             table.track_changes()
         _written(new / "changes-0", contents)
@@ -76,14 +76,10 @@ def resume(folder: Path, changes: Path, contents: Contents) -> Contents:
     record = json.loads((changes / "contents.json").read_text())
     wanted = contents.listed()
     if record["arrays"] != wanted:
-        theirs, ours = (
-            sorted({*record["arrays"]} - {*wanted}),
-            sorted({*wanted} - {*record["arrays"]}),
-        )
-        raise ValueError(
-            f"`path` {folder} holds {', '.join(theirs)}, and this run has {', '.join(ours)}: "
-            "give the parameters and the optimizer that it was written with."
-        )
+        kept = record["arrays"]
+        theirs, ours = ", ".join({*kept} - {*wanted}), ", ".join({*wanted} - {*kept})
+        advice = "give the parameters and the optimizer that it was written with"
+        raise ValueError(f"`path` {folder} holds {theirs}, and this run has {ours}: {advice}.")
     _apply(changes, contents)
     for copy, x in zip(_copies(folder, contents, "r"), contents.arrays(), strict=True):
         copy_rows(copy, x)
@@ -91,18 +87,16 @@ def resume(folder: Path, changes: Path, contents: Contents) -> Contents:
         table.track_changes()
     leaves: dict[str, TensorLike] = {}
     for k, (name, like) in enumerate(contents.leaves.items()):
-        numbers = np.frombuffer(
-            (changes / f"{k}.leaf").read_bytes(), jnp.dtype(record["dtypes"][k])
-        )
+        numbers = np.fromfile(changes / f"{k}.leaf", jnp.dtype(record["dtypes"][k]))
         if _is_key(like):
-            data = numbers.reshape(jax.eval_shape(jax.random.key_data, like).shape)
+            shape = jax.eval_shape(jax.random.key_data, like).shape
+            data = jnp.asarray(numbers.reshape(shape))
             leaves[name] = jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
         else:
             # What JAX placed by itself stays free to be used beside any other array.
-            is_placed = isinstance(like, jax.Array) and like.committed
-            place = like.sharding if is_placed else None
+            place = like.sharding if getattr(like, "committed", False) else None
             leaves[name] = jax.device_put(numbers.reshape(np.shape(like)), place)
-    return contents._replace(leaves=leaves, count=record["count"])
+    return contents._replace(leaves=leaves, done=record["count"])
 
 
 def _written(changes: Path, contents: Contents) -> Path:
@@ -115,21 +109,19 @@ def _written(changes: Path, contents: Contents) -> Path:
             with (new / f"{i}-{j}.rows").open("wb") as file:
                 for block in blocks(len(ids), x):
                     file.write(as_items(x)[ids[block]].tobytes())
-    numbers = [
-        np.asarray(jax.random.key_data(x) if _is_key(x) else x)
-        for x in contents.leaves.values()
-    ]
+    device = contents.leaves.values()
+    numbers = [np.asarray(jax.random.key_data(x) if _is_key(x) else x) for x in device]
     for k, x in enumerate(numbers):
         (new / f"{k}.leaf").write_bytes(x.tobytes())
-    record = {"count": contents.count, "arrays": contents.listed()}
-    record["dtypes"] = [str(x.dtype) for x in numbers]
+    record = {"count": contents.done, "arrays": contents.listed()}
+    record |= {"dtypes": [str(x.dtype) for x in numbers]}
     (new / "contents.json").write_text(json.dumps(record))
     return _rename(new, changes)
 
 
 def _apply(changes: Path, contents: Contents) -> None:
     """Write rows that changed into the copies; remove older changes, which are in them."""
-    copies = iter(_copies(changes.parent, contents, "r+"))
+    copies = _copies(changes.parent, contents, "r+")
     for i, table in enumerate(contents.tables):
         ids = np.load(changes / f"{i}.npy")
         for j, _ in enumerate(table.arrays):
@@ -138,15 +130,18 @@ def _apply(changes: Path, contents: Contents) -> None:
                 for block in blocks(len(ids), copy):
                     rows = np.fromfile(file, as_items(copy).dtype, block.stop - block.start)
                     np.put(as_items(copy), ids[block], rows)
-            copy.flush()
+    for path in changes.parent.glob("*.rows"):
+        _sync(path)
     for other in changes.parent.glob("changes-*"):
         if other != changes:
             shutil.rmtree(other)
 
 
-def _copies(folder: Path, contents: Contents, mode: str) -> list[np.memmap]:
-    arrays = enumerate(contents.arrays())
-    return [np.memmap(folder / f"{k}.rows", x.dtype, mode, shape=x.shape) for k, x in arrays]
+def _copies(
+    folder: Path, contents: Contents, mode: Literal["r", "r+", "w+"]
+) -> Iterator[HostArray]:
+    for k, x in enumerate(contents.arrays()):
+        yield np.memmap(folder / f"{k}.rows", x.dtype, mode, shape=x.shape)
 
 
 def _is_key(x: TensorLike) -> bool:

@@ -371,9 +371,9 @@ def test_no_transformation():
             [{"x": np.arange(3)}],
             {"ids": {"table": lambda b: b["x"] + 1}},
             ValueError,
-            "0 of its",
+            "0 leaves",
         ),
-        ([[x := np.arange(3), x]], {"ids": {"table": lambda b: b[0]}}, ValueError, "2 of its"),
+        ([[x := np.arange(3), x]], {"ids": {"table": lambda b: b[0]}}, ValueError, "2 leaves"),
     ],
 )
 def test_loops_that_are_refused(loader, options, error, words):
@@ -417,7 +417,7 @@ def test_commits_that_are_missing_or_traced():
         host.commit(tables(), ())
     loop = host.steps(batches([1], [2]), ids=IDS)
     next(loop)
-    with pytest.raises(RuntimeError, match="a step was not committed"):
+    with pytest.raises(RuntimeError, match="no commit came"):
         next(loop)
     for _, params, state in host.steps(batches([1]), ids=IDS):
         with pytest.raises(TypeError, match=r"`commit` is called outside of jax.jit"):
