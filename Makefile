@@ -34,7 +34,7 @@ PEERS := .venv-peers/bin/python -m pytest -q -o addopts= -o filterwarnings=
 
 # Examples: `make hash-grid ARGS=--help`; examples/README.md has a table of them.
 demo: word2vec
-dense-equivalent hash-grid low-precision masked-adagrad sequences sparse-linear: .venv/examples.stamp
+dense-equivalent hash-grid low-precision masked-adagrad sequences sparse-linear table-on-disk: .venv/examples.stamp
 	$(PY) examples/$(subst -,_,$@).py $(ARGS)
 dlrm knowledge-graph light-gcn ngram-memory two-tower word2vec: .venv/examples.stamp
 	$(PY) examples/$(subst -,_,$@)/train.py $(ARGS)

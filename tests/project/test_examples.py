@@ -53,6 +53,11 @@ RUNS = {
         r"Adam +│ ([\d.]+)%",
         *(95, 100),
     ),
+    "table_on_disk": (
+        "TEXT --rows 1e4 --steps 100",
+        r"10,000 rows +│ 100 +│ ([\d.]+) ",
+        *(0.5, 5),
+    ),
     "word2vec": ("TEXT --steps 150 --dim 16", r"loss [\d.]+ -> ([\d.]+)", 0.1, 6),
     "ngram_memory": (
         "TEXT --seconds 0.3 --timing 0.1 --memory 2000 --rows 1e3 --width 16 --dtype bfloat16",
@@ -84,6 +89,7 @@ WRONG = [
     ("hash_grid", "--plot nowhere/x.png", "--plot: nowhere/x.png is not a file in a directory"),
     ("sequences", "--items 5", "argument --items: 5 is less than one for each group"),
     ("sparse_linear", "--columns 99999999", "--columns: 99999999 is more than 16777216"),
+    ("table_on_disk", "--rows 10", "argument --rows: 10 is no number of rows from 1000"),
     ("word2vec", "--seconds nan", "argument --seconds: nan is not positive"),
     ("ngram_memory", "--rows 1.5", "argument --rows: 1.5 is no number of rows"),
     ("dlrm", "--values two", "argument --values: invalid"),
@@ -101,6 +107,8 @@ BAD_DATA = [
     ("word2vec FILE", "  \n", "FILE is empty"),
     ("word2vec FILE", "same " * 100, "1 different words are too few"),
     ("ngram_memory FILE", "x = 1\n", "6 characters are too little text"),
+    ("table_on_disk FILE", None, "cannot read .*FILE: No such file"),
+    ("table_on_disk FILE", "x = 1\n", "6 bytes are too little text"),
     ("sparse_linear FILE", "a\tone\nb\n", "line 2: expected a label, a tab and a text"),
     ("sparse_linear FILE", "a\ttext 1\nb\ttext 3\n", "2 texts are too few to hold some out"),
     ("knowledge_graph --graph nowhere", None, "cannot read nowhere/train.txt: No such"),
