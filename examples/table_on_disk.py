@@ -5,8 +5,8 @@
     python examples/table_on_disk.py --rows 1e8         a table of 6.4 GB, as much for Adagrad
     python examples/table_on_disk.py --folder run       keep table and run in it, and go on
 
-The next byte is predicted from the n-grams before it, of 1 to 6 bytes: each is hashed to a row of
-one table, and a matrix makes logits of their sum. Table and slots are files that a step never
+The next byte is predicted from the n-grams before it, of 1 to 6 bytes: each is hashed to a row
+of one table, and a matrix makes logits of their sum. Table and slots are files that a step never
 sees: it gets the rows of its batch, and those of the next are read meanwhile. Four lines differ
 from a loop with the table on the device:
 
@@ -15,8 +15,8 @@ from a loop with the table on the device:
         host.commit(params, state)
     host.checkpoint(folder)
 
-The run prints bits per byte of text that it has not seen, and how much memory it takes beside the
-size of the files.
+The run prints bits per byte of text that it has not seen, and how much memory it takes beside
+the size of the files.
 
 References:
     Joulin et al., "Bag of Tricks for Efficient Text Classification", 2017, for hashed n-grams.
