@@ -63,4 +63,4 @@ from jmask._updates.apply import apply_gradients as apply_gradients
 from jmask._updates.apply import apply_updates as apply_updates
 from jmask._updates.apply import densify as densify
 
-__version__ = "0.3.1"
+__version__ = "0.4.0"
