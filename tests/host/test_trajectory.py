@@ -1,5 +1,6 @@
 """Steps on the rows of a batch are the steps on the table: `jmask.host` beside the device."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -15,6 +16,7 @@ from tests.host_runs import (
     new_params,
     on_device,
     on_host,
+    step_of,
 )
 
 
@@ -59,3 +61,24 @@ def test_batches_that_overlap_in_every_row():
     host, losses = on_host(tx, given, loader, ids, loss)
     assert_same(host, params, state)
     assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def test_beside_parameters_over_several_devices():
+    """The rest of the model is sharded; rows of tables follow it to its devices."""
+    mesh = jax.make_mesh((8,), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    tx, ids = jmask.adam(0.1), {"table": lambda batch: batch}
+    loss = lambda params, ids: jnp.mean((params["table"][ids] * params["w"][None] - 1) ** 2)
+    given = {"table": np.full((20, 8), 0.5, np.float32), "w": np.ones(8, np.float32)}
+    loader = [np.array([1, 5, 5, 7]), np.array([5, 2, 1, 0]), np.array([5, 7, 19, 1])]
+    params, state, expected = on_device(tx, given, loader, loss)
+    w = jax.device_put(given["w"], sharding)
+    host, step = jmask.host.offload(given | {"w": w}, tx), step_of(tx, loss)
+    losses = []
+    for batch, rows, state_of_rows in host.steps(loader, ids=ids):
+        rows, state_of_rows, loss_of_step = step(rows, state_of_rows, batch)
+        host.commit(rows, state_of_rows)
+        losses.append(float(loss_of_step))
+    assert host.params["w"].sharding.is_equivalent_to(sharding, 1)
+    assert_same(host, params, state)
+    assert losses == pytest.approx(expected, rel=1e-5)
