@@ -1,6 +1,10 @@
 """The loop of `jmask.host`: threads, loops that are left, padding, files, and wrong calls."""
 
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -144,6 +148,42 @@ def test_files(tmp_path):
         np.testing.assert_allclose(stored, params["table"], rtol=1e-6)
     assert (tmp_path / "table.bin.state-0-mu-table.slot").exists()
     assert (tmp_path / "slots" / "state-0-mu-table.slot").exists()
+
+
+_LARGE = """
+import sys, jax, jax.numpy as jnp, numpy as np, jmask
+folder, rows = sys.argv[1], 100_000_000
+table = np.memmap(f"{folder}/table.bin", np.float32, "w+", shape=(rows, 16))
+host = jmask.host.offload({"table": table}, jmask.adagrad(0.1))
+
+@jax.jit
+def step(params, state, ids):
+    grads = jmask.grad(lambda p: jnp.sum((p["table"][ids] - 1) ** 2))(params)
+    return jmask.apply_gradients(jmask.adagrad(0.1), grads, state, params)
+
+draw = np.random.default_rng(0)
+loader = (draw.integers(0, 1000, 8192) * 100_000 for _ in range(20))
+for ids, params, state in host.steps(loader, ids={"table": lambda batch: batch}):
+    host.commit(*step(params, state, ids))
+host.flush()
+lines = open("/proc/self/status").read().splitlines()
+own = next(x.split()[1] for x in lines if x.startswith("RssAnon"))
+print(table[::100_000].all(1).sum(), own)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of a process")
+def test_tables_that_are_larger_than_memory(tmp_path):
+    """10^8 rows of 16 with Adagrad, 12.8 GB of files: the process has less than 1 GB."""
+    command = [sys.executable, "-c", _LARGE, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    trained, kilobytes = map(int, run.stdout.split())
+    assert trained == 1000
+    assert kilobytes < 1_000_000
+    files = [x for x in tmp_path.iterdir() if x.stat().st_size == 6_400_000_000]
+    assert len(files) == 2
 
 
 def test_slots_that_begin_with_the_rows():

@@ -58,6 +58,7 @@ def bits(host):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves((host.params, host.state))]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(tmp_path):
     """At random moments, also while a checkpoint is written: the same bits in the end."""
     (tmp_path / "whole").mkdir()
