@@ -5,6 +5,7 @@ read    ids [2, 7], capacity 3     ->     (3, 16), (3, 1): rows 2 and 7, and one
 """
 
 import math
+import mmap
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -33,13 +34,30 @@ def blocks(count: int, array: HostArray) -> Iterator["slice[int, int]"]:
         yield slice(start, min(start + size, count))
 
 
+def advise(array: HostArray, advice: str) -> None:
+    """Tell the operating system how an array is read, if it is in a file.
+
+    Linux reads up to some megabytes around each page that is touched (`read_ahead_kb`): for
+    "MADV_RANDOM" rows it does not, else 200,000 rows of a table had all its 6.4 GB read.
+    """
+    base: object = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap) and hasattr(mmap, advice):
+        base.madvise(getattr(mmap, advice))
+
+
 def copy_rows(source: HostArray, target: HostArray) -> None:
     """Copy an array block by block; what is equal is not written, so that files stay sparse."""
     old, new = as_items(target), as_items(source)
+    advise(source, "MADV_NORMAL")
+    advise(target, "MADV_NORMAL")
     for rows in blocks(len(new), source):
         # Compared as bytes: -0.0 equals 0.0, and nan not itself.
         if new[rows].tobytes() != old[rows].tobytes():
             old[rows] = new[rows]
+    advise(source, "MADV_RANDOM")
+    advise(target, "MADV_RANDOM")
 
 
 class HostRows:
@@ -55,6 +73,8 @@ class HostRows:
         self.name, self.arrays = name, arrays
         self.changed: HostArray | None = None
         self._items = [as_items(x) for x in arrays]
+        for x in arrays:
+            advise(x, "MADV_RANDOM")
 
     def __len__(self) -> int:
         return len(self.arrays[0])
