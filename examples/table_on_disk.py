@@ -6,9 +6,9 @@
     python examples/table_on_disk.py --folder run       keep table and run in it, and go on
 
 The next byte is predicted from the n-grams before it, of 1 to 6 bytes: each is hashed to a row
-of one table, and a matrix makes logits of their sum. Table and slots are files that a step never
-sees: it gets the rows of its batch, and those of the next are read meanwhile. Four lines differ
-from a loop with the table on the device:
+of one table, and a matrix makes logits of their sum. A step never sees the files that table and
+slots are: it gets the rows of its batch, and those of the next are read meanwhile. Four lines
+differ from a loop with the table on the device:
 
     host = jmask.host.offload({"table": np.memmap(...), "logits": matrix}, tx)
     for batch, params, state in host.steps(batches, ids={"table": lambda batch: batch["ids"]}):

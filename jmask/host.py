@@ -8,6 +8,8 @@
 
     batch k       ids [7, 9, 7]     params["table"] has rows 7, 9     ids become [0, 1, 0]
     batch k + 1   ids [9, 4]        row 4 is read while step k runs; 9 is what step k made of it
+
+Everything else is as it is with tables on the device: the step, the optimizer, the trajectory.
 """
 
 from jmask._host.offload import Offloaded as Offloaded

@@ -50,7 +50,7 @@ def offload(
         tx: `jmask.lazy` of an optax transformation, or an optimizer by name.
         directory: a folder for files with the slots of `tx` that have rows of these tables. By
             default those of an `np.ndarray` are in memory, and those of an `np.memmap` in files
-            beside its own, as `table.bin.state-0-mu-table.slot`, which are overwritten.
+            beside its own, as `table.bin.1-state-0-mu-table.slot`, which are overwritten.
 
     Returns:
         An `Offloaded`, whose `steps` feeds a training loop.

@@ -66,7 +66,7 @@ def state_on_host(
                 "and a step sees those of a batch: keep the table on the device, jnp.asarray."
             )
         table = params[owner]
-        leaves[k] = slot = _new_slot(table, row, directory, name)
+        leaves[k] = slot = _new_slot(table, row, directory, f"{k}-{name}")
         # Zeros are not written, so that a file stays sparse.
         for block in blocks(len(slot), table) if depends[k] or any(row.tobytes()) else ():
             new = init({**first, owner: jnp.asarray(table[block])})[k] if depends[k] else row

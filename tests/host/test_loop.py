@@ -146,8 +146,16 @@ def test_files(tmp_path):
         np.testing.assert_allclose(mu, state[0].mu["table"], rtol=1e-6)
         stored = np.fromfile(tmp_path / "table.bin", np.float32).reshape(9, 2)
         np.testing.assert_allclose(stored, params["table"], rtol=1e-6)
-    assert (tmp_path / "table.bin.state-0-mu-table.slot").exists()
-    assert (tmp_path / "slots" / "state-0-mu-table.slot").exists()
+    assert (tmp_path / "table.bin.1-state-0-mu-table.slot").exists()
+    assert (tmp_path / "slots" / "1-state-0-mu-table.slot").exists()
+
+
+def test_each_slot_has_a_file_of_its_own(tmp_path):
+    """Also where names differ in characters that no file has."""
+    params = {name: np.zeros((3, 1), np.float32) for name in ("a.b", "a-b", "a/b")}
+    state = jmask.host.offload(params, jmask.adam(0.1), directory=tmp_path).state
+    slots = [x for x in jax.tree.leaves(state) if isinstance(x, np.memmap)]
+    assert len(slots) == len({x.filename for x in slots}) == 6
 
 
 _LARGE = """
