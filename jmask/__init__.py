@@ -6,6 +6,7 @@ from jmask import nnx as nnx
 from jmask import numpy as numpy
 from jmask import sparsecore as sparsecore
 from jmask import tree as tree
+from jmask import vocabulary as vocabulary
 from jmask._autodiff.value_and_grad import grad as grad
 from jmask._autodiff.value_and_grad import value_and_grad as value_and_grad
 from jmask._base.fallback import StorageFallbackWarning as StorageFallbackWarning

@@ -59,7 +59,7 @@ MEMBERS = {
         filled to_dense to_sparse to_sparse_csr to_row_sparse astype""",
     "PaddedBags": "weights bag_of_entry",
 }
-MODULES = ("numpy", "nn", "nnx", "tree", "sparsecore")
+MODULES = ("numpy", "nn", "nnx", "tree", "vocabulary", "sparsecore")
 
 _ABOUT_TYPES = """Names in signatures that say what an argument is, beside `ArrayLike` and
 `DTypeLike` of `jax.typing`. Some of them are `Any` to a type checker."""
