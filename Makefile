@@ -85,6 +85,7 @@ clean: ; rm -rf build dist .venv .venv-*
 bench: .venv/examples.stamp # without those that do not install here
 	-$(MAKE) -k $(patsubst %,.venv-%/ready.stamp,torch tensorflow mxnet)
 	$(PY) benchmarks/bench.py $(ARGS)
+bench-vocabulary: .venv/examples.stamp ; $(PY) benchmarks/vocabulary.py $(ARGS)
 bench-cores: .venv/examples.stamp .venv-torch/ready.stamp ; $(PY) benchmarks/cores.py $(ARGS)
 scaling: .venv-accelerators/ready.stamp ; $(AHEAD) benchmarks/scaling.py $(ARGS)
 tpu-cost: .venv-accelerators/ready.stamp ; $(AHEAD) benchmarks/tpu_cost.py $(ARGS)

@@ -19,6 +19,7 @@ from jmask._deferred.deferred import DeferredState
 from jmask._deferred.row_numbers import named_parts
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.rows import set_rows
+from jmask._optim.touched import TouchedState
 from jmask._tables.rows_at import shape_of
 from jmask._updates.checks import check_parameters, check_transformation, has_gradients
 from jmask._updates.state_rows import rows_of_state
@@ -140,15 +141,21 @@ def _started(init: Initializer, key: jax.Array, ids: jax.Array, table: jax.Array
 
 def _as_of_now(first: OptState, state: OptState) -> OptState:
     """Return the initial state of rows that begin now, in which they have missed no step."""
-    is_one = lambda x: isinstance(x, DeferredState)
+
+    def at(step: jax.Array, tree: PyTree) -> PyTree:
+        """Return the tree with the last step of each row, which is called `last`, set."""
+        is_last = lambda path: path and getattr(path[-1], "name", "") == "last"
+        put = lambda path, x: jnp.full_like(x, step) if is_last(path) else x
+        return jax.tree.map_with_path(put, tree)
 
     def now(first: PyTree, state: PyTree) -> PyTree:
-        if not isinstance(first, DeferredState):
-            return first
-        begun = lambda table: (
-            table and table._replace(last=jnp.full_like(table.last, state.clock))
-        )
-        is_table = lambda x: x == () or hasattr(x, "last")
-        return first._replace(tables=jax.tree.map(begun, first.tables, is_leaf=is_table))
+        if isinstance(first, DeferredState):
+            return first._replace(tables=at(state.clock, first.tables))
+        if isinstance(first, TouchedState):  # among the rows of the next step
+            return first._replace(
+                last=jax.tree.map(lambda x: jnp.full_like(x, state.count + 1), first.last)
+            )
+        return first
 
+    is_one = lambda x: isinstance(x, DeferredState | TouchedState)
     return jax.tree.map(now, first, state, is_leaf=is_one)
