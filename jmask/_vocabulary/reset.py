@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jmask._base.array_types import fewer
@@ -124,7 +125,7 @@ def _check(name: str, table: jax.Array, ids: jax.Array, vocab: Vocabulary | None
         raise TypeError(f"`rows` must be row numbers, integers, got {ids.dtype} for {name}.")
     most = 0 if vocab is None else vocab.table_rows
     if vocab is None and ids.size and not isinstance(ids, jax.core.Tracer):
-        most = int(ids.max())  # padding is the number of rows
+        most = int(np.asarray(ids).max())  # padding is the number of rows
     if not table.ndim or most > table.shape[0]:
         raise ValueError(
             f"{name} has shape {table.shape}, and `rows` are of a vocabulary whose tables have "

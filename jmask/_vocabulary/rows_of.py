@@ -146,7 +146,7 @@ def _found(
 
     # --- the line of each key, and its place there
     sets, slot = lax.optimization_barrier((sets, slot))  # or they are computed for each entry
-    line = gather_rows(lines, sets)
+    line = gather_rows(lines.reshape(count, -1), sets).reshape(n, 4, places)
     matches = (line[:, _HIGH] == high[:, None]) & (line[:, _LOW] == low[:, None])
     matches &= (line[:, _SEEN] > 0) & first[:, None]
     is_known, place = matches.any(1), jnp.argmax(matches, 1).astype(jnp.int32)
@@ -229,11 +229,11 @@ def _taken(
     earlier = jnp.cumsum(wants, dtype=jnp.int32) - wants.astype(jnp.int32)
     number = earlier - lax.cummax(jnp.where(starts_set, earlier, 0))
     # By all pairs: XLA's CPU compiler calls the comparison of a sort once for each, which takes
-    # longer for 16 places (jaxlib 0.12).
-    position = np.arange(size)
-    less = jnp.asarray(position[:, None] < position[None])[None]
-    for x in reversed(by):
-        less = (x[:, :, None] < x[:, None, :]) | ((x[:, :, None] == x[:, None, :]) & less)
-    rank = less.sum(1, dtype=jnp.int32)
-    place = jnp.argmax(rank == number[:, None], 1).astype(jnp.int32)
+    # longer for 16 places; and along n, where it makes vector instructions (jaxlib 0.12).
+    position = np.arange(size, dtype=np.int32)[:, None]
+    less = jnp.asarray(position < position.T)[:, :, None]
+    for x in reversed([lax.optimization_barrier(x.T) for x in by]):
+        less = (x[:, None] < x[None]) | ((x[:, None] == x[None]) & less)
+    rank = less.sum(0, dtype=jnp.int32)
+    place = jnp.max(jnp.where(rank == number[None], position, 0), 0)
     return place, wants & (number < jnp.sum(~busy, 1, dtype=jnp.int32))

@@ -1,4 +1,4 @@
-"""Tables in 8 and 4 bits, beside float64 in NumPy; what is read makes no table-sized temporary."""
+"""Tables in 8 and 4 bits, beside float64 in NumPy; reading makes no table-sized temporary."""
 
 import jax
 import jax.numpy as jnp
@@ -41,22 +41,17 @@ def test_within_half_a_step(kind, shape, dtype):
     with jax.enable_x64(dtype == np.float64):
         x = table_of(shape, dtype)
         q = jmask.quantize_rows(x, kind)
-        have = np.asarray(jmask.embedding_lookup(q, np.arange(40)), np.float64)
-        exact = x.astype(np.float64)
-        assert (q.shape, q.ndim, q.dtype) == (
-            shape,
-            len(shape),
-            np.float64 if dtype == np.float64 else np.float32,
-        )
-        bound = half_a_step(exact, kind)
-        error = np.abs(have - exact)
-        assert (error <= bound * (1 + 1e-5) + 1e-6 * np.abs(exact)).all()
-        assert (error > 0.2 * bound)[np.abs(exact) > 0].any() or shape[1:] == (1,)
-        assert not have[3].any()
+        exact, ids = x.astype(np.float64), np.arange(40)
+        wide = np.float64 if dtype == np.float64 else np.float32
+        assert (q.shape, q.ndim, q.dtype) == (shape, len(shape), wide)
+        # Under jit what lies between two steps may go to the other one.
         jitted = jax.jit(lambda x: jmask.quantize_rows(x, kind))(x)
-        np.testing.assert_allclose(
-            jmask.embedding_lookup(jitted, np.arange(40)), have, rtol=1e-6
-        )
+        for made in (q, jitted):
+            have = np.asarray(jmask.embedding_lookup(made, ids), np.float64)
+            bound, error = half_a_step(exact, kind), np.abs(have - exact)
+            assert (error <= bound * (1 + 1e-5) + 1e-6 * np.abs(exact)).all()
+            assert (error > 0.2 * bound)[np.abs(exact) > 0].any() or shape[1:] == (1,)
+            assert not have[3].any()
 
 
 def test_memory():
@@ -78,7 +73,7 @@ def test_rows_that_are_not_finite_read_as_nan(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_lookups_and_bags(kind):
     """As of the table that it reads as: modes, padding, bounds, bags of all combiners."""
-    q = jmask.quantize_rows(table_of() / 10.0 ** np.arange(-20, 20)[:, None] ** 0, kind)
+    q = jmask.quantize_rows(table_of(), kind)
     table = jmask.embedding_lookup(q, jnp.arange(40))
     ids = jnp.array([[3, 0, 41], [-1, 39, 0]])
     for how in (
@@ -88,8 +83,8 @@ def test_lookups_and_bags(kind):
         {"padding_id": 0},
         {"padding_id": -1, "max_norm": 2.0},
     ):
-        for function in (jax.jit(lambda t, how=how: jmask.embedding_lookup(t, ids, **how)),):
-            np.testing.assert_array_equal(function(q), function(table))
+        function = jax.jit(lambda t, how=how: jmask.embedding_lookup(t, ids, **how))
+        np.testing.assert_allclose(function(q), function(table), rtol=1e-6)
     with pytest.raises(IndexError, match="`ids"):
         jmask.embedding_lookup(q, ids, mode="raise")
     bags = jnp.array([[3, 0, 1], [1, 39, 0]])

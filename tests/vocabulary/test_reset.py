@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 import jmask
 from jmask import vocabulary
+from tests.compiled_step import temporary_bytes
 from tests.oracle import assert_close
 from tests.sampling import chosen
 
@@ -149,3 +151,88 @@ def test_deferred(name):
         jax.tree.leaves((params, state.inner)), jax.tree.leaves(expected), strict=True
     ):
         assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.dtype_promotion
+def test_rows_that_moved():
+    """A row that starts anew is among those of the next step, whether that moves it or not."""
+    tx = optax.chain(jmask.adam(0.1), jmask.touched())
+    params = start(jax.random.key(1))
+    state = tx.init(params)
+    ids, y = jnp.array([1, 2]), jnp.zeros((2, 1))
+    step = step_of(tx)
+    params, state = step(params, state, ids, y)
+    rows = {"table": jnp.array([5, V])}
+    params, state = vocabulary.reset(tx, params, state, rows, NORMAL)
+    assert jmask.rows_since(state, 1)["table"].tolist() == [5]
+    params, state = step(params, state, ids, y)
+    assert jmask.rows_since(state, 1)["table"].tolist() == [1, 2, 5]
+    assert jmask.rows_since(state, 2)["table"].tolist() == []
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
+def test_what_a_row_starts_from(dtype):
+    """Each row from its own key: not of the others, nor of how often it is named."""
+    init = lambda key, shape, dtype: jax.random.normal(key, shape).astype(dtype)
+    tx, params = jmask.adam(0.1), {"a": jnp.zeros((4, 2)), "table": jnp.zeros((9, 3), dtype)}
+    key = jax.random.key(7)
+    rows = jnp.array([9, 4, 0, 4, 9, -1])
+    state = tx.init(params)
+    new, after = vocabulary.reset(tx, params, state, {"table": rows}, init, key=key)
+    expected = np.zeros((9, 3), params["table"].dtype)
+    for r in (0, 4):
+        row = jax.random.fold_in(jax.random.fold_in(key, 1), r)
+        expected[r] = init(row, (1, 3), dtype)[0]
+    np.testing.assert_array_equal(new["table"], expected)
+    assert_same((new["a"], after), (params["a"], state))
+    for empty in ({}, {"table": jnp.zeros(0, jnp.int32)}, {"table": jnp.full(3, 9)}):
+        assert_same(vocabulary.reset(tx, params, state, empty, init), (params, state))
+
+
+@pytest.mark.parametrize("name", ["optax.adamw", "rowwise adagrad"])
+@pytest.mark.dtype_promotion
+def test_in_place(name):
+    """A whole step: keys, rows that start anew, the optimizer; nothing of a table's size."""
+    tx, temporary = LAZY[name], []
+
+    def step(params, state, vocab, keys, key):
+        rows, vocab, recycled = vocabulary.rows_of(vocab, keys)
+        named = {"table": recycled}
+        params, state = vocabulary.reset(tx, params, state, named, NORMAL, key=key, vocab=vocab)
+        loss = lambda params: jnp.sum(jnp.square(params["table"][rows]))
+        grads = jmask.grad(loss)(params)
+        return *jmask.apply_gradients(tx, grads, state, params), vocab
+
+    for capacity in (10**5, 10**6):
+        vocab = jax.eval_shape(lambda c=capacity: vocabulary.create(c))
+        params = {"table": jax.ShapeDtypeStruct((vocab.table_rows, 16), jnp.float32)}
+        state = jax.eval_shape(tx.init, params)
+        keys = jax.ShapeDtypeStruct((512, 2), jnp.uint32)
+        given = (params, state, vocab, keys, jax.eval_shape(lambda: jax.random.key(0)))
+        compiled = jax.jit(step, donate_argnums=(0, 1, 2)).lower(*given).compile()
+        arrays = jax.tree.leaves((params, state, vocab))
+        aliased = sum(x.size * x.dtype.itemsize for x in arrays)
+        entries = vocab.table_rows * 16
+        temporary.append(temporary_bytes(compiled, aliased, entries))
+    assert temporary[1] < 1.1 * temporary[0] < 2 * 10**6
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.dtype_promotion
+def test_sharded(kind):
+    """Tables and slots over a mesh start anew as on one device, and stay where they are."""
+    mesh, tx = jax.make_mesh((8,), ("x",), (kind,)), LAZY["optax.adamw"]
+    alone = {"table": start(jax.random.key(0))["table"]}
+    params = {"table": jmask.sharded(alone["table"], mesh)}
+    states, rows = [tx.init(alone), tx.init(params)], {"table": jnp.array([3, 36, 8, 37])}
+    reset = jax.jit(
+        lambda params, state: vocabulary.reset(tx, params, state, rows, NORMAL),
+        donate_argnums=(0, 1),
+    )
+    where = params["table"].sharding
+    # Moments that are not zero.
+    states = [jax.tree.map(lambda x: x + jnp.ones_like(x), state) for state in states]
+    expected, made = reset(alone, states[0]), reset(params, states[1])
+    for x, y in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(x)[:V] if x.ndim else x, y)
+        assert not x.ndim or x.sharding.is_equivalent_to(where, 2)
