@@ -15,12 +15,21 @@ import optax
 
 from jmask._base.row_ids import id_dtype
 from jmask._base.shardings import with_whole_rows
-from jmask._base.types import OptState, Params, PyTree, Scalar, Table, TensorLike
+from jmask._base.types import (
+    Function,
+    Index,
+    KeyPath,
+    OptState,
+    Params,
+    PyTree,
+    PyTreeDef,
+    Table,
+    TensorLike,
+)
 from jmask._base.validation import (
     abstract_leaf,
     as_table,
     checked_integer,
-    checked_scalar,
     leaf_name,
     not_an_array,
 )
@@ -74,12 +83,12 @@ def touched() -> optax.GradientTransformationExtraArgs:
     return lazy(RowWise(steps.init, update))
 
 
-def rows_since(opt_state: OptState, step: Scalar, *, size: int | None = None) -> PyTree:
+def rows_since(opt_state: OptState, step: Index, *, size: int | None = None) -> PyTree:
     """Return the ids of the rows that have moved after a step.
 
     Args:
         opt_state: a state that holds one of `jmask.touched`, as that of a chain does.
-        step: how many steps were done when the parameters were last exported.
+        step: how many steps were done when the parameters were last exported; may be traced.
         size: how many ids to return for each parameter, which under jit must be given: those
             left over are padding, V, and of more rows than that the first are returned.
 
@@ -88,7 +97,7 @@ def rows_since(opt_state: OptState, step: Scalar, *, size: int | None = None) ->
         or [] if it has not moved.
 
     Raises:
-        TypeError: if `step` is no number.
+        TypeError: if `step` is no integer.
         ValueError: if `opt_state` holds no state of `touched`, or several; or if it is traced
             and there is no `size`.
 
@@ -106,7 +115,8 @@ def rows_since(opt_state: OptState, step: Scalar, *, size: int | None = None) ->
             f"`opt_state` must hold one state of jmask.touched, and holds {len(states)}: chain "
             "jmask.touched() behind the optimizer, and pass the state of that chain."
         )
-    step = checked_scalar("step", step, jnp.int32)
+    if not isinstance(step, jax.core.Tracer):
+        step = checked_integer("step", step)
     if size is not None and checked_integer("size", size) < 0:
         raise ValueError(f"`size` must be 0 or more, got {size}.")
 
@@ -150,16 +160,14 @@ def take(tree: Params, ids: PyTree) -> PyTree:
         {'t': Array([0., 0., 3.], dtype=float32)}
     """
 
-    def rows(path: PyTree, x: Table, ids: TensorLike) -> PyTree:
-        if abstract_leaf(x) is None:
-            raise not_an_array(leaf_name("tree", path), x, "give parameters")
+    def rows(path: KeyPath, x: Table, ids: TensorLike) -> PyTree:
         if not np.ndim(x):
             return x
         table = as_table(x)
         values = embedding_lookup(table, ids, mode="zero")
         return RowSparse(ids, values, table.shape)
 
-    return jax.tree.map_with_path(rows, tree, ids)
+    return _mapped(rows, tree, "ids", ids)
 
 
 def put(tree: Params, rows: PyTree) -> Params:
@@ -177,14 +185,31 @@ def put(tree: Params, rows: PyTree) -> Params:
         See `take`.
     """
 
-    def replaced(path: PyTree, new: TensorLike, old: Table) -> jax.Array:
+    def replaced(path: KeyPath, old: Table, new: TensorLike) -> jax.Array:
+        name = leaf_name("rows", path)
+        if not is_row_sparse(new) and abstract_leaf(new) is None:
+            raise not_an_array(name, new, "give what jmask.tree.take returned")
         if jnp.shape(new) != jnp.shape(old):
             raise ValueError(
-                f"{leaf_name('rows', path)} has shape {jnp.shape(new)}, and `tree` has "
-                f"{jnp.shape(old)} there."
+                f"{name} has shape {jnp.shape(new)}, and `tree` has {jnp.shape(old)} there."
             )
         if not is_row_sparse(new):
             return jnp.asarray(new)
         return set_rows(jnp.asarray(old), new.row_ids(), new.values, new.order)
 
-    return jax.tree.map_with_path(replaced, rows, tree, is_leaf=is_row_sparse)
+    return _mapped(replaced, tree, "rows", rows)
+
+
+def _mapped(function: Function, tree: Params, name: str, others: PyTree) -> PyTree:
+    """Return the tree of function(path, leaf, what the argument `name` has there)."""
+    structure: PyTreeDef = jax.tree.structure(tree)
+    leaves = jax.tree.leaves_with_path(tree)
+    for path, x in leaves:
+        if abstract_leaf(x) is None:
+            raise not_an_array(leaf_name("tree", path), x, "give parameters")
+    try:
+        beside = structure.flatten_up_to(others)
+    except ValueError as error:
+        raise ValueError(f"`{name}` must have the structure of `tree`: {error}") from error
+    pairs = zip(leaves, beside, strict=True)
+    return structure.unflatten([function(path, x, y) for (path, x), y in pairs])

@@ -85,10 +85,11 @@ def hash_strings(strings: Iterable[str | bytes]) -> HostArray:
                [2555231205,  982599066],
                [2357323638, 1797244722]], dtype=uint32)
     """
-    texts = [strings] if isinstance(strings, str | bytes) else list(strings)
-    wrong = [x for x in texts if not isinstance(x, str | bytes)]
-    if wrong or isinstance(strings, str | bytes):
-        kind = type(wrong[0] if wrong else strings).__name__
+    is_list = isinstance(strings, Iterable) and not isinstance(strings, str | bytes)
+    texts = list(strings) if is_list else []
+    wrong = [x for x in texts if not isinstance(x, str | bytes)] if is_list else [strings]
+    if wrong:
+        kind = type(wrong[0]).__name__
         raise TypeError(f"`strings` must be a list of texts or bytes, got {kind}.")
     encoded = (x.encode() if isinstance(x, str) else x for x in texts)
     digests = b"".join(hashlib.blake2b(x, digest_size=8).digest() for x in encoded)

@@ -20,10 +20,12 @@ from jmask._deferred.deferred import DeferredState
 from jmask._deferred.row_numbers import named_parts
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.rows import set_rows
+from jmask._kernels.stochastic_rounding import check_key
+from jmask._optim.microbatches import MultiStepsState
 from jmask._optim.touched import TouchedState
 from jmask._tables.rows_at import shape_of
 from jmask._updates.checks import check_parameters, check_transformation, has_gradients
-from jmask._updates.state_rows import rows_of_state
+from jmask._updates.state_rows import rows_of_state, states_of
 from jmask._vocabulary.vocabulary import Vocabulary
 
 Initializer = Callable[[jax.Array, Shape, DType], jax.Array]
@@ -84,13 +86,16 @@ def reset(
             "`init` must be a function (key, shape, dtype) -> rows, as "
             f"jax.nn.initializers.normal(0.01), got {type(init).__name__}."
         )
-    if has_gradients(state):
+    if states_of(MultiStepsState, state) or has_gradients(state):
         raise ValueError(
             "`state` holds gradients of rows, as of jmask.multi_steps. What waits for a row "
             "would go to its next key: add the gradients of microbatches with jmask.tree.add, "
             "and take one update."
         )
+    if vocab is not None and not isinstance(vocab, Vocabulary):
+        raise TypeError(f"`vocab` must be a Vocabulary, got {type(vocab).__name__}.")
     key = jax.random.key(0) if key is None else key
+    check_key(key)
     paths = [path for path, _ in jax.tree.leaves_with_path(params)]
     tree: PyTreeDef = jax.tree.structure(params)
     leaves = jax.tree.leaves(params)

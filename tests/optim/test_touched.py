@@ -182,7 +182,7 @@ def test_what_is_refused():
         jmask.rows_since(jmask.adam(0.1).init(params), 0)
     with pytest.raises(ValueError, match="`size` must be given under jit"):
         jax.jit(lambda s: jmask.rows_since(s, 0))(state)
-    with pytest.raises(TypeError, match="`step` must be a number"):
+    with pytest.raises(TypeError, match="`step` must be an integer"):
         jmask.rows_since(state, "0")
     rows = jmask.tree.take(params, jmask.rows_since(state, 0))
     with pytest.raises(ValueError, match=r"`rows\['table'\]` has shape \(50, 4\), and `tree`"):
