@@ -85,7 +85,6 @@ def report_dense(
                 f"({in_bytes(size)}), became dense, at O(table) cost in each step: it is "
                 f"{message}",
                 place,
-                tuple(table.shape),
                 remedy,
             )
 

@@ -58,13 +58,11 @@ class Fallback(NamedTuple):
     Attributes:
         message: what became dense and why.
         place: where.
-        shape: the table's whose gradient it is about, or None.
         remedy: what to write instead, a sentence, or nothing.
     """
 
     message: str
     place: Place | None
-    shape: tuple[int, ...] | None
     remedy: str = ""
 
 
@@ -120,12 +118,7 @@ def collected() -> Iterator[list[Fallback]]:
         yield reports
 
 
-def report_fallback(
-    message: str,
-    place: Place | None = None,
-    shape: tuple[int, ...] | None = None,
-    remedy: str = "",
-) -> None:
+def report_fallback(message: str, place: Place | None = None, remedy: str = "") -> None:
     """Warn that sparse storage was left, once per place; raise under `strict()`.
 
     See `Fallback` for the arguments; the place is that which called jmask by default.
@@ -133,7 +126,7 @@ def report_fallback(
     reports = _collected.get()
     if reports is not None:
         place = Place(*_callers_line()[:2]) if place is None else place
-        reports.append(Fallback(message, place, shape, remedy))
+        reports.append(Fallback(message, place, remedy))
         return
     if place is not None:
         message = f"{message} (at {place})"

@@ -252,7 +252,11 @@ def quantile(
     """Return the entry below which a part `q` of the valid entries lies; nan if one is nan."""
     checked_choice(method, "method", tuple(_WEIGHTS))
     if weights is not None:
-        raise NotImplementedError("`weights` of quantiles are not supported.")
+        raise NotImplementedError(
+            "`weights` of quantiles are not supported: give JAX weights, 0 where masked, "
+            "jnp.quantile(x.to_tensor(jnp.inf), q, weights=weights * x.mask, "
+            'method="inverted_cdf").'
+        )
     if not isinstance(q, jax.core.Tracer):
         fractions = np.asarray(q)
         if not np.all((fractions >= 0) & (fractions <= 1)):

@@ -196,7 +196,6 @@ def explain(
     def read(params: Params, traced: dict[int, jax.Array]) -> None:
         args, keywords = structure.unflatten([traced.get(i, x) for i, x in enumerate(others)])
         reading = Reading(loss_fn, (0,), (params, *args), keywords, has_aux)
-        reading.report_dense()
         taps = jax.tree.leaves(reading.taps)
         for i, (path, leaf) in enumerate(jax.tree.leaves_with_path(params)):
             its_taps = [x for x in taps if x.table == i] if i in reading.tables else None
@@ -207,8 +206,7 @@ def explain(
 
     with collected() as reports:
         jax.eval_shape(read, jax.tree.map(abstract_leaf, params), shapes)
-    explained = {step.shape for step in steps if step.note}
-    notes = [_with_place(r.message, r.place) for r in reports if r.shape not in explained]
+    notes = [_with_place(report.message, report.place) for report in reports]
     explanation = Explanation(tuple(steps), tuple(dict.fromkeys(notes)))
     if not hasattr(sys, "ps1"):
         print(explanation)

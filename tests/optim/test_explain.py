@@ -293,6 +293,15 @@ def test_nothing_is_warned_of_and_nothing_hidden():
     assert tied["params"].note
 
 
+def test_a_gradient_inside_of_the_loss():
+    """Of a table of the same shape as one that is explained, and at other lines."""
+    inner = lambda t: jmask.grad(PROGRAMS["tied"].loss)(t).sum()
+    found = jmask.explain(lambda t: PROGRAMS["tied"].loss(t) + inner(jnp.ones(t.shape)), TABLE)
+    (note,) = found.notes
+    assert "became dense" in note
+    assert found["params"].note
+
+
 def test_printed_once(capsys, monkeypatch):
     jmask.explain(dense_use, {"item": TABLE, "user": TABLE}, IDS)
     assert capsys.readouterr().out == ""  # an interactive session shows what is returned
