@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
-from jmask._base.array_types import fewer
+from jmask._base.array_types import fewer, is_known
 from jmask._base.row_ids import canonical
 from jmask._base.shardings import flat
-from jmask._base.types import DType, OptState, Params, PyTree, PyTreeDef, Shape
+from jmask._base.types import ArraysFunction, DType, OptState, Params, PyTree, PyTreeDef, Shape
 from jmask._base.validation import checked_array, leaf_name
 from jmask._deferred.deferred import DeferredState
 from jmask._deferred.row_numbers import named_parts
@@ -29,6 +30,9 @@ from jmask._updates.state_rows import rows_of_state, states_of
 from jmask._vocabulary.vocabulary import Vocabulary
 
 Initializer = Callable[[jax.Array, Shape, DType], jax.Array]
+# Of a batch of 8,192 keys some hundred are new, and random numbers for a row of 64 take as long
+# as its step of Adam.
+_BLOCK = 512
 
 
 @jax.named_scope("jmask.vocabulary.reset")
@@ -100,7 +104,6 @@ def reset(
     tree: PyTreeDef = jax.tree.structure(params)
     leaves = jax.tree.leaves(params)
     chosen: dict[int, jax.Array] = {}
-    few = list(leaves)
     for i, ids in named_parts("rows", paths, rows).items():
         name, table = leaf_name("params", paths[i]), jnp.asarray(leaves[i])
         ids = checked_array(leaf_name("rows", paths[i])[1:-1], ids)
@@ -109,20 +112,39 @@ def reset(
         size = fewer(ids.shape[0], count)
         if size:
             chosen[i], _ = unique_slots(ids, size, count)
-            few[i] = _started(init, jax.random.fold_in(key, i), chosen[i], table)
     likes, is_table = list(map(shape_of, leaves)), [i in chosen for i in range(len(leaves))]
     owners = rows_of_state(tx.init, likes, likes, is_table, tree, state, dtypes=False)
-    first = jax.tree.leaves(_as_of_now(tx.init(tree.unflatten(few)), state))
     state_tree: PyTreeDef = jax.tree.structure(state)
     slots = jax.tree.leaves(state)
-    for k, (owner, _) in enumerate(owners):
-        if owner is not None:
-            slots[k] = set_rows(slots[k], chosen[owner], first[k], "sorted")
-    new = [
-        set_rows(x, chosen[i], few[i], "sorted") if i in chosen else x
-        for i, x in enumerate(leaves)
-    ]
-    return tree.unflatten(new), state_tree.unflatten(slots)
+    for i, ids in chosen.items():
+        places = [k for k, (owner, _) in enumerate(owners) if owner == i]
+
+        def start(ids: jax.Array, arrays: list[jax.Array], i: int = i) -> list[jax.Array]:
+            few = list(leaves)
+            few[i] = _started(init, jax.random.fold_in(key, i), ids, leaves[i])
+            first = jax.tree.leaves(_as_of_now(tx.init(tree.unflatten(few)), state))
+            new = [few[i], *(first[k] for k in places)]  # noqa: B023
+            return [set_rows(x, ids, y, "sorted") for x, y in zip(arrays, new, strict=True)]
+
+        arrays = [jnp.asarray(leaves[i]), *(slots[k] for k in places)]
+        leaves[i], *new = _in_blocks(start, ids, arrays)
+        for k, x in zip(places, new, strict=True):
+            slots[k] = x
+    return tree.unflatten(leaves), state_tree.unflatten(slots)
+
+
+def _in_blocks(
+    start: ArraysFunction, ids: jax.Array, arrays: list[jax.Array]
+) -> list[jax.Array]:
+    """Return start(ids, arrays), at the cost of those ids (n,), sorted, that are rows."""
+    n, rows = ids.shape[0], arrays[0].shape[0]
+    if not is_known(n) or n <= _BLOCK:
+        return list(start(ids, arrays))
+    padded = jnp.pad(ids, (0, -n % _BLOCK), constant_values=rows)
+    count = jnp.sum(ids < rows, dtype=jnp.int32)
+    block = lambda i: lax.dynamic_slice(padded, (i * _BLOCK,), (_BLOCK,))
+    body = lambda i, arrays: list(start(block(i), arrays))
+    return lax.fori_loop(0, (count + _BLOCK - 1) // _BLOCK, body, arrays)
 
 
 def _check(name: str, table: jax.Array, ids: jax.Array, vocab: Vocabulary | None) -> None:

@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 
 import jmask
 from jmask import vocabulary
+from jmask._vocabulary import reset as reset_module
 from tests.compiled_step import temporary_bytes
 from tests.oracle import assert_close
 from tests.sampling import chosen
@@ -104,7 +105,7 @@ def by_reset(tx, params, state, ids, key):
 
 
 @functools.cache
-def jitted(tx):
+def jitted(tx, block=None):
     function = lambda params, state, rows, key: vocabulary.reset(
         tx, params, state, rows, NORMAL, key=key
     )
@@ -189,6 +190,24 @@ def test_what_a_row_starts_from(dtype):
         assert_same(vocabulary.reset(tx, params, state, empty, init), (params, state))
 
 
+@pytest.mark.parametrize("name", ["adam", "optax.adamw", "schedule free", "deferred"])
+@pytest.mark.dtype_promotion
+def test_blocks_of_rows(name, monkeypatch):
+    """Bit for bit, whether rows are written together or two at a time."""
+    tx = LAZY.get(name) or jmask.deferred(optax.adamw(0.1))
+    params = start(jax.random.key(0))
+    state = jax.tree.map(lambda x: x + jnp.ones_like(x), tx.init(params))
+    results = []
+    for block in (2, 512):
+        monkeypatch.setattr(reset_module, "_BLOCK", block)
+        for recycled in (np.arange(7), np.array([V, 3, 3, V, 1]), np.full(5, V)):
+            rows = {"table": jnp.asarray(recycled), "other": jnp.asarray(recycled)}
+            copies = jax.tree.map(jnp.copy, (params, state))
+            results.append(jitted(tx, block)(*copies, rows, jax.random.key(1)))
+    for have, want in zip(results[:3], results[3:], strict=True):
+        assert_same(have, want)
+
+
 @pytest.mark.parametrize("name", ["optax.adamw", "rowwise adagrad"])
 @pytest.mark.dtype_promotion
 def test_in_place(name):
@@ -207,7 +226,7 @@ def test_in_place(name):
         vocab = jax.eval_shape(lambda c=capacity: vocabulary.create(c))
         params = {"table": jax.ShapeDtypeStruct((vocab.table_rows, 16), jnp.float32)}
         state = jax.eval_shape(tx.init, params)
-        keys = jax.ShapeDtypeStruct((512, 2), jnp.uint32)
+        keys = jax.ShapeDtypeStruct((700, 2), jnp.uint32)
         given = (params, state, vocab, keys, jax.eval_shape(lambda: jax.random.key(0)))
         compiled = jax.jit(step, donate_argnums=(0, 1, 2)).lower(*given).compile()
         arrays = jax.tree.leaves((params, state, vocab))
