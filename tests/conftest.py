@@ -17,8 +17,9 @@ ON_GPU = os.environ.get("JAX_PLATFORMS", "").split(",")[0] in ("cuda", "gpu", "r
 if ON_GPU:  # XLA takes fewer digits there by default, and each worker most of the memory
     jax.config.update("jax_default_matmul_precision", "highest")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-else:
+elif "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     # Most of the time goes into compiling small programs, and little into running them.
+    # `XLA_FLAGS=--xla_backend_optimization_level=3 make test` is as users compile.
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
     )

@@ -306,7 +306,8 @@ def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
     count = rows.shape[line]
     if count == 0:
         return bags.sum(rows)
-    constant = jax.lax.stop_gradient(rows)
+    # An array, so that the comparison sees what the maximum was taken of: see `reduce._ties`.
+    constant = jax.lax.optimization_barrier(jax.lax.stop_gradient(rows))
     least = -jnp.inf if jnp.issubdtype(rows.dtype, jnp.inexact) else jnp.iinfo(rows.dtype).min
     keys = jnp.where(exists, constant, jnp.asarray(least, rows.dtype))
     if bags.ids is None:

@@ -413,33 +413,32 @@ def _with_slope_of_jvp(primals: JvpArgs, tangents: JvpArgs) -> tuple[jax.Array, 
 
 def extremum(x: MaskedTensor, axis: Sequence[int], kind: str) -> MaskedTensor:
     """Return the maximum or minimum, with a derivative shared by valid entries equal to it."""
-    result, ties = _extremum_and_ties(x, axis, kind)
+    result = reduced(on_values(lax.stop_gradient, x), axis, kind)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return result
     # The mean of the ties is the result, but for rounding, and has the derivative wanted.
     # That of a maximum would be shared with equal fills.
+    ties = x.valid & _ties(x, axis, kind)
     number = on_values(lambda n: jnp.maximum(n, 1).astype(x.dtype), count(x, axis, ties))
-    tied = _divide(joined(x.storage, x.valid & ties), number)
-    mean = stored_values(reduced(tied, axis, "sum").storage)
+    mean = stored_values(reduced(_divide(joined(x.storage, ties), number), axis, "sum").storage)
     return on_values(lambda value: _with_slope_of(value, mean), result)
 
 
 def first_index(x: MaskedTensor, axis: Sequence[int], kind: str) -> MaskedTensor:
     """Return where in `axis` the first valid entry is that equals the maximum or minimum."""
-    _, ties = _extremum_and_ties(x, axis, kind)
     numbers = jnp.broadcast_to(numbered(x.storage, axis), x.valid.shape)
-    places = joined(with_stored_values(x.storage, numbers), x.valid & ties)
-    first = reduced(places, axis, "min")
+    ties = x.valid & _ties(x, axis, kind)
+    first = reduced(joined(with_stored_values(x.storage, numbers), ties), axis, "min")
     return on_values(lambda i: jnp.where(first.valid, i, jnp.zeros_like(i)), first)
 
 
-def _extremum_and_ties(
-    x: MaskedTensor, axis: Sequence[int], kind: str
-) -> tuple[MaskedTensor, jax.Array]:
-    x = on_values(lax.stop_gradient, x)
-    result = reduced(x, axis, kind)
-    return result, stored_values(_ties(x, result).storage)
+def _ties(x: MaskedTensor, axis: Sequence[int], kind: str) -> jax.Array:
+    """Find the stored values that equal the maximum or minimum."""
+    # XLA may compute x once for the reduction and once for the comparison, and round it in two
+    # ways (a product and a sum, or both in one instruction): behind a barrier it is one array.
+    x = on_values(lambda a: lax.optimization_barrier(lax.stop_gradient(a)), x)
+    return stored_values(_equals(x, reduced(x, axis, kind)).storage)
 
 
 _divide = entrywise(jnp.true_divide)
-_ties = entrywise(lambda x, extremum: (x == extremum) | ((x != x) & (extremum != extremum)))
+_equals = entrywise(lambda x, extremum: (x == extremum) | ((x != x) & (extremum != extremum)))

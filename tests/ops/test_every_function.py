@@ -264,7 +264,7 @@ def test_zeros_that_are_not_stored(name, kind):
 NO_ORDER = {
     *("max", "amin", "median", "lower median", "quantile", "quantile rows", "quantiles"),
     *("percentile", "ptp", "ptp columns", "logsumexp", "logmeanexp", "argmax", "argmin"),
-    *("heaviside", "copysign"),
+    *("heaviside", "copysign", "x.clip(-0.3, 0.6)"),
     *(name for name in NAN if name[3:6] in ("max", "min", "med", "qua", "per")),
 }
 # numpy.ma drops the imaginary part, or has nothing like it; and what only moves entries.
@@ -286,7 +286,7 @@ def test_complex_numbers(name, kind):
     for seed in (0, 3):
         x = masked(kind, "complex64", seed)
         if name in NO_ORDER:
-            with pytest.raises(TypeError, match=r"complex(64|-valued)"):
+            with pytest.raises((TypeError, ValueError), match=r"[Cc]omplex"):
                 function(x)
             continue
         found = jax.tree.map(lambda y: same(dense(y)), function(x), is_leaf=is_tensor)

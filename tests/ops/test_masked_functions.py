@@ -468,3 +468,29 @@ def test_repeated_positions_are_one_entry(name):
         found, expected = function(x), function(x.to_dense())
         as_ma = lambda y: jmask.to_numpy_ma(y) if isinstance(y, jmask.MaskedTensor) else y
         cases.compare(found, jax.tree.map(as_ma, expected, is_leaf=is_tensor), name)
+
+
+EXTREMA = {
+    "max": lambda x, m: jnm.max(jmask.masked_tensor(x, m), axis=1).to_tensor(0),
+    "min where": lambda x, m: jnm.min(x, axis=1, where=m, initial=9.0),
+    "norm": lambda x, m: jnm.norm(x, ord=jnp.inf, axis=1, where=m),
+    "argmax": lambda x, m: jnp.take(x, jnm.argmax(x, axis=1, where=m), axis=1),
+    "bags": lambda x, m: jmask.embedding_bag(
+        x, jnp.where(m, jnp.arange(3), -1), combiner="max"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXTREMA)
+def test_extrema_of_what_is_computed(name):
+    """XLA may round a product and a sum in two ways where it computes them twice."""
+    rng = np.random.default_rng(1)
+    with jax.enable_x64(True):
+        for _ in range(8):
+            x, step = rng.uniform(0, 1, SHAPE), rng.uniform(-1, 1, SHAPE)
+            valid, factor = rng.random(SHAPE) < 0.8, rng.uniform(0, 0.1)
+            total = lambda t: jnp.sum(jnp.sin(EXTREMA[name](x + t * step, valid)))  # noqa: B023
+            both = lambda t: (total(t), jax.grad(total)(t))  # noqa: B023
+            with jax.disable_jit():
+                expected = both(factor)
+            np.testing.assert_allclose(jax.jit(both)(factor), expected, rtol=1e-9, atol=1e-9)
