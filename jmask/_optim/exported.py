@@ -11,6 +11,7 @@ from jax import export
 
 from jmask._deferred import deferred
 from jmask._optim import adam, ema, guards, microbatches, named, touched
+from jmask._tables.quantized import QuantizedRows
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse
 
@@ -25,7 +26,11 @@ def _refuse(static: Any) -> Any:
 
 
 _literal = lambda static: repr(static).encode(), lambda text: ast.literal_eval(text.decode())
-_KINDS: dict[type, Any] = {MaskedTensor: _literal, RowSparse: (_refuse, _refuse)}
+_KINDS: dict[type, Any] = {
+    MaskedTensor: _literal,
+    QuantizedRows: _literal,
+    RowSparse: (_refuse, _refuse),
+}
 for _kind, (_write, _read) in _KINDS.items():
     export.register_pytree_node_serialization(
         _kind,

@@ -1,9 +1,12 @@
 """Tables in 8 and 4 bits, beside float64 in NumPy; reading makes no table-sized temporary."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import AxisType
 
 import jmask
@@ -147,6 +150,19 @@ def test_gradients_are_refused(kind):
     assert isinstance(have["table"], jmask.RowSparse)
     np.testing.assert_allclose(have["table"].todense(), want["table"], rtol=1e-6)
     np.testing.assert_allclose(have["w"], want["w"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_served_with_batches_of_any_size(kind):
+    """From a file; and pickled."""
+    q, (size,) = jmask.quantize_rows(table_of(), kind), export.symbolic_shape("b")
+    ids = jax.ShapeDtypeStruct((size, 3), jnp.int32)
+    for function in (jmask.embedding_lookup, jmask.embedding_bag):
+        file = export.export(jax.jit(function))(q, ids).serialize()
+        read, few = export.deserialize(file), jnp.arange(6, dtype=jnp.int32).reshape(2, 3)
+        expected = function(q, few)
+        np.testing.assert_allclose(read.call(q, few), expected, rtol=1e-6)
+        np.testing.assert_array_equal(function(pickle.loads(pickle.dumps(q)), few), expected)
 
 
 def test_arguments():

@@ -317,6 +317,9 @@ def test_export_and_pickle():
         export.export(jax.jit(vocabulary.rows_of))(vocab, KEYS).serialize()
     )
     assert_equal(exported.call(vocab, KEYS), expected)
+    batch = jax.ShapeDtypeStruct(export.symbolic_shape("b"), jnp.int32)
+    of_any_size = export.export(jax.jit(vocabulary.rows_of))(vocab, batch)
+    assert_equal(of_any_size.call(vocab, KEYS), expected)
     assert_equal(step(pickle.loads(pickle.dumps(vocab)), KEYS), expected)
 
 
