@@ -34,8 +34,9 @@ PEERS := .venv-peers/bin/python -m pytest -q -o addopts= -o filterwarnings=
 
 # Examples: `make hash-grid ARGS=--help`; examples/README.md has a table of them.
 demo: word2vec
-dense-equivalent hash-grid low-precision masked-adagrad sequences sparse-linear table-on-disk: .venv/examples.stamp
+dense-equivalent hash-grid low-precision masked-adagrad sequences sparse-linear: .venv/examples.stamp
 	$(PY) examples/$(subst -,_,$@).py $(ARGS)
+open-vocabulary table-on-disk: .venv/examples.stamp ; $(PY) examples/$(subst -,_,$@).py $(ARGS)
 dlrm knowledge-graph light-gcn ngram-memory two-tower word2vec: .venv/examples.stamp
 	$(PY) examples/$(subst -,_,$@)/train.py $(ARGS)
 sharded: .venv/examples.stamp ; $(PY) examples/sharded_embedding.py --processes 2 $(ARGS)
@@ -85,6 +86,8 @@ clean: ; rm -rf build dist .venv .venv-*
 bench: .venv/examples.stamp # without those that do not install here
 	-$(MAKE) -k $(patsubst %,.venv-%/ready.stamp,torch tensorflow mxnet)
 	$(PY) benchmarks/bench.py $(ARGS)
+	$(PY) benchmarks/vocabulary.py
+bench-vocabulary: .venv/examples.stamp ; $(PY) benchmarks/vocabulary.py $(ARGS)
 bench-cores: .venv/examples.stamp .venv-torch/ready.stamp ; $(PY) benchmarks/cores.py $(ARGS)
 scaling: .venv-accelerators/ready.stamp ; $(AHEAD) benchmarks/scaling.py $(ARGS)
 tpu-cost: .venv-accelerators/ready.stamp ; $(AHEAD) benchmarks/tpu_cost.py $(ARGS)

@@ -7,6 +7,7 @@ from jmask import nnx as nnx
 from jmask import numpy as numpy
 from jmask import sparsecore as sparsecore
 from jmask import tree as tree
+from jmask import vocabulary as vocabulary
 from jmask._autodiff.value_and_grad import grad as grad
 from jmask._autodiff.value_and_grad import value_and_grad as value_and_grad
 from jmask._base.fallback import StorageFallbackWarning as StorageFallbackWarning
@@ -46,9 +47,12 @@ from jmask._optim.named import rowwise_adagrad as rowwise_adagrad
 from jmask._optim.named import sgd as sgd
 from jmask._optim.torch_state import from_torch_state as from_torch_state
 from jmask._optim.torch_state import to_torch_state as to_torch_state
+from jmask._optim.touched import rows_since as rows_since
+from jmask._optim.touched import touched as touched
 from jmask._tables.packed import packed as packed
 from jmask._tables.plain_arrays import from_arrays as from_arrays
 from jmask._tables.plain_arrays import to_arrays as to_arrays
+from jmask._tables.quantized import quantize_rows as quantize_rows
 from jmask._tables.sharded import sharded as sharded
 from jmask._tensors.conversions import cast_storage as cast_storage
 from jmask._tensors.conversions import from_numpy_ma as from_numpy_ma

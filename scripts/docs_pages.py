@@ -43,12 +43,13 @@ PAGES = {
         "Optimizers",
         """lazy deferred densify apply_gradients apply_updates sgd adam adamw rowwise_adam
         adagrad rowwise_adagrad ftrl multi_steps skip_nonfinite drop_nonfinite_rows
-        clip_by_row_norm max_row_norm ema stochastic_round from_torch_state to_torch_state""",
+        clip_by_row_norm max_row_norm ema touched rows_since stochastic_round
+        from_torch_state to_torch_state""",
     ),
     "embeddings": (
         "Embeddings and tables",
         """embedding_lookup embedding_bag pad_bags PaddedBags renormalize packed
-        sharded exchange_overflow""",
+        quantize_rows sharded exchange_overflow""",
     ),
 }
 # Members of classes that users call: others are for the library itself. Other classes show all.
@@ -59,7 +60,7 @@ MEMBERS = {
         filled to_dense to_sparse to_sparse_csr to_row_sparse astype""",
     "PaddedBags": "weights bag_of_entry",
 }
-MODULES = ("numpy", "nn", "nnx", "tree", "host", "sparsecore")
+MODULES = ("numpy", "nn", "nnx", "tree", "host", "vocabulary", "sparsecore")
 
 _ABOUT_TYPES = """Names in signatures that say what an argument is, beside `ArrayLike` and
 `DTypeLike` of `jax.typing`. Some of them are `Any` to a type checker."""

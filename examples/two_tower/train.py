@@ -14,7 +14,7 @@ are in a file of their own for each framework, written as always there, but for 
 The interactions are made up (see common/interactions.py): which items are alike has to be
 found from who took them. The run prints how often an item that was held out is among the 50
 that its user is shown, draws a learning curve, and with `--checkpoint FOLDER` goes on where it
-ended.
+ended. At the end the vectors of the items are those of `jmask.quantize_rows`, as for serving.
 """
 
 import sys
@@ -28,8 +28,10 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
+import jmask
 from common.checkpoints import Checkpoints
 from common.interactions import BATCH, Interactions, make_interactions
 from common.learning_curve import save_curves
@@ -40,23 +42,37 @@ FRAMEWORKS = ("plain", "linen", "nnx", "equinox")
 SHOWN = 50  # items to a user
 ASKED = 2000  # users, for the recall
 MEASURE_EVERY = 100
+SERVED = ("int8", "float8_e4m3fn", "int4")
 SETTINGS = ("framework", "users", "items", "groups", "dim", "seed")
 
 Point = tuple[int, float, float]  # step, mean loss since the last one, recall
 
 
-def recall_of(framework: ModuleType, state: Any, data: Interactions) -> float:
-    """Return how often the item held out is among those that its user is shown."""
+def recall_of(
+    framework: ModuleType, state: Any, data: Interactions, dtype: str | None = None
+) -> float:
+    """Return how often the item held out is among those that its user is shown.
+
+    Args:
+        dtype: in which the vectors of the items are kept; float32 if None.
+    """
     asked = np.arange(min(ASKED, len(data.held_out)), dtype=np.int32)
     every_item = np.arange(len(data.frequency), dtype=np.int32)
     users, items = framework.vectors(state, {"users": asked, "items": every_item})
+    if dtype is not None:
+        quantized = jmask.quantize_rows(jnp.asarray(items), dtype)
+        items = jmask.embedding_lookup(quantized, every_item)
     return recall(users, items, data.held_out[asked], SHOWN)
 
 
 def train(
     args: argparse.Namespace, data: Interactions, checkpoints: Checkpoints, program: Program
-) -> list[Point]:
-    """Train up to `args.steps` steps, from where the run was if it was there before."""
+) -> tuple[list[Point], dict[str, float]]:
+    """Train up to `args.steps` steps, from where the run was if it was there before.
+
+    Returns:
+        the learning curve, and the recall with the vectors of items in each dtype.
+    """
     framework = import_module(f"two_tower.{args.framework}_model")
     state = framework.create(args.users, args.items, args.dim, args.seed)
     start, state, curve = checkpoints.restore(state, [])
@@ -83,7 +99,7 @@ def train(
                 show(step)
         if losses:
             measure()
-    return curve
+    return curve, {dtype: recall_of(framework, state, data, dtype) for dtype in SERVED}
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -113,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = {"knowing all groups": best, "the most popular items": of_popular}
     with Program("two_tower") as program:
         with Checkpoints(args.checkpoint, settings, program) as checkpoints:
-            curve = train(args, data, checkpoints, program)
+            curve, served = train(args, data, checkpoints, program)
         save_curves(args.plot, *zip(*curve, strict=True), f"recall@{SHOWN}", lines)
         program.wrote("learning curve", args.plot)
         step, loss, found = curve[-1]
@@ -122,6 +138,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"by chance {SHOWN / args.items:.1%}; the most popular items {of_popular:.1%}; "
             f"knowing all groups {best:.1%}"
         )
+        quantized = ", ".join(f"{dtype} {found:.1%}" for dtype, found in served.items())
+        program.print(f"with the vectors of items in 8 and 4 bits: {quantized}")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from jmask._base.validation import (
     not_an_array,
     not_on_device,
 )
+from jmask._tables.quantized import refuse_quantized
 from jmask._tensors.masked_tensor import is_tensor
 from jmask._tensors.specified import counts_everywhere
 
@@ -205,6 +206,8 @@ def value_and_gradients(
     allow_int: bool = False,
 ) -> tuple[PyTree, tuple[Gradients, ...]]:
     """Return the value (and aux), and a gradient for each of the positions `numbers`."""
+    for n in numbers:
+        refuse_quantized(args[n])
     with on_explicit_mesh([args[i] for i in numbers]):
         models = {n: Model(args[n], is_tensor, allow_int) for n in numbers}
         fun = function_of_parameters(fun, models)

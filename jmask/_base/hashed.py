@@ -38,8 +38,13 @@ def id_of(positions: jax.Array, rows: int) -> jax.Array:
 
 
 def _hash(number: jax.Array, round_of: int, limit: int) -> jax.Array:
-    """Return a number below `limit` for each number: the finalizer of MurmurHash3, fmix32."""
+    """Return a number below `limit` for each number."""
     bits = number.astype(jnp.uint32) + np.uint32(round_of * 0x9E3779B9 % 2**32)
+    return (mixed(bits) % np.uint32(limit)).astype(number.dtype)
+
+
+def mixed(bits: jax.Array) -> jax.Array:
+    """Return uint32 numbers with their bits mixed: the finalizer of MurmurHash3, fmix32."""
     for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13), (1, 16)):
         bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
-    return (bits % np.uint32(limit)).astype(number.dtype)
+    return bits

@@ -24,24 +24,28 @@ def chosen_rows(
     if ids is None:
         return dict.fromkeys(range(len(leaves)))
     chosen: dict[int, jax.Array | None] = {}
-    used = 0
-    for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-        node = functools.reduce(child, path, ids)
-        if node is None:
-            continue
-        used += len(jax.tree.leaves(node))
-        name = leaf_name("ids", path)
+    for i, node in named_parts("ids", paths, ids).items():
+        name = leaf_name("ids", paths[i])
         places = [
-            _numbers(name, x, leaf.shape) for x in (node if isinstance(node, list) else [node])
+            _numbers(name, x, leaves[i].shape)
+            for x in (node if isinstance(node, list) else [node])
         ]
         chosen[i] = jnp.concatenate(places) if places else jnp.zeros((0,), jnp.int32)
-    if used != len(jax.tree.leaves(ids)):
+    return chosen
+
+
+def named_parts(name: str, paths: Sequence[KeyPath], tree: PyTree) -> dict[int, PyTree]:
+    """Return what the argument `name`, a part of a tree like the parameters, has for each."""
+    parts = {i: functools.reduce(child, path, tree) for i, path in enumerate(paths)}
+    parts = {i: node for i, node in parts.items() if node is not None}
+    if sum(len(jax.tree.leaves(node)) for node in parts.values()) != len(jax.tree.leaves(tree)):
         names = sorted(leaf_name("params", path) for path in paths)
         raise ValueError(
-            f"`ids` names rows of something else than the parameters, {', '.join(names)}: it "
-            'is a tree like `params`, parts of which may be missing, as {"table": ids}.'
+            f"`{name}` names rows of something else than the parameters, {', '.join(names)}: "
+            "it is a tree like `params`, parts of which may be missing, as "
+            f'{{"table": {name}}}.'
         )
-    return chosen
+    return parts
 
 
 def child(node: PyTree, key: object) -> PyTree:

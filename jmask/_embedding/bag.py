@@ -91,7 +91,8 @@ def embedding_bag(
     `offsets`; or `ids` (n,) with `segment_ids`.
 
     Args:
-        table (V, *row): an array, or a `RowSparse`. Integers have sums and maxima only.
+        table (V, *row): an array, a `RowSparse`, or quantized. Integers have sums and maxima
+            only.
         ids (..., L) or (n,): integers of any dtype, or a list; or `PaddedBags`, which bring
             their offsets and weights.
         offsets (b,): where each bag begins in `ids`; ascending from 0, equal ones for an

@@ -40,6 +40,7 @@ from jmask._kernels.lines import LANES, rows_of_lines
 from jmask._kernels.rows import gather_rows, set_rows
 from jmask._ops.norms import shortened
 from jmask._tables.packed import slot_of
+from jmask._tables.quantized import QuantizedRows
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import stored_at
@@ -199,8 +200,8 @@ def checked_integers(x: TensorLike, name: str, mode: str, order: str = "") -> Id
 
 
 def checked_table(table: object) -> Table:
-    """Return the table as a JAX array with rows, or a `RowSparse`."""
-    if isinstance(table, RowSparse):
+    """Return the table as a JAX array with rows, a `RowSparse`, or quantized."""
+    if isinstance(table, RowSparse | QuantizedRows):
         return table
     if isinstance(table, JAXSparse | MaskedTensor):
         dense = "to_tensor(0)" if isinstance(table, MaskedTensor) else "todense()"
@@ -254,9 +255,9 @@ def renormalize(
     """
     table = checked_table(table)
     ids = checked_integers(ids, "ids", "zero", "renormalize(table, ids, max_norm)")
-    if isinstance(table, RowSparse):
+    if isinstance(table, RowSparse | QuantizedRows):
         raise TypeError(
-            "`table` must be an array, got RowSparse: bound its rows after each "
+            f"`table` must be an array, got {type(table).__name__}: bound its rows after each "
             "update with jmask.max_row_norm, or as they are read with "
             "jmask.embedding_lookup(table, ids, max_norm=...)."
         )
@@ -328,9 +329,9 @@ def embedding_lookup(
     """Return the rows of `table` with the given ids.
 
     Args:
-        table (V, *row): an array of any dtype, or a `RowSparse`, whose rows that are not
-            stored are zeros. Where axes of its mesh are explicit, the rows of an array may be
-            sharded: they come to where their ids are.
+        table (V, *row): an array of any dtype; a `RowSparse`, whose rows that are not stored
+            are zeros; or what `jmask.quantize_rows` made of an array. Where axes of its mesh
+            are explicit, the rows of an array may be sharded: they come to where their ids are.
         ids: integers of any shape and dtype, or a list. Ids below 0 and from V on are
             outside the table: they never wrap.
         padding_id: an id that gives zeros and no gradient, whether it is a row or not.
@@ -415,6 +416,12 @@ def looked_up_rows(
         shape: of the rows, as `shape_of_rows` has it.
     """
     positions, absent, outside = entries
+    if isinstance(table, QuantizedRows):
+        plain, arrays = Entries(positions, None, None), (table.values, table.scales)
+        rows = table.dequantized(*(looked_up_rows(x, plain, None, x.shape) for x in arrays))
+        if outside is not None:
+            rows = jnp.where(trailing(outside, rows.ndim), missing(rows.dtype), rows)
+        return rows if bound is None else _bounded(rows, bound, positions.ndim)
     is_packed = shape[0] != table.shape[0]
     fill: int | None = 0
     is_array = isinstance(table, jax.Array)

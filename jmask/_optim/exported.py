@@ -10,7 +10,8 @@ from typing import Any
 from jax import export
 
 from jmask._deferred import deferred
-from jmask._optim import adam, ema, guards, microbatches, named
+from jmask._optim import adam, ema, guards, microbatches, named, touched
+from jmask._tables.quantized import QuantizedRows
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse
 
@@ -25,7 +26,11 @@ def _refuse(static: Any) -> Any:
 
 
 _literal = lambda static: repr(static).encode(), lambda text: ast.literal_eval(text.decode())
-_KINDS: dict[type, Any] = {MaskedTensor: _literal, RowSparse: (_refuse, _refuse)}
+_KINDS: dict[type, Any] = {
+    MaskedTensor: _literal,
+    QuantizedRows: _literal,
+    RowSparse: (_refuse, _refuse),
+}
 for _kind, (_write, _read) in _KINDS.items():
     export.register_pytree_node_serialization(
         _kind,
@@ -33,7 +38,7 @@ for _kind, (_write, _read) in _KINDS.items():
         serialize_auxdata=_write,
         deserialize_auxdata=_read,
     )
-for _module in (adam, deferred, ema, guards, microbatches, named):
+for _module in (adam, deferred, ema, guards, microbatches, named, touched):
     for _state in vars(_module).values():
         if getattr(_state, "__module__", None) == _module.__name__ and hasattr(
             _state, "_fields"

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jmask._base.hashed import COLUMNS, id_of
 from jmask._base.row_ids import id_dtype
 from jmask._base.shardings import automatically, by_rows, explicit_sharding
+from jmask._base.shards import entry
 from jmask._base.types import Numbers, Table
 from jmask._base.validation import as_table, check_flag, shown
 from jmask._tables.packed import checked_floating
@@ -63,15 +64,10 @@ def sharded(
     if not isinstance(table, jax.ShapeDtypeStruct):
         table = as_table(table)
     checked_floating(table)
-    if not isinstance(mesh, Mesh):
-        raise TypeError(
-            f"`mesh` must be a jax.sharding.Mesh, got {type(mesh).__name__}: write for example "
-            "jax.make_mesh((8,), ('x',))."
-        )
-    axes = _checked_axes(mesh, axis)
+    axes = checked_axes(mesh, axis)
     check_flag("hashed", hashed)
     shards = math.prod(mesh.shape[name] for name in axes)
-    sharding = by_rows(mesh, axes if len(axes) > 1 else axes[0], table.ndim)
+    sharding = by_rows(mesh, entry(axes), table.ndim)
     multiple = math.lcm(shards, COLUMNS) if hashed else shards
     missing = -table.shape[0] % multiple
 
@@ -101,7 +97,13 @@ def sharded(
     return jax.jit(padded, out_shardings=sharding)(table)
 
 
-def _checked_axes(mesh: Mesh, axes: str | Sequence[str] | None) -> tuple[str, ...]:
+def checked_axes(mesh: Mesh, axes: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the axes of a mesh over which rows are sharded: all of them for None."""
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"`mesh` must be a jax.sharding.Mesh, got {type(mesh).__name__}: write for example "
+            "jax.make_mesh((8,), ('x',))."
+        )
     if axes is None:
         return tuple(mesh.axis_names)
     if not isinstance(axes, str | list | tuple):

@@ -208,6 +208,7 @@ SCALED = without(SUMMED, "booleans")
 MASKED = jmask.masked_tensor(TABLE, TABLE > 0)
 BAGS, SQUARE = jnp.array([[1, 2], [3, 4]]), jnp.ones((2, 2))
 ADAGRAD = jmask.adagrad(0.1)
+VOCAB, ZEROS = jmask.vocabulary.create(100), jax.nn.initializers.zeros
 LOADED = {"step": 1, "sum": np.ones((6, 2))}
 step = lambda tx, grads=GRADS, params=PARAMS: tx.update(grads, tx.init(PARAMS), params)
 
@@ -301,12 +302,15 @@ def test_argument(name):
 
 
 def test_every_public_function_is_listed():
-    no_arguments = {"densify", "drop_nonfinite_rows", "keep_memory", "strict"}
+    no_arguments = {"densify", "drop_nonfinite_rows", "keep_memory", "strict", "touched"}
     made_by_others = set("MaskedTensor PaddedBags".split())
     classes = {"GradcheckError", "StorageFallbackWarning"}
     modules = {"nn", "nnx", "numpy", "sparsecore", "tree"}  # take what jax.numpy takes
     public = {name for name in dir(jmask) if not name.startswith("_")}
     listed = {name.split("(")[0].split(".")[0].split("[")[0] for name in ARGUMENTS}
     assert public - no_arguments - set(made_by_others) - classes - modules <= listed
+    of_vocabulary = set(docs_pages.public_names(jmask.vocabulary)) - {"Vocabulary"}
+    names = {name.split("(")[0] for name in ARGUMENTS}
+    assert {f"vocabulary.{name}" for name in of_vocabulary} <= names
     of_tree = set(docs_pages.public_names(jmask.tree)) - {"leaves", "map"}  # as in jax.tree
-    assert {f"tree.{name}" for name in of_tree} <= {name.split("(")[0] for name in ARGUMENTS}
+    assert {f"tree.{name}" for name in of_tree} <= names

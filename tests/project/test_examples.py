@@ -43,6 +43,11 @@ RUNS = {
         r"jmask[^│]*│ 60 +│ ([\d.]+) dB",
         *(12, 40),
     ),
+    "open_vocabulary": (
+        "--rows 128 --alive 500 --steps 60",
+        r"open vocabulary +│ 144 +│ ([\d.]+)",
+        *(0.4, 0.7),
+    ),
     "sequences": (
         "--users 2000 --items 200 --groups 10 --dim 16 --steps 120",
         r"jmask +│ 120 +│ ([\d.]+)%",
@@ -87,6 +92,7 @@ WRONG = [
     ("low_precision", "--steps 1", "argument --steps: 1 is less than 50"),
     ("dense_equivalent", "--rows 1", "argument --rows: 1 is less than 2"),
     ("hash_grid", "--plot nowhere/x.png", "--plot: nowhere/x.png is not a file in a directory"),
+    ("open_vocabulary", "--rows 8", "argument --rows: 8 is less than the 16 ways of a set"),
     ("sequences", "--items 5", "argument --items: 5 is less than one for each group"),
     ("sparse_linear", "--columns 99999999", "--columns: 99999999 is more than 16777216"),
     ("table_on_disk", "--rows 10", "argument --rows: 10 is no number of rows from 1000"),

@@ -39,7 +39,7 @@ def test_only_public_jax():
 
 
 def taken_from_modules(path):
-    """The full names of what a file takes from modules of jmask: `module.name`, public or not."""
+    """The full names of what a file takes from modules of jmask: `module.name`."""
     tree = ast.parse(path.read_text())
     modules = {}
     for node in ast.walk(tree):
@@ -47,8 +47,8 @@ def taken_from_modules(path):
             names = {x.asname or x.name: f"{node.module}.{x.name}" for x in node.names}
             modules |= {x: name for x, name in names.items() if name in sys.modules}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if node.value.id in modules and isinstance(node.ctx, ast.Load):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            if getattr(node.value, "id", None) in modules:
                 yield f"{modules[node.value.id]}.{node.attr}"
 
 

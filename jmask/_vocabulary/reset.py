@@ -1,0 +1,189 @@
+"""Let rows that another key got start anew, with all that an optimizer keeps of them.
+
+state      count    mu (V, D)   nu (V, D)   last (V, 1)       whose rows: as `lazy` finds it
+new rows            tx.init of the new rows alone             what an optimizer starts with
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jmask._base.array_types import fewer, is_known
+from jmask._base.row_ids import canonical
+from jmask._base.shardings import flat
+from jmask._base.types import ArraysFunction, DType, OptState, Params, PyTree, PyTreeDef, Shape
+from jmask._base.validation import checked_array, leaf_name
+from jmask._deferred.deferred import DeferredState
+from jmask._deferred.row_numbers import named_parts
+from jmask._kernels.coalesce import unique_slots
+from jmask._kernels.rows import set_rows
+from jmask._kernels.stochastic_rounding import check_key
+from jmask._optim.microbatches import MultiStepsState
+from jmask._optim.touched import TouchedState
+from jmask._tables.rows_at import shape_of
+from jmask._updates.checks import check_parameters, check_transformation, has_gradients
+from jmask._updates.state_rows import rows_of_state, states_of
+from jmask._vocabulary.vocabulary import Vocabulary
+
+Initializer = Callable[[jax.Array, Shape, DType], jax.Array]
+# Of a batch of 8,192 keys some hundred are new, and random numbers for a row of 64 take as long
+# as its step of Adam.
+_BLOCK = 512
+
+
+@jax.named_scope("jmask.vocabulary.reset")
+def reset(
+    tx: optax.GradientTransformation,
+    params: Params,
+    state: OptState,
+    rows: PyTree,
+    init: Initializer,
+    *,
+    key: jax.Array | None = None,
+    vocab: Vocabulary | None = None,
+) -> tuple[Params, OptState]:
+    """Return parameters and state in which some rows are as before the first step.
+
+    Call it in the step, between `rows_of` and the loss. All else keeps its bits, and is updated
+    in place where parameters and state are donated. Counts of steps go on, as in a dense run in
+    which these rows of the parameters and of each slot are written anew. Rows of
+    `jmask.deferred` have missed no step then, and `jmask.touched` has them among those of the
+    next one.
+
+    Args:
+        tx: the transformation that made the state; whose rows each array of it has is found
+            from its `init`, and so is what they start from.
+        params: the parameters.
+        state: the state of `tx`.
+        rows: a tree like `params`, parts of which may be missing, of row numbers (n,), as
+            `rows_of` returns them last. What is no row of the table is padding.
+        init: (key, shape, dtype) -> rows, as of `jax.nn.initializers`. It is called for each
+            row r of table k as init(fold_in(fold_in(key, k), r), (1, D), dtype), k counting the
+            leaves of `params`: the row does not depend on the other rows.
+        key: of `jax.random`; a new one in each step, or a row starts as it did the last time.
+            `jax.random.key(0)` by default.
+        vocab: that the rows are from; the tables are then refused if they have fewer rows.
+
+    Raises:
+        TypeError: if `tx` is no transformation, row numbers are no integers, or `init` no
+            function.
+        ValueError: if the state was not made by `tx.init`, or holds gradients of rows (as
+            of `jmask.multi_steps`); if `rows` names no parameter; or if a table is too small.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax, jmask
+        >>> tx, params = jmask.lazy(optax.adam(0.1)), {"table": jnp.ones((3, 2))}
+        >>> state, zeros = tx.init(params), jax.nn.initializers.zeros
+        >>> params, state = jmask.vocabulary.reset(
+        ...     tx, params, state, {"table": jnp.array([1, 3])}, zeros)
+        >>> print(params["table"][:, 0])
+        [1. 0. 1.]
+    """
+    check_transformation("tx", tx, "jmask.lazy(optax.adam(1e-3))")
+    check_parameters(params)
+    if not callable(init):
+        raise TypeError(
+            "`init` must be a function (key, shape, dtype) -> rows, as "
+            f"jax.nn.initializers.normal(0.01), got {type(init).__name__}."
+        )
+    if states_of(MultiStepsState, state) or has_gradients(state):
+        raise ValueError(
+            "`state` holds gradients of rows, as of jmask.multi_steps. What waits for a row "
+            "would go to its next key: add the gradients of microbatches with jmask.tree.add, "
+            "and take one update."
+        )
+    if vocab is not None and not isinstance(vocab, Vocabulary):
+        raise TypeError(f"`vocab` must be a Vocabulary, got {type(vocab).__name__}.")
+    key = jax.random.key(0) if key is None else key
+    check_key(key)
+    paths = [path for path, _ in jax.tree.leaves_with_path(params)]
+    tree: PyTreeDef = jax.tree.structure(params)
+    leaves = jax.tree.leaves(params)
+    chosen: dict[int, jax.Array] = {}
+    for i, ids in named_parts("rows", paths, rows).items():
+        name, table = leaf_name("params", paths[i]), jnp.asarray(leaves[i])
+        ids = checked_array(leaf_name("rows", paths[i])[1:-1], ids)
+        _check(name, table, ids, vocab)
+        ids, count = canonical(flat(ids), table.shape[0]), table.shape[0]
+        size = fewer(ids.shape[0], count)
+        if size:
+            chosen[i], _ = unique_slots(ids, size, count)
+    likes, is_table = list(map(shape_of, leaves)), [i in chosen for i in range(len(leaves))]
+    owners = rows_of_state(tx.init, likes, likes, is_table, tree, state, dtypes=False)
+    state_tree: PyTreeDef = jax.tree.structure(state)
+    slots = jax.tree.leaves(state)
+    for i, ids in chosen.items():
+        places = [k for k, (owner, _) in enumerate(owners) if owner == i]
+
+        def start(ids: jax.Array, arrays: list[jax.Array], i: int = i) -> list[jax.Array]:
+            few = list(leaves)
+            few[i] = _started(init, jax.random.fold_in(key, i), ids, leaves[i])
+            first = jax.tree.leaves(_as_of_now(tx.init(tree.unflatten(few)), state))
+            new = [few[i], *(first[k] for k in places)]  # noqa: B023
+            return [set_rows(x, ids, y, "sorted") for x, y in zip(arrays, new, strict=True)]
+
+        arrays = [jnp.asarray(leaves[i]), *(slots[k] for k in places)]
+        leaves[i], *new = _in_blocks(start, ids, arrays)
+        for k, x in zip(places, new, strict=True):
+            slots[k] = x
+    return tree.unflatten(leaves), state_tree.unflatten(slots)
+
+
+def _in_blocks(
+    start: ArraysFunction, ids: jax.Array, arrays: list[jax.Array]
+) -> list[jax.Array]:
+    """Return start(ids, arrays), at the cost of those ids (n,), sorted, that are rows."""
+    n, rows = ids.shape[0], arrays[0].shape[0]
+    if not is_known(n) or n <= _BLOCK:
+        return list(start(ids, arrays))
+    padded = jnp.pad(ids, (0, -n % _BLOCK), constant_values=rows)
+    count = jnp.sum(ids < rows, dtype=jnp.int32)
+    block = lambda i: lax.dynamic_slice(padded, (i * _BLOCK,), (_BLOCK,))
+    body = lambda i, arrays: list(start(block(i), arrays))
+    return lax.fori_loop(0, (count + _BLOCK - 1) // _BLOCK, body, arrays)
+
+
+def _check(name: str, table: jax.Array, ids: jax.Array, vocab: Vocabulary | None) -> None:
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"`rows` must be row numbers, integers, got {ids.dtype} for {name}.")
+    most = 0 if vocab is None else vocab.table_rows
+    if vocab is None and ids.size and not isinstance(ids, jax.core.Tracer):
+        most = int(np.asarray(ids).max())  # padding is the number of rows
+    if not table.ndim or most > table.shape[0]:
+        raise ValueError(
+            f"{name} has shape {table.shape}, and `rows` are of a vocabulary whose tables have "
+            f"{most} rows or more: make it with `vocab.table_rows` rows."
+        )
+
+
+def _started(init: Initializer, key: jax.Array, ids: jax.Array, table: jax.Array) -> jax.Array:
+    """Return the rows (n, *row) of ids as `init` makes them, one by one."""
+    shape = (1, *table.shape[1:])
+    row = lambda i: init(jax.random.fold_in(key, i), shape, table.dtype)[0]
+    return jax.vmap(row)(ids).astype(table.dtype)
+
+
+def _as_of_now(first: OptState, state: OptState) -> OptState:
+    """Return the initial state of rows that begin now, in which they have missed no step."""
+
+    def at(step: jax.Array, tree: PyTree) -> PyTree:
+        """Return the tree with the last step of each row, which is called `last`, set."""
+        is_last = lambda path: path and getattr(path[-1], "name", "") == "last"
+        put = lambda path, x: jnp.full_like(x, step) if is_last(path) else x
+        return jax.tree.map_with_path(put, tree)
+
+    def now(first: PyTree, state: PyTree) -> PyTree:
+        if isinstance(first, DeferredState):
+            return first._replace(tables=at(state.clock, first.tables))
+        if isinstance(first, TouchedState):  # among the rows of the next step
+            return first._replace(
+                last=jax.tree.map(lambda x: jnp.full_like(x, state.count + 1), first.last)
+            )
+        return first
+
+    is_one = lambda x: isinstance(x, DeferredState | TouchedState)
+    return jax.tree.map(now, first, state, is_leaf=is_one)

@@ -1,0 +1,257 @@
+"""Recycled rows start anew, beside runs in which all arrays with these rows are written."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import jmask
+from jmask import vocabulary
+from jmask._vocabulary import reset as reset_module
+from tests.compiled_step import temporary_bytes
+from tests.oracle import assert_close
+from tests.sampling import chosen
+
+V, D = 37, 3
+NORMAL = jax.nn.initializers.normal(1.0)
+
+LAZY = {
+    "adam": jmask.adam(0.1),
+    "adagrad": jmask.adagrad(0.1, initial_accumulator_value=0.7),
+    "rowwise adagrad": jmask.rowwise_adagrad(0.1),
+    "ftrl": jmask.ftrl(0.1),
+    "sgd with momentum": jmask.sgd(0.1, momentum=0.9),
+    "optax.adamw": jmask.lazy(optax.adamw(0.1)),
+    "optax.adagrad": jmask.lazy(optax.adagrad(0.1)),
+    "optax.amsgrad": jmask.lazy(optax.amsgrad(0.1)),
+    "optax.rprop": jmask.lazy(optax.rprop(0.1)),
+    "chain": jmask.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))),
+    "injected": jmask.lazy(optax.inject_hyperparams(optax.adam)(0.1)),
+    "ema": optax.chain(jmask.adam(0.1), jmask.ema(0.5)),
+    "guarded": jmask.skip_nonfinite(jmask.adam(0.1)),
+    "schedule free": jmask.lazy(optax.contrib.schedule_free_sgd(0.1)),
+    "partition": jmask.lazy(
+        optax.partition(
+            {"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {"table": "a", "other": "b", "w": "b"}
+        )
+    ),
+}
+
+
+def loss(params, ids, y):
+    rows = params["table"][ids] @ params["w"] + params["other"][ids].sum(1, keepdims=True)
+    return jnp.mean((rows - y) ** 2)
+
+
+def start(key):
+    a, b, c = jax.random.split(key, 3)
+    return {
+        "table": NORMAL(a, (V, D), jnp.float32),
+        "other": NORMAL(b, (V, 2), jnp.float32),
+        "w": NORMAL(c, (D, 1), jnp.float32),
+    }
+
+
+def batches(count=12):
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        recycled = np.where(rng.random(5) < 0.5, rng.integers(0, V, 5), V)
+        yield rng.integers(0, V, 8), recycled.astype(np.int32), rng.random((8, 1), np.float32)
+
+
+def anew(tree, first, ids):
+    """Write rows of `first` into all arrays with V rows."""
+    ids = ids[ids < V]
+
+    def written(x, y):
+        is_table = jnp.shape(x)[:1] == (V,)
+        return jnp.asarray(x).at[ids].set(jnp.asarray(y)[ids]) if is_table else x
+
+    return jax.tree.map(written, tree, first)
+
+
+def started(params, key):
+    """All rows as `reset` starts them."""
+    new = dict(params)
+    for k, name in enumerate(sorted(params)):
+        if name != "w":
+            keys = [jax.random.fold_in(jax.random.fold_in(key, k), r) for r in range(V)]
+            row = (1, params[name].shape[1])
+            new[name] = jnp.concatenate([NORMAL(x, row, jnp.float32) for x in keys])
+    return new
+
+
+def run(tx, step, reset):
+    params = start(jax.random.key(1))
+    state = tx.init(params)
+    for i, (ids, recycled, y) in enumerate(batches()):
+        params, state = reset(tx, params, state, recycled, jax.random.key(i % 3))
+        params, state = step(params, state, jnp.asarray(ids), jnp.asarray(y))
+    return params, state
+
+
+def by_hand(tx, params, state, ids, key):
+    first = started(params, key)
+    return anew(params, first, ids), anew(state, tx.init(first), ids)
+
+
+def by_reset(tx, params, state, ids, key):
+    rows = {"table": jnp.asarray(ids), "other": jnp.asarray(ids)}
+    return jitted(tx)(params, state, rows, key)
+
+
+@functools.cache
+def jitted(tx, block=None):
+    function = lambda params, state, rows, key: vocabulary.reset(
+        tx, params, state, rows, NORMAL, key=key
+    )
+    return jax.jit(function, donate_argnums=(0, 1))
+
+
+def step_of(tx, value_and_grad=jmask.value_and_grad):
+    @jax.jit
+    def step(params, state, ids, y):
+        if hasattr(tx, "catch_up"):
+            params, state = tx.catch_up(params, state, {"table": ids, "other": ids})
+        _, grads = value_and_grad(loss)(params, ids, y)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def assert_same(have, want):
+    for x, y in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("name", chosen(["adagrad", "ema"], LAZY))
+@pytest.mark.dtype_promotion
+def test_a_run_in_which_rows_start_anew(name):
+    """Bit for bit: parameters, and every array of the state."""
+    tx = LAZY[name]
+    step = step_of(tx)
+    assert_same(run(tx, step, by_reset), run(tx, step, by_hand))
+
+
+@pytest.mark.parametrize("name", ["adam", "adagrad", "momentum"])
+@pytest.mark.dtype_promotion
+def test_deferred(name):
+    """The trajectory of the dense optimizer, whose rows start anew in the same steps."""
+    inner = {"adam": optax.adamw(0.1), "adagrad": optax.adagrad(0.1)}
+    inner = inner.get(name, optax.sgd(0.1, momentum=0.9))
+    tx = jmask.deferred(inner)
+    params, state = run(tx, step_of(tx), by_reset)
+    params, state = tx.catch_up(params, state)
+    expected = run(inner, step_of(inner, jax.value_and_grad), by_hand)
+    for x, y in zip(
+        jax.tree.leaves((params, state.inner)), jax.tree.leaves(expected), strict=True
+    ):
+        assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.dtype_promotion
+def test_rows_that_moved():
+    """A row that starts anew is among those of the next step, whether that moves it or not."""
+    tx = optax.chain(jmask.adam(0.1), jmask.touched())
+    params = start(jax.random.key(1))
+    state = tx.init(params)
+    ids, y = jnp.array([1, 2]), jnp.zeros((2, 1))
+    step = step_of(tx)
+    params, state = step(params, state, ids, y)
+    rows = {"table": jnp.array([5, V])}
+    params, state = vocabulary.reset(tx, params, state, rows, NORMAL)
+    assert jmask.rows_since(state, 1)["table"].tolist() == [5]
+    params, state = step(params, state, ids, y)
+    assert jmask.rows_since(state, 1)["table"].tolist() == [1, 2, 5]
+    assert jmask.rows_since(state, 2)["table"].tolist() == []
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
+def test_what_a_row_starts_from(dtype):
+    """Each row from its own key: not of the others, nor of how often it is named."""
+    init = lambda key, shape, dtype: jax.random.normal(key, shape).astype(dtype)
+    tx, params = jmask.adam(0.1), {"a": jnp.zeros((4, 2)), "table": jnp.zeros((9, 3), dtype)}
+    key = jax.random.key(7)
+    rows = jnp.array([9, 4, 0, 4, 9, -1])
+    state = tx.init(params)
+    new, after = vocabulary.reset(tx, params, state, {"table": rows}, init, key=key)
+    expected = np.zeros((9, 3), params["table"].dtype)
+    for r in (0, 4):
+        row = jax.random.fold_in(jax.random.fold_in(key, 1), r)
+        expected[r] = init(row, (1, 3), dtype)[0]
+    np.testing.assert_array_equal(new["table"], expected)
+    assert_same((new["a"], after), (params["a"], state))
+    for empty in ({}, {"table": jnp.zeros(0, jnp.int32)}, {"table": jnp.full(3, 9)}):
+        assert_same(vocabulary.reset(tx, params, state, empty, init), (params, state))
+
+
+@pytest.mark.parametrize("name", ["adam", "optax.adamw", "schedule free", "deferred"])
+@pytest.mark.dtype_promotion
+def test_blocks_of_rows(name, monkeypatch):
+    """Bit for bit, whether rows are written together or two at a time."""
+    tx = LAZY.get(name) or jmask.deferred(optax.adamw(0.1))
+    params = start(jax.random.key(0))
+    state = jax.tree.map(lambda x: x + jnp.ones_like(x), tx.init(params))
+    results = []
+    for block in (2, 512):
+        monkeypatch.setattr(reset_module, "_BLOCK", block)
+        for recycled in (np.arange(7), np.array([V, 3, 3, V, 1]), np.full(5, V)):
+            rows = {"table": jnp.asarray(recycled), "other": jnp.asarray(recycled)}
+            copies = jax.tree.map(jnp.copy, (params, state))
+            results.append(jitted(tx, block)(*copies, rows, jax.random.key(1)))
+    for have, want in zip(results[:3], results[3:], strict=True):
+        assert_same(have, want)
+
+
+@pytest.mark.parametrize("name", ["optax.adamw", "rowwise adagrad"])
+@pytest.mark.dtype_promotion
+def test_in_place(name):
+    """A whole step: keys, rows that start anew, the optimizer; nothing of a table's size."""
+    tx, temporary = LAZY[name], []
+
+    def step(params, state, vocab, keys, key):
+        rows, vocab, recycled = vocabulary.rows_of(vocab, keys)
+        named = {"table": recycled}
+        params, state = vocabulary.reset(tx, params, state, named, NORMAL, key=key, vocab=vocab)
+        loss = lambda params: jnp.sum(jnp.square(params["table"][rows]))
+        grads = jmask.grad(loss)(params)
+        return *jmask.apply_gradients(tx, grads, state, params), vocab
+
+    for capacity in (10**5, 10**6):
+        vocab = jax.eval_shape(lambda c=capacity: vocabulary.create(c))
+        params = {"table": jax.ShapeDtypeStruct((vocab.table_rows, 16), jnp.float32)}
+        state = jax.eval_shape(tx.init, params)
+        keys = jax.ShapeDtypeStruct((700, 2), jnp.uint32)
+        given = (params, state, vocab, keys, jax.eval_shape(lambda: jax.random.key(0)))
+        compiled = jax.jit(step, donate_argnums=(0, 1, 2)).lower(*given).compile()
+        arrays = jax.tree.leaves((params, state, vocab))
+        aliased = sum(x.size * x.dtype.itemsize for x in arrays)
+        entries = vocab.table_rows * 16
+        temporary.append(temporary_bytes(compiled, aliased, entries))
+    assert temporary[1] < 1.1 * temporary[0] < 2 * 10**6
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.dtype_promotion
+def test_sharded(kind):
+    """Tables and slots over a mesh start anew as on one device, and stay where they are."""
+    mesh, tx = jax.make_mesh((8,), ("x",), (kind,)), LAZY["optax.adamw"]
+    alone = {"table": start(jax.random.key(0))["table"]}
+    params = {"table": jmask.sharded(alone["table"], mesh)}
+    states, rows = [tx.init(alone), tx.init(params)], {"table": jnp.array([3, 36, 8, 37])}
+    reset = jax.jit(
+        lambda params, state: vocabulary.reset(tx, params, state, rows, NORMAL),
+        donate_argnums=(0, 1),
+    )
+    where = params["table"].sharding
+    # Moments that are not zero.
+    states = [jax.tree.map(lambda x: x + jnp.ones_like(x), state) for state in states]
+    expected, made = reset(alone, states[0]), reset(params, states[1])
+    for x, y in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(x)[:V] if x.ndim else x, y)
+        assert not x.ndim or x.sharding.is_equivalent_to(where, 2)
