@@ -255,3 +255,38 @@ def test_sharded(kind):
     for x, y in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(x)[:V] if x.ndim else x, y)
         assert not x.ndim or x.sharding.is_equivalent_to(where, 2)
+
+
+@pytest.mark.dtype_promotion
+def test_before_tables_on_the_host():
+    """The loader numbers the keys; the run is that of the table on the device."""
+    tx, init = jmask.lazy(optax.adam(0.1)), jax.nn.initializers.constant(0.5)
+    rng = np.random.default_rng(0)
+    every = [vocabulary.words_of(keys) for keys in rng.zipf(1.4, (20, 40))]
+    vocab = vocabulary.create(32, 4, shared_rows=3)
+    table = rng.normal(size=(vocab.table_rows, D)).astype(np.float32)
+
+    def numbered(vocab):
+        for keys in every:
+            rows, vocab, recycled = vocabulary.rows_of(vocab, keys)
+            is_new = np.asarray(recycled) < vocab.table_rows
+            yield {"rows": np.asarray(rows), "is_new": is_new}
+
+    @jax.jit
+    def step(params, state, batch):
+        new = jnp.where(batch["is_new"], batch["rows"], len(params["table"]))
+        params, state = vocabulary.reset(tx, params, state, {"table": new}, init)
+        loss = lambda params: jnp.sum(jnp.square(params["table"][batch["rows"]]))
+        return jmask.apply_gradients(tx, jmask.grad(loss)(params), state, params)
+
+    params = {"table": jnp.asarray(table)}
+    state = tx.init(params)
+    for batch in numbered(vocab):
+        params, state = step(params, state, batch)
+    kept = {"table": table.copy()}
+    host = jmask.host.offload(kept, tx)
+    ids = {"table": lambda batch: batch["rows"]}
+    for batch, rows, rows_state in host.steps(numbered(vocab), ids=ids):
+        host.commit(*step(rows, rows_state, batch))
+    host.flush()
+    np.testing.assert_allclose(kept["table"], params["table"], rtol=1e-5, atol=1e-6)
