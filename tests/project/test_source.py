@@ -46,10 +46,10 @@ def taken_from_modules(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jmask":
             names = {x.asname or x.name: f"{node.module}.{x.name}" for x in node.names}
             modules |= {x: name for x, name in names.items() if name in sys.modules}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            if getattr(node.value, "id", None) in modules:
-                yield f"{modules[node.value.id]}.{node.attr}"
+    attributes = (x for x in ast.walk(tree) if isinstance(x, ast.Attribute))
+    read = (x for x in attributes if isinstance(x.ctx, ast.Load))
+    names = ((getattr(x.value, "id", None), x.attr) for x in read)
+    yield from (f"{modules[of]}.{name}" for of, name in names if of in modules)
 
 
 def test_what_programs_take_from_jmask_exists():
