@@ -22,7 +22,7 @@ import jax.numpy as _jnp
 from jax import nn as _nn
 
 from jmask._base.types import Axis as _Axis
-from jmask._base.types import Mask as _Mask
+from jmask._base.types import StorageLike as _Mask
 from jmask._base.types import Tensor as _Tensor
 from jmask._base.types import TensorLike as _TensorLike
 from jmask._ops import formulas as _formulas

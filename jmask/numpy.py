@@ -31,7 +31,7 @@ from jax import nn as _nn
 from jax.typing import DTypeLike as _DTypeLike
 
 from jmask._base.types import Axis as _Axis
-from jmask._base.types import Mask as _Mask
+from jmask._base.types import StorageLike as _Mask
 from jmask._base.types import Tensor as _Tensor
 from jmask._base.types import TensorLike as _TensorLike
 from jmask._ops import formulas as _formulas
@@ -315,16 +315,14 @@ masked_equal = _masks("masked_equal", lambda x, value: x == value)
 masked_greater = _masks("masked_greater", lambda x, value: x > value)
 masked_greater_equal = _masks("masked_greater_equal", lambda x, value: x >= value)
 masked_inside = _masks(
-    "masked_inside",
-    lambda x, v1, v2: (x >= _jnp.minimum(v1, v2)) & (x <= _jnp.maximum(v1, v2)),
+    "masked_inside", lambda x, v1, v2: (x >= _jnp.minimum(v1, v2)) & (x <= _jnp.maximum(v1, v2))
 )
 masked_invalid = _masks("masked_invalid", lambda x: ~_jnp.isfinite(x))
 masked_less = _masks("masked_less", lambda x, value: x < value)
 masked_less_equal = _masks("masked_less_equal", lambda x, value: x <= value)
 masked_not_equal = _masks("masked_not_equal", lambda x, value: x != value)
 masked_outside = _masks(
-    "masked_outside",
-    lambda x, v1, v2: (x < _jnp.minimum(v1, v2)) | (x > _jnp.maximum(v1, v2)),
+    "masked_outside", lambda x, v1, v2: (x < _jnp.minimum(v1, v2)) | (x > _jnp.maximum(v1, v2))
 )
 masked_values = _masks(
     "masked_values",

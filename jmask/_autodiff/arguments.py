@@ -21,7 +21,7 @@ from jmask._base.jaxprs import forwarded
 from jmask._base.lowering import lower, primitive
 from jmask._base.row_ids import mapped_words
 from jmask._base.shardings import explicit_sharding, varying_axes
-from jmask._base.types import Function, Gradient, Gradients, Options, PyTree
+from jmask._base.types import Function, Gradient, Options, PyTree
 from jmask._base.validation import leaf_name, shown
 from jmask._kernels.gathered_rows import GATHERED
 from jmask._kernels.rows import plus_zero, zero_after_reading
@@ -129,7 +129,7 @@ _TOGETHER = primitive(
 lower(_TOGETHER, lambda *arrays: lax.optimization_barrier(list(arrays)), platform="gpu")
 
 
-def after_reading(value: jax.Array, gradients: Gradients) -> Gradients:
+def after_reading(value: jax.Array, gradients: PyTree) -> PyTree:
     """Make ids of gradients depend on the value of the loss, as far as XLA can tell.
 
     So all that the value needs of a table is read before the table is written. Where nothing
@@ -162,7 +162,9 @@ def after_reading(value: jax.Array, gradients: Gradients) -> Gradients:
 
 def _ordered(gradient: Gradient, value: jax.Array, zero: jax.Array) -> Gradient:
     """Order one gradient; `zero` depends on the value."""
-    leaf = gradient.index_leaf if is_row_sparse(gradient) else None
+    if not is_row_sparse(gradient):
+        return gradient
+    leaf = gradient.index_leaf
     if not isinstance(leaf, jax.core.Tracer) or varying_axes(value) - varying_axes(leaf):
         return gradient
     shardings = [explicit_sharding(x) for x in (leaf, value)]

@@ -31,7 +31,7 @@ from jmask._base.forms import aval_of, name_of, parameter
 from jmask._base.jaxprs import bound, read
 from jmask._base.row_ids import canonical, widen
 from jmask._base.shardings import sharding_of_type
-from jmask._base.types import Atom, Shape, Value
+from jmask._base.types import Argument, Atom, Shape
 from jmask._kernels.bag_sum import BAG_SUM, BagSum, are_many
 
 Array = jax.Array
@@ -80,7 +80,7 @@ class Rows(View):
 class Scope:
     """The variables of one program: how often each is used, and what it is a broadcast of."""
 
-    def __init__(self, jaxpr: Jaxpr, values: dict[Var, Value]) -> None:
+    def __init__(self, jaxpr: Jaxpr, values: dict[Var, Argument]) -> None:
         self._jaxpr, self._values = jaxpr, values
 
     @functools.cached_property
@@ -96,7 +96,7 @@ class Scope:
         """Decide whether one equation, or the result, has the only use of a variable."""
         return isinstance(v, Var) and self._uses[v] == 1
 
-    def broadcast(self, v: Atom) -> tuple[Value, Sequence[int]] | None:
+    def broadcast(self, v: Atom) -> tuple[Argument, Sequence[int]] | None:
         """Return what a variable is a broadcast of, and the dimensions of that; else None."""
         if isinstance(v, Literal):
             return v.val, ()
@@ -137,16 +137,16 @@ class Scope:
         return numbers
 
 
-def _is_number(x: Value) -> bool:
+def _is_number(x: Argument) -> bool:
     """Decide whether a value is a number that the program has, and not an array."""
     return isinstance(x, int | float | np.generic | np.ndarray) and np.ndim(x) == 0
 
 
-def _is_zero(x: Value) -> bool:
+def _is_zero(x: Argument) -> bool:
     return _is_number(x) and not np.any(x)
 
 
-def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Value], lookup: Lookup) -> Rows | None:
+def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Argument], lookup: Lookup) -> Rows | None:
     """Return the rows of a lookup of whole rows that wait for their sum; None of any other."""
     x, aval = args[0], aval_of(eqn.outvars[0])
     plan, run = lookup
@@ -169,7 +169,7 @@ def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Value], lookup: Lookup) -> 
         return None
 
     def described() -> Entries:
-        start: Value = windows.starts()[0]
+        start: Argument = windows.starts()[0]
         rows = x.shape[0]
         in_range = widen(jnp.clip(start, 0, rows - 1), rows)
         if windows.clips:
@@ -195,7 +195,7 @@ def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Value], lookup: Lookup) -> 
 
 
 def made_of_rows(
-    eqn: JaxprEqn, name: str, args: Sequence[Value], scope: Scope
+    eqn: JaxprEqn, name: str, args: Sequence[Argument], scope: Scope
 ) -> Lookup | Rows | None:
     """Return the sum that an equation makes of rows, or rows that wait on; else None."""
     which, *others = [i for i, x in enumerate(args) if isinstance(x, Rows)]
@@ -298,7 +298,7 @@ _RULES: dict[str, Callable[[JaxprEqn, Rows, int, Scope], _Made]] = {
 # --- sums ---------------------------------------------------------------------------------
 
 
-def _sum(eqn: JaxprEqn, name: str, args: Sequence[Value], which: int) -> Lookup | None:
+def _sum(eqn: JaxprEqn, name: str, args: Sequence[Argument], which: int) -> Lookup | None:
     x, weights = args[which], None
     if name == "reduce_sum":
         summed = tuple(sorted(parameter(eqn, "axes")))
@@ -319,7 +319,7 @@ def _sum(eqn: JaxprEqn, name: str, args: Sequence[Value], which: int) -> Lookup 
     bags = math.prod(x.entries[d] for d in kept)
     bag_of = lambda ids, weight: BagSum(x.table, ids, None, weight, None, bags, 0)
     # Of the trial: no more than shapes.
-    positions: Value = jax.ShapeDtypeStruct((bags, math.prod(x.entries) // bags), np.int32)
+    positions: Argument = jax.ShapeDtypeStruct((bags, math.prod(x.entries) // bags), np.int32)
     plan, _ = bag_of_table(bag_of(positions, None), aval).lookup(lambda: positions)
 
     def run(taps: Taps) -> Array:

@@ -45,7 +45,7 @@ from jmask._base.array_types import is_known
 from jmask._base.forms import CALLS, Opened, aval_of, called, name_of
 from jmask._base.jaxprs import bound, read, side_by_side
 from jmask._base.shardings import varying_like
-from jmask._base.types import Shaped, Value
+from jmask._base.types import Argument, Shaped
 from jmask._kernels.bag_sum import BAG_SUM
 
 # The user's line in a fallback warning must not be a line of this library.
@@ -105,8 +105,8 @@ class Forward:
         self._eqns: tuple[JaxprEqn, ...] = ()
 
     def run(
-        self, program: Opened, inputs: Sequence[Value], taps: Taps, wanted: Flags
-    ) -> list[Value]:
+        self, program: Opened, inputs: Sequence[Argument], taps: Taps, wanted: Flags
+    ) -> list[Argument]:
         """Return the outputs of a program; a gradient is taken of those that are wanted."""
         jaxpr, consts = program
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
@@ -142,18 +142,18 @@ class Forward:
     def arrays(
         self,
         program: Opened,
-        inputs: Sequence[Value],
+        inputs: Sequence[Argument],
         taps: Taps,
         wanted: Flags,
         but: Collection[int] = (),
-    ) -> list[Value]:
+    ) -> list[Argument]:
         """Return the outputs of a program as arrays, without those numbered in `but`."""
         outs = enumerate(zip(self.run(program, inputs, taps, wanted), wanted, strict=True))
         return [self.array(x, taps, not flag) for i, (x, flag) in outs if i not in but]
 
     def _equation(
-        self, eqn: JaxprEqn, args: list[Value], taps: Taps, flags: Flags, scope: bags.Scope
-    ) -> list[Value]:
+        self, eqn: JaxprEqn, args: list[Argument], taps: Taps, flags: Flags, scope: bags.Scope
+    ) -> list[Argument]:
         name, is_live = name_of(eqn), any(flags)
         aval = next(map(aval_of, eqn.outvars), None)  # what prints has no result
         is_call = _is_call(name)
@@ -215,8 +215,8 @@ class Forward:
         return self._bound(eqn, name, [self.array(a, taps, not is_live) for a in args], taps)
 
     def _bound(
-        self, eqn: JaxprEqn, name: str, args: Sequence[Value], taps: Taps
-    ) -> list[Value]:
+        self, eqn: JaxprEqn, name: str, args: Sequence[Argument], taps: Taps
+    ) -> list[Argument]:
         """Run an equation as it is, but that rows are gathered the fast way."""
         if taps.is_trial:
             return [aval_of(v) for v in eqn.outvars]
@@ -240,8 +240,12 @@ class Forward:
         return dataclasses.replace(x, reading=reading, make=make, varies=varies, whole=None)
 
     def _computed(
-        self, eqn: JaxprEqn, args: Sequence[Value], outs: list[Value], needs: Sequence[Need]
-    ) -> list[Value]:
+        self,
+        eqn: JaxprEqn,
+        args: Sequence[Argument],
+        outs: list[Argument],
+        needs: Sequence[Need],
+    ) -> list[Argument]:
         """Mark results that may have the rows of tables; note lookups in what is marked.
 
         Products do not count: the labels' entries of logits are no rows looked up.
@@ -257,7 +261,7 @@ class Forward:
             self.needs += [Need(t, self._eqns, 0, 0, True, True) for t in tables]
             return outs
 
-        def keeps_rows(out: Value, table: Shaped) -> bool:
+        def keeps_rows(out: Argument, table: Shaped) -> bool:
             rows, shape = tuple(getattr(out, "shape", ())), tuple(table.shape)
             is_so = len(rows) == len(shape) > 1 and rows[1:] == shape[1:]
             return is_so and rows[0] >= shape[0] and not isinstance(out, View)
@@ -270,12 +274,12 @@ class Forward:
     def _looked_up(
         self,
         lookup: Lookup,
-        abstract: Value,
+        abstract: Argument,
         taps: Taps,
         is_live: bool = True,
         is_lookup: bool = True,
         eqns: tuple[JaxprEqn, ...] = (),
-    ) -> Value:
+    ) -> Argument:
         """Return rows; in a trial note their taps, and return what is `abstract`."""
         plan, run = lookup
         if not taps.is_trial:
@@ -290,10 +294,10 @@ class Forward:
     def _bag_sums(
         self,
         eqns: Sequence[JaxprEqn],
-        args: Sequence[list[Value]],
+        args: Sequence[list[Argument]],
         taps: Taps,
         flags: Sequence[Flags],
-    ) -> list[Value]:
+    ) -> list[Argument]:
         """Return bag sums: of tables with a tap, of views of the rows that they read."""
         calls, taken = [], []
         for eqn, operands, of_eqn in zip(eqns, args, flags, strict=True):
@@ -313,7 +317,7 @@ class Forward:
                     x = dataclasses.replace(x, table=array(table))
                 calls.append(x)
                 taken.append(tapped)
-        outs: list[Value] = [aval_of(v) for eqn in eqns for v in eqn.outvars]
+        outs: list[Argument] = [aval_of(v) for eqn in eqns for v in eqn.outvars]
         if not taps.is_trial:
             leaves = [leaf for x in calls for leaf in jax.tree.leaves(x)]
             trees = [{"trees": (jax.tree.structure(x),)} for x in calls]
@@ -326,7 +330,7 @@ class Forward:
 
     # --- arrays -------------------------------------------------------------------------
 
-    def array(self, x: Value, taps: Taps, is_constant: bool = False) -> Value:
+    def array(self, x: Argument, taps: Taps, is_constant: bool = False) -> Argument:
         """Return a view as an array: of its rows if they are few, else it needs all of tables.
 
         No gradient is taken of a constant. What several equations need is made once.
@@ -339,14 +343,14 @@ class Forward:
             taps.made[key] = x, make(x, taps)
         return taps.made[key][1]
 
-    def _constant(self, x: View, taps: Taps) -> Value:
+    def _constant(self, x: View, taps: Taps) -> Argument:
         if taps.is_trial:
             return jax.ShapeDtypeStruct(x.shape, x.dtype)
         assert x.make is not None
         made = functools.partial(self.array, taps=taps, is_constant=True)
         return lax.stop_gradient(x.make(made))
 
-    def _read_or_needed(self, x: View, taps: Taps) -> Value:
+    def _read_or_needed(self, x: View, taps: Taps) -> Argument:
         abstract = jax.ShapeDtypeStruct(x.shape, x.dtype)
         lookup = x.whole if isinstance(x, bags.Rows) else self._reading_of_all(x)
         if lookup is not None:
@@ -387,7 +391,7 @@ class Forward:
             total[tap.table] = total.get(tap.table, 0) + _size(tap)
         return all(2 * n <= math.prod(self.leaves[t].shape) for t, n in total.items())
 
-    def _is_small(self, x: Value) -> bool:
+    def _is_small(self, x: Argument) -> bool:
         """Decide whether a value is a view all of which is better read before it is used."""
         if not isinstance(x, View) or isinstance(x, TableView) or not is_known(*x.shape):
             return False

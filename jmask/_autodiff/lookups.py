@@ -42,7 +42,7 @@ from jmask._base.forms import aval_of, parameter
 from jmask._base.jaxprs import bound
 from jmask._base.row_ids import canonical, id_dtype, widen
 from jmask._base.shardings import sharding_of_type
-from jmask._base.types import Index, Shape, Value
+from jmask._base.types import Argument, Index, Shape
 from jmask._kernels.bag_sum import BAG_SUM
 from jmask._kernels.gather import SLOW_COPY, Gather, slow_copy_of
 from jmask._kernels.lines import LOOKUP as ROWS_OF_LINES
@@ -74,7 +74,7 @@ class Windows:
     starts: Callable[[], Mapping[int, Index]]
     started: frozenset[int]
     clips: bool = True
-    fill: Value = None
+    fill: Argument = None
 
     def leading(self, shape: Shape) -> int | None:
         """Return how many dimensions number the rows that it reads of an array.
@@ -141,7 +141,7 @@ class Windows:
         return jnp.moveaxis(rows, range(len(self.batch), rows.ndim), self.offsets)
 
 
-def windows_of(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Windows:
+def windows_of(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Windows:
     """Return the windows that a `gather`, a `slice` or a `dynamic_slice` reads."""
     if name == "slice":
         begin, end = parameter(eqn, "start_indices"), parameter(eqn, "limit_indices")
@@ -197,21 +197,15 @@ def gather_of(eqn: JaxprEqn) -> Gather:
 # --- lookups ------------------------------------------------------------------------------
 
 WINDOWS = ("gather", SLOW_COPY.name)
-LOOKUPS = (
-    *WINDOWS,
-    BAG_SUM.primitive.name,
-    LOOKUP.name,
-    ROWS_OF_LINES.name,
-    *SPARSE_PRODUCTS,
-)
+LOOKUPS = (*WINDOWS, BAG_SUM.primitive.name, LOOKUP.name, ROWS_OF_LINES.name, *SPARSE_PRODUCTS)
 """The equations that look rows up, wherever ids are; slices are views until they are read."""
 
 
 def lookup_of(
     eqn: JaxprEqn,
     name: str,
-    args: Sequence[Value],
-    array: Callable[[Value], Value],
+    args: Sequence[Argument],
+    array: Callable[[Argument], Argument],
     rows_only: bool,
 ) -> Lookup | None:
     """Return how an equation looks rows up, or None if it does not.
@@ -234,7 +228,7 @@ def lookup_of(
     return None
 
 
-def slice_lookup(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Lookup | None:
+def slice_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup | None:
     """Return how a slice of a table is read as a whole, by its equation."""
     strides = parameter(eqn, "strides") if name == "slice" else None
     if not isinstance(args[0], TableView) or (strides and set(strides) != {1}):
@@ -242,7 +236,7 @@ def slice_lookup(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Lookup | No
     return window_lookup(eqn, name, args)
 
 
-def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Lookup | None:
+def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup | None:
     """Return how an equation reads windows of a view, or None if it does not read rows."""
     x, windows, aval = args[0], windows_of(eqn, name, args), aval_of(eqn.outvars[0])
     shape, sizes = x.shape, windows.sizes
@@ -310,15 +304,15 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Value]) -> Lookup | N
     return plan, run
 
 
-def _sharded_tap(x: TableView, ids: Shape, aval: Value) -> Tap:
+def _sharded_tap(x: TableView, ids: Shape, aval: Argument) -> Tap:
     """Return the tap of rows that are sharded as the type of the result says."""
     shape, sharding, varies = tuple(aval.shape), sharding_of_type(aval), varies_of(aval)
     count, ndim = math.prod(ids), len(ids)
     return Tap(x.number, 1, shape, x.dtype, count, "placed", ndim, varies, sharding)
 
 
-def _spec(x: Value) -> tuple[object, ...]:
-    aval: Value = getattr(x, "aval", x)
+def _spec(x: Argument) -> tuple[object, ...]:
+    aval: Argument = getattr(x, "aval", x)
     sharding = sharding_of_type(aval)
     return () if sharding is None else tuple(sharding.spec)
 

@@ -39,23 +39,23 @@ from jmask._base.forms import (
 from jmask._base.jaxprs import forwarded
 from jmask._base.row_ids import id_dtype
 from jmask._base.shardings import on_every_device, varying_axes, varying_over
-from jmask._base.types import PyTree, Value
+from jmask._base.types import Argument, PyTree
 
 if TYPE_CHECKING:  # it runs these rules
     from jmask._autodiff.forward import Forward
 
 
-def _abstract(eqn: JaxprEqn) -> list[Value]:
+def _abstract(eqn: JaxprEqn) -> list[Argument]:
     return [aval_of(v) for v in eqn.outvars]
 
 
-def _in_trial(args: Sequence[Value], jaxpr: Jaxpr) -> list[Value]:
+def _in_trial(args: Sequence[Argument], jaxpr: Jaxpr) -> list[Argument]:
     """Return views as they are, and the abstract arrays that a program has for the others."""
     pairs = zip(args, jaxpr.invars, strict=True)
     return [x if isinstance(x, View) else aval_of(v) for x, v in pairs]
 
 
-def _merged(known: Mapping[int, Value], others: Sequence[Value]) -> list[Value]:
+def _merged(known: Mapping[int, Argument], others: Sequence[Argument]) -> list[Argument]:
     """Return values in order, some of which are known by their number."""
     rest, count = iter(others), len(known) + len(others)
     return [known[i] if i in known else next(rest) for i in range(count)]
@@ -65,8 +65,8 @@ def _merged(known: Mapping[int, Value], others: Sequence[Value]) -> list[Value]:
 
 
 def _remat(
-    forward: "Forward", eqn: JaxprEqn, args: list[Value], taps: Taps, flags: Flags
-) -> list[Value]:
+    forward: "Forward", eqn: JaxprEqn, args: list[Argument], taps: Taps, flags: Flags
+) -> list[Argument]:
     program = called(eqn)
     if is_recomputed_apart(eqn):  # of a gradient that the program took itself
         return forward.run(program, _behind_a_barrier(args, taps), taps, flags)
@@ -75,7 +75,7 @@ def _remat(
     passed = {i: views[s] for i, s in enumerate(forwarded(program[0])) if s in views}
     specs, arrays = taps.of_nested()
 
-    def body(arrays: PyTree, plain: Sequence[Value]) -> tuple[list[Value], PyTree]:
+    def body(arrays: PyTree, plain: Sequence[Argument]) -> tuple[list[Argument], PyTree]:
         inside = taps.inside(specs, arrays)
         outs = forward.arrays(program, _merged(views, plain), inside, flags, passed)
         return outs, inside.record
@@ -87,7 +87,7 @@ def _remat(
     return _merged(passed, outs)
 
 
-def _behind_a_barrier(args: Sequence[Value], taps: Taps) -> list[Value]:
+def _behind_a_barrier(args: Sequence[Argument], taps: Taps) -> list[Argument]:
     """Return operands so that what is recomputed is not merged with what was computed."""
     if taps.is_trial:
         return list(args)
@@ -106,8 +106,8 @@ def _behind_a_barrier(args: Sequence[Value], taps: Taps) -> list[Value]:
 
 
 def _scan(
-    forward: "Forward", eqn: JaxprEqn, args: list[Value], taps: Taps, flags: Flags
-) -> list[Value]:
+    forward: "Forward", eqn: JaxprEqn, args: list[Argument], taps: Taps, flags: Flags
+) -> list[Argument]:
     scan = scan_of(eqn)
     jaxpr, first, count = scan.body[0], scan.consts, scan.carry
     consts, init, scanned = args[:first], args[first : first + count], args[first + count :]
@@ -118,7 +118,7 @@ def _scan(
     init = [forward.array(x, taps, not wanted[i]) for i, x in enumerate(init) if i not in kept]
     specs, arrays = taps.of_nested()
 
-    def step(carry: list[Value], xs: PyTree) -> tuple[list[Value], PyTree]:
+    def step(carry: list[Argument], xs: PyTree) -> tuple[list[Argument], PyTree]:
         number, plain, arrays = xs
         inside = taps.inside(specs, arrays)
         elements = {i: element(x, number) for i, x in stacks.items()}
@@ -146,8 +146,8 @@ def _scan(
 
 
 def _cond(
-    forward: "Forward", eqn: JaxprEqn, args: list[Value], taps: Taps, flags: Flags
-) -> list[Value]:
+    forward: "Forward", eqn: JaxprEqn, args: list[Argument], taps: Taps, flags: Flags
+) -> list[Argument]:
     which, *operands = args
     which = forward.array(which, taps, is_constant=True)
     branches = branches_of(eqn)
@@ -166,7 +166,7 @@ def _cond(
 
     # 2. Each with its part of the taps, and ids that are padded.
     def with_taps(branch: Opened, specs: PyTree) -> Callable[[], tuple[PyTree, PyTree]]:
-        def build() -> tuple[list[Value], list[jax.Array]]:
+        def build() -> tuple[list[Argument], list[jax.Array]]:
             used: dict[object, int] = defaultdict(int)
 
             def part(tap: Tap) -> jax.Array:
@@ -220,8 +220,8 @@ def _padded(forward: "Forward", shared: Tap, found: Sequence[jax.Array]) -> jax.
 
 
 def _shard_map(
-    forward: "Forward", eqn: JaxprEqn, args: list[Value], taps: Taps, flags: Flags
-) -> list[Value]:
+    forward: "Forward", eqn: JaxprEqn, args: list[Argument], taps: Taps, flags: Flags
+) -> list[Argument]:
     form = shard_map_of(eqn)
     axes = frozenset(form.how["axis_names"])
     devices = math.prod(form.how["mesh"].shape[axis] for axis in axes)
@@ -232,7 +232,7 @@ def _shard_map(
     inputs = [x.array if i in tables else forward.array(x, taps) for i, x in enumerate(args)]
     specs, arrays = taps.of_nested()
 
-    def body(arrays: PyTree, *inputs: Value) -> tuple[list[Value], PyTree]:
+    def body(arrays: PyTree, *inputs: Argument) -> tuple[list[Argument], PyTree]:
         inside = taps.inside(specs, arrays, rows_only=True)
         views = {i: view_of_table(x.number, inputs[i]) for i, x in tables.items()}
         with_views = [views.get(i, x) for i, x in enumerate(inputs)]
@@ -262,8 +262,4 @@ def _shard_map(
     return outs
 
 
-RULES = dict.fromkeys(REMATS, _remat) | {
-    "scan": _scan,
-    "cond": _cond,
-    "shard_map": _shard_map,
-}
+RULES = dict.fromkeys(REMATS, _remat) | {"scan": _scan, "cond": _cond, "shard_map": _shard_map}

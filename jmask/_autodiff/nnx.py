@@ -8,14 +8,14 @@ from types import ModuleType
 import jax
 
 from jmask._autodiff import value_and_grad as autodiff
-from jmask._base.types import Argnums, Function, KeyPath, Options, PyTree, PyTreeDef
+from jmask._base.types import Argument, Function, KeyPath, Options, PyTree, PyTreeDef
 from jmask._base.validation import check_flag, shown
 
 
 def value_and_grad(
     f: Function | None = None,
     *,
-    argnums: Argnums = 0,
+    argnums: Argument = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
@@ -104,7 +104,7 @@ def value_and_grad(
 def grad(
     f: Function | None = None,
     *,
-    argnums: Argnums = 0,
+    argnums: Argument = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
@@ -175,7 +175,8 @@ class _Arguments:
         }
 
         def is_parameter(path: KeyPath, x: object) -> bool:
-            owner = self.owners[self.places[path[0]]]
+            place: Argument = path[0]
+            owner = self.owners[self.places[place]]
             if owner not in wanted:
                 return False
             # A variable that is an argument itself is one, whatever its type.
@@ -232,7 +233,7 @@ class _Arguments:
             context.merge(self.graph, self.structure.unflatten(leaves))
 
 
-def _filters(nnx: ModuleType, argnums: Argnums) -> dict[int, object]:
+def _filters(nnx: ModuleType, argnums: Argument) -> dict[int, object]:
     """Return the filter of each argument to differentiate, or None for `nnx.Param`."""
     wanted: dict[int, object] = {}
     for x in argnums if isinstance(argnums, Sequence) else (argnums,):

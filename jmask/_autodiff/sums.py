@@ -33,7 +33,7 @@ from jmask._base.array_types import trailing
 from jmask._base.forms import aval_of, parameter
 from jmask._base.jaxprs import bound
 from jmask._base.row_ids import canonical, id_dtype
-from jmask._base.types import Function, Shaped, Value
+from jmask._base.types import Argument, Function, Shaped
 from jmask._kernels.bag_sum import BagSum
 from jmask._kernels.rows import add_rows
 
@@ -103,7 +103,7 @@ SPARSE_PRODUCTS = ("bcoo_dot_general", "bcsr_dot_general")
 
 
 def sparse_product(
-    eqn: JaxprEqn, name: str, args: Sequence[Value], rows_only: bool
+    eqn: JaxprEqn, name: str, args: Sequence[Argument], rows_only: bool
 ) -> Lookup | None:
     """Return X @ table for a sparse X, a bag of rows for each row of X.
 
@@ -128,7 +128,7 @@ def sparse_product(
     return None if plan is None else (varying(plan, varies_of(aval)), by_rows)
 
 
-def _csr_terms(eqn: JaxprEqn, sparse: Sequence[Value], table: View) -> BagsOfTable | None:
+def _csr_terms(eqn: JaxprEqn, sparse: Sequence[Argument], table: View) -> BagsOfTable | None:
     data, columns, pointers = sparse
     is_plain = parameter(eqn, "dimension_numbers") == (((1,), (0,)), ((), ()))
     shape = parameter(eqn, "lhs_spinfo").shape
@@ -146,7 +146,7 @@ def _csr_terms(eqn: JaxprEqn, sparse: Sequence[Value], table: View) -> BagsOfTab
     return BagsOfTable(table, rows, entries, aval_of(eqn.outvars[0]), arrays)
 
 
-def _coo_terms(eqn: JaxprEqn, sparse: Sequence[Value], table: View) -> BagsOfTable | None:
+def _coo_terms(eqn: JaxprEqn, sparse: Sequence[Argument], table: View) -> BagsOfTable | None:
     data, indices = sparse
     (contract, contract_dense), batch = parameter(eqn, "dimension_numbers")
     shape = parameter(eqn, "lhs_spinfo").shape

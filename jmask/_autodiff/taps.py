@@ -29,7 +29,7 @@ from jmask._base.shardings import (
     varying_axes,
     varying_over,
 )
-from jmask._base.types import ArrayFunction, DType, JvpArgs, PyTree, Shape, Value
+from jmask._base.types import ArrayFunction, Arrays, DType, PyTree, Shape
 from jmask._kernels import sharded_rows, tuning
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows, joined, pays
 from jmask._kernels.rows import split_rows
@@ -45,7 +45,7 @@ def tapped(rows: jax.Array, tap: jax.Array) -> jax.Array:
     return rows
 
 
-def _derivative(primals: JvpArgs, tangents: JvpArgs) -> tuple[jax.Array, jax.Array]:
+def _derivative(primals: Arrays, tangents: Arrays) -> tuple[jax.Array, jax.Array]:
     known = [t for t in tangents if not isinstance(t, SymbolicZero)]
     return primals[0], sum(known[1:], known[0]) if known else jnp.zeros_like(primals[0])
 
@@ -145,17 +145,13 @@ class Taps:
         is_without: bool = False,
     ) -> None:
         self.record: list[PyTree] = []
-        self.made: dict[tuple[int, bool], tuple[object, Value]] = {}
+        self.made: dict[tuple[int, bool], tuple[object, jax.Array]] = {}
         self.rows_only, self.is_without = rows_only, is_without
         self.is_trial = specs is None and not is_without
         self._given: Iterator[PyTree] = iter(zip(specs or (), arrays or (), strict=True))
 
     def take(
-        self,
-        spec: Tap,
-        rows: jax.Array,
-        ids: PyTree,
-        as_result: ArrayFunction | None = None,
+        self, spec: Tap, rows: jax.Array, ids: PyTree, as_result: ArrayFunction | None = None
     ) -> jax.Array:
         """Return rows with the next tap, which is like `spec`, at `ids`.
 
@@ -190,7 +186,7 @@ NONE = Taps(is_without=True)
 
 
 def gradients_of_tables(
-    tables: Sequence[Value], specs: PyTree, ids: PyTree, cotangents: PyTree
+    tables: Sequence[jax.Array], specs: PyTree, ids: PyTree, cotangents: PyTree
 ) -> dict[int, RowSparse]:
     """Return the gradient of each table that has taps: the cotangents at the ids of all."""
     parts: dict[int, list[tuple[Tap, jax.Array, jax.Array]]] = defaultdict(list)

@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
 from jmask._base.fallback import expect_dense
-from jmask._base.types import Gradient, PyTree, PyTreeDef, TensorLike, Value
+from jmask._base.types import Argument, PyTree, PyTreeDef, Tensor, TensorLike
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
 from jmask._tensors.specified import (
     placeholder_of,
@@ -29,7 +29,7 @@ from jmask._tensors.specified import (
     with_values_of,
     without_placeholder,
 )
-from jmask._tensors.storage import is_sparse, unique_positions
+from jmask._tensors.storage import is_sparse, unique_positions, with_stored_values
 
 
 class Leaves:
@@ -48,7 +48,7 @@ class Leaves:
         self._tree: PyTreeDef
         leaves, self._tree = jax.tree.flatten(list(arguments), is_leaf=is_tensor)
         self._leaves = [_coalesced(x) for x in leaves]
-        self.given: list[Value] = []
+        self.given: list[Argument] = []
         self.placeholders, self.of_tensors = set[int](), set[int]()
         self.owners: list[int] = []
         self.everywhere = any(placeholder_of(x) is not None for x in self._leaves)
@@ -64,7 +64,7 @@ class Leaves:
             shape = jax.ShapeDtypeStruct(tuple(x.shape), x.dtype)
             self._add(number, shape if placeholder is None else placeholder)
 
-    def _add(self, number: int, x: Value) -> None:
+    def _add(self, number: int, x: Argument) -> None:
         self.owners.append(number)
         self.given.append(x)
 
@@ -73,7 +73,8 @@ class Leaves:
         rest, leaves = iter(arrays), []
         for x in self._leaves:
             if is_tensor(x):
-                tensor, placeholder = with_values_of(x, next(rest)), next(rest)
+                tensor: Argument = with_values_of(x, next(rest))
+                placeholder = next(rest)
                 leaves.append(
                     with_placeholder(tensor, placeholder) if self.everywhere else tensor
                 )
@@ -81,7 +82,7 @@ class Leaves:
                 leaves.append(next(rest))
         return self._tree.unflatten(leaves)
 
-    def arrays(self, jaxpr: Jaxpr) -> list[Value]:
+    def arrays(self, jaxpr: Jaxpr) -> list[jax.Array]:
         """Return the arrays that a program runs on: zeros for placeholders that it reads."""
         if not self.placeholders:
             return self.given
@@ -94,7 +95,7 @@ class Leaves:
             for v, x in zip(jaxpr.invars, self.given, strict=True)
         ]
 
-    def gradients(self, of_arrays: Sequence[Gradient | None]) -> list[PyTree]:
+    def gradients(self, of_arrays: Sequence[Argument]) -> list[PyTree]:
         """Return the gradient of each argument; None is that of what has none."""
         rest, leaves = iter(of_arrays), []
         for x in self._leaves:
@@ -124,7 +125,7 @@ def _coalesced(x: TensorLike) -> TensorLike:
     return x if placeholder is None else with_placeholder(x, placeholder)
 
 
-def _of_tensor(x: TensorLike, of_values: Gradient, everywhere: jax.Array | None) -> Gradient:
+def _of_tensor(x: Tensor, of_values: jax.Array, everywhere: jax.Array | None) -> Tensor:
     """Return the gradient of a tensor, from those in its stored values and its placeholder."""
     if everywhere is None:
         return with_values_of(x, of_values)
@@ -133,7 +134,7 @@ def _of_tensor(x: TensorLike, of_values: Gradient, everywhere: jax.Array | None)
     kept = x.valid if isinstance(x, MaskedTensor) else jnp.ones(of_values.shape, bool)
     if not is_sparse(storage):
         return jnp.where(kept, of_values, everywhere)
-    stored = with_values_of(storage, kept.astype(of_values.dtype)).todense().real
-    total = with_values_of(storage, jnp.where(kept, of_values, 0)).todense()
+    stored = with_stored_values(storage, kept.astype(of_values.dtype)).todense().real
+    total = with_stored_values(storage, jnp.where(kept, of_values, 0)).todense()
     # Of an entry stored twice, which BCSR may hold, each part has the whole derivative.
     return jnp.where(stored > 0, total / jnp.maximum(stored, 1), everywhere)

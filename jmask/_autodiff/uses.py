@@ -18,13 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmask._autodiff.forward import LOOKING_UP, Need
 from jmask._base.array_types import is_known
-from jmask._base.fallback import (
-    LARGE,
-    Place,
-    in_bytes,
-    place_among,
-    report_fallback,
-)
+from jmask._base.fallback import LARGE, Place, in_bytes, place_among, report_fallback
 from jmask._base.forms import (
     aval_of,
     bodies_of,

@@ -27,7 +27,7 @@ from jmask._autodiff.views import view_of_table
 from jmask._base.fallback import LARGE
 from jmask._base.forms import aval_of
 from jmask._base.shardings import on_explicit_mesh, sharding_of_type
-from jmask._base.types import Function, Gradients, Options, PyTree, PyTreeDef, Value
+from jmask._base.types import Argument, Function, Options, PyTree, PyTreeDef
 from jmask._base.validation import (
     KEEP_ARRAYS,
     Model,
@@ -59,7 +59,7 @@ def value_and_grad(
     has_aux: Literal[False] = ...,
     holomorphic: bool = ...,
     allow_int: bool = ...,
-) -> Callable[P, tuple[jax.Array, Gradients]]: ...
+) -> Callable[P, tuple[jax.Array, PyTree]]: ...
 @overload
 def value_and_grad(
     fun: Callable[P, PyTree],
@@ -68,7 +68,7 @@ def value_and_grad(
     has_aux: Literal[True],
     holomorphic: bool = ...,
     allow_int: bool = ...,
-) -> Callable[P, tuple[tuple[jax.Array, PyTree], Gradients]]: ...
+) -> Callable[P, tuple[tuple[jax.Array, PyTree], PyTree]]: ...
 @overload
 def value_and_grad(
     fun: Callable[P, PyTree],
@@ -76,14 +76,14 @@ def value_and_grad(
     has_aux: bool = ...,
     holomorphic: bool = ...,
     allow_int: bool = ...,
-) -> Callable[P, tuple[PyTree, Gradients]]: ...
+) -> Callable[P, tuple[PyTree, PyTree]]: ...
 def value_and_grad(
     fun: Callable[P, PyTree],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[P, tuple[PyTree, Gradients]]:
+) -> Callable[P, tuple[PyTree, PyTree]]:
     """Differentiate as `jax.value_and_grad`, with row-sparse gradients of looked-up tables.
 
     A parameter whose gradient is a sum of lookups (`t[ids]`, `jnp.take`, flax and equinox
@@ -138,7 +138,7 @@ def value_and_grad(
     check_flag("allow_int", allow_int)
 
     @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
-    def value_and_grad_of_fun(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, Gradients]:
+    def value_and_grad_of_fun(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, PyTree]:
         numbers = _positions(argnums, args)
         value, gradients = value_and_gradients(
             fun, numbers, has_aux, args, kwargs, holomorphic=holomorphic, allow_int=allow_int
@@ -157,7 +157,7 @@ def grad(
     has_aux: Literal[True],
     holomorphic: bool = ...,
     allow_int: bool = ...,
-) -> Callable[P, tuple[Gradients, PyTree]]: ...
+) -> Callable[P, tuple[PyTree, PyTree]]: ...
 @overload
 def grad(
     fun: Callable[P, PyTree],
@@ -165,14 +165,14 @@ def grad(
     has_aux: bool = ...,
     holomorphic: bool = ...,
     allow_int: bool = ...,
-) -> Callable[P, Gradients]: ...
+) -> Callable[P, PyTree]: ...
 def grad(
     fun: Callable[P, PyTree],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[P, Gradients]:
+) -> Callable[P, PyTree]:
     """Differentiate as `jax.grad`, with row-sparse gradients of looked-up tables.
 
     See `value_and_grad` for arguments, errors and warnings.
@@ -189,7 +189,7 @@ def grad(
     run = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
 
     @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
-    def grad_of_fun(*args: P.args, **kwargs: P.kwargs) -> Gradients:
+    def grad_of_fun(*args: P.args, **kwargs: P.kwargs) -> PyTree:
         value, gradient = run(*args, **kwargs)
         return (gradient, value[1]) if has_aux else gradient
 
@@ -204,7 +204,7 @@ def value_and_gradients(
     kwargs: Options,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> tuple[PyTree, tuple[Gradients, ...]]:
+) -> tuple[PyTree, tuple[PyTree, ...]]:
     """Return the value (and aux), and a gradient for each of the positions `numbers`."""
     for n in numbers:
         refuse_quantized(args[n])
@@ -220,7 +220,9 @@ def value_and_gradients(
         # 2. The program with a tap at each lookup. Tables are constants of it.
         arrays = read.leaves.arrays(read.jaxpr)
 
-        def tapped_loss(zeros: PyTree, others: dict[int, Value]) -> tuple[jax.Array, PyTree]:
+        def tapped_loss(
+            zeros: PyTree, others: dict[int, jax.Array]
+        ) -> tuple[jax.Array, PyTree]:
             taps = Taps(read.taps, zeros)
             inputs = [others.get(i, x) for i, x in enumerate(arrays)]
             loss, *rest = read.run(inputs, taps)
@@ -339,7 +341,7 @@ class Reading:
                 "branches of a `cond`: call todense where `x` is, or with masked_grad=True."
             ) from error
 
-    def run(self, inputs: Sequence[Value], taps: Taps) -> list[jax.Array]:
+    def run(self, inputs: Sequence[Argument], taps: Taps) -> list[jax.Array]:
         """Return all outputs of the program."""
         views = [view_of_table(i, x) if i in self.tables else x for i, x in enumerate(inputs)]
         return self._forward.arrays((self.jaxpr, self._consts), views, taps, self._wanted)
@@ -382,7 +384,7 @@ class Reading:
 
 
 def _positions(argnums: int | Sequence[int], args: tuple[PyTree, ...]) -> tuple[int, ...]:
-    numbers: tuple[Value, ...]
+    numbers: tuple[Argument, ...]
     numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
     for number in numbers:
         if not isinstance(number, int | np.integer):

@@ -36,7 +36,7 @@ from jmask._base.array_types import trailing
 from jmask._base.forms import aval_of, parameter
 from jmask._base.jaxprs import ARITHMETIC, bound
 from jmask._base.row_ids import id_dtype, numbered, positions_of, widen
-from jmask._base.types import ArrayFunction, Index, Shape, Value
+from jmask._base.types import Argument, ArrayFunction, Index, Shape
 from jmask._kernels import tuning
 
 # --- views that move what is in others ----------------------------------------------------
@@ -256,19 +256,19 @@ def element(x: View, number: jax.Array) -> View:
 
 # --- rules of equations that move entries ---------------------------------------------------
 
-Rule = Callable[[JaxprEqn, Sequence[Value]], list[View] | None]
+Rule = Callable[[JaxprEqn, Sequence[Argument]], list[View] | None]
 
 
 def _shape(eqn: JaxprEqn) -> Shape:
     return tuple(aval_of(eqn.outvars[0]).shape)
 
 
-def _slice(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View]:
+def _slice(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View]:
     starts = parameter(eqn, "start_indices")
     return [sliced(xs[0], _shape(eqn), lambda: starts, parameter(eqn, "strides"))]
 
 
-def _dynamic_slice(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View] | None:
+def _dynamic_slice(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
     (x, *begins), shape = xs, _shape(eqn)
     if not isinstance(x, View) or any(isinstance(begin, View) for begin in begins):
         return None
@@ -282,7 +282,7 @@ def _dynamic_slice(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View] | None:
     return [sliced(x, shape, starts)]
 
 
-def _split(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View]:
+def _split(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View]:
     """Return the parts of a `split`, or the arrays of an `unstack`."""
     (x,), axis, begin, parts = xs, parameter(eqn, "axis"), 0, []
     for v in eqn.outvars:
@@ -296,13 +296,13 @@ def _split(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View]:
     return parts
 
 
-def _stack(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View]:
+def _stack(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View]:
     axis = parameter(eqn, "axis")
     one = lambda x: reshaped(x, (*x.shape[:axis], 1, *x.shape[axis:]))
     return [joined([one(as_view(x)) for x in xs], axis)]
 
 
-def _pad(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View] | None:
+def _pad(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
     (x, padding), config = xs, parameter(eqn, "padding_config")
     is_view = isinstance(x, View) and not isinstance(padding, View)
     if not is_view or any(interior for *_, interior in config):
@@ -320,19 +320,19 @@ def _pad(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View] | None:
     return [x]
 
 
-def _rev(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View]:
+def _rev(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View]:
     (x,), dimensions = xs, parameter(eqn, "dimensions")
     starts = [(n - 1) * (d in dimensions) for d, n in enumerate(x.shape)]
     steps = [-1 if d in dimensions else 1 for d in range(x.ndim)]
     return [sliced(x, x.shape, lambda: starts, steps)]
 
 
-def _broadcast(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View]:
+def _broadcast(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View]:
     dimensions = [int(d) for d in parameter(eqn, "broadcast_dimensions")]
     return [broadcasted(xs[0], _shape(eqn), dimensions)]
 
 
-def _tile(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View] | None:
+def _tile(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
     (x,), repeats = xs, tuple(parameter(eqn, "reps"))
     # As `numpy.tile`: repeats are of the last dimensions.
     repeats = (1,) * (x.ndim - len(repeats)) + repeats
@@ -346,7 +346,7 @@ def _tile(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View] | None:
 # --- rules of equations that compute --------------------------------------------------------
 
 
-def entrywise(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View] | None:
+def entrywise(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
     shape = _shape(eqn)
     if not shape:
         return None
@@ -368,7 +368,7 @@ def entrywise(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View] | None:
     return [View(shape, aval_of(eqn.outvars[0]).dtype, reading)]
 
 
-def _reduce(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View]:
+def _reduce(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View]:
     """Reduce along dimensions after those that positions are along."""
     (x,), axes = xs, parameter(eqn, "axes")
     how = eqn.primitive.get_bind_params(eqn.params)
@@ -382,7 +382,7 @@ def _reduce(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View]:
     return [View(_shape(eqn), aval_of(eqn.outvars[0]).dtype, reading)]
 
 
-def _product(eqn: JaxprEqn, xs: Sequence[Value]) -> list[View] | None:
+def _product(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
     """Multiply each row: `t @ w`, or sum stacked tables with weights, `w @ stack`."""
     (contracted, batch) = parameter(eqn, "dimension_numbers")
     which = 0 if isinstance(xs[0], View) else 1
@@ -435,7 +435,7 @@ RULES: dict[str, Rule] = COMPUTING | {
 }
 
 
-def views_of(eqns: Sequence[JaxprEqn], name: str, xs: Sequence[Value]) -> list[View] | None:
+def views_of(eqns: Sequence[JaxprEqn], name: str, xs: Sequence[Argument]) -> list[View] | None:
     """Return what an equation makes of views as views, if rows can be read of all of them.
 
     It is the last of the equations; the others run the program that it is in.

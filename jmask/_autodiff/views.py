@@ -24,7 +24,7 @@ from jmask._autodiff.taps import NONE, Tap, Taps
 from jmask._base.array_types import trailing
 from jmask._base.row_ids import id_dtype, most_rows, numbered
 from jmask._base.shardings import axes_of_type
-from jmask._base.types import ArrayFunction, DType, PyTree, Shape, Value
+from jmask._base.types import Argument, ArrayFunction, DType, PyTree, Shape
 from jmask._kernels.gather import Gather
 
 Lookup = tuple[list[Tap], Callable[[Taps], jax.Array]]
@@ -43,7 +43,7 @@ class Positions(NamedTuple):
         name: reads of one name are at the same positions.
     """
 
-    along: Sequence[Value]
+    along: Sequence[Argument]
     entries: Shape
     valid: Valid = None
     name: Hashable = None
@@ -124,7 +124,7 @@ class TableView(View):
     """
 
     number: int = -1
-    array: Value = None
+    array: Argument = None
     width: int | None = None
 
     def tap(self, shape: Shape, rows: int, leading: int = 1, dtype: DType | None = None) -> Tap:
@@ -154,7 +154,7 @@ class TableView(View):
         return rows
 
 
-def view_of_table(number: int, x: Value, width: int | None = None) -> TableView:
+def view_of_table(number: int, x: Argument, width: int | None = None) -> TableView:
     """Return the view of a leaf that is differentiated; of lines, of rows of this width."""
     return TableView(
         tuple(x.shape),
@@ -169,7 +169,7 @@ def view_of_table(number: int, x: Value, width: int | None = None) -> TableView:
     )
 
 
-def as_view(x: Value) -> View:
+def as_view(x: Argument) -> View:
     """Return a view, that of an array: it is read without a tap."""
     if isinstance(x, View):
         return x
@@ -212,22 +212,22 @@ class Reader:
 
     def __init__(self, taps: Taps | None = None) -> None:
         self.taps, self.plan = taps, list[Tap]()
-        self._known: dict[Hashable, Value] = {}
+        self._known: dict[Hashable, Argument] = {}
 
-    def read(self, x: View, p: Positions) -> Value:
+    def read(self, x: View, p: Positions) -> Argument:
         """Return entries (*entries, *rest of the shape); in a plan, whether it can."""
         key = id(x), len(p.along), p.name
         if key not in self._known:
             self._known[key] = self._read(x, p)
         return self._known[key]
 
-    def _read(self, x: View, p: Positions) -> Value:
+    def _read(self, x: View, p: Positions) -> Argument:
         if isinstance(x, TableView):
             return self._of_table(x, p)
         reading = x.reading(p)
         if reading is None:
             return False
-        (parts, finish), taps, results = reading, self.taps, list[Value]()
+        (parts, finish), taps, results = reading, self.taps, list[Argument]()
         reader = Reader(taps and NONE) if x.is_stopped else self
         for number, part in enumerate(parts):
             q = p
@@ -237,7 +237,7 @@ class Reader:
             results.append(reader.read(part.view, q))
         return all(results) if taps is None else finish(*results)
 
-    def _of_table(self, x: TableView, p: Positions) -> Value:
+    def _of_table(self, x: TableView, p: Positions) -> Argument:
         if self.taps is not None:
             return x.rows(p, self.taps)
         count = len(p.along)
@@ -258,7 +258,7 @@ def read_at(x: View, p: Positions, taps: Taps) -> jax.Array:
     return Reader(taps).read(x, p)
 
 
-def varies_of(x: Value) -> frozenset[str]:
+def varies_of(x: Argument) -> frozenset[str]:
     """Return the axes of a `shard_map` over which an array, or an abstract one, differs."""
     return axes_of_type(getattr(x, "aval", x))
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jmask._base.types import DType, Shaped, Value
+from jmask._base.types import Argument, DType, Shaped
 
 # --- shapes -------------------------------------------------------------------------------
 
@@ -100,9 +100,9 @@ def joint_dtype(*arrays: ArrayLike | DTypeLike) -> DType:
         return jnp.result_type(*arrays)
 
 
-def has_8_bits(x: Value) -> bool:
+def has_8_bits(x: object) -> bool:
     """Decide whether an array, or a dtype, is floating and of 8 bits."""
-    dtype: Value = getattr(x, "dtype", x)
+    dtype: Argument = getattr(x, "dtype", x)
     is_dtype = isinstance(dtype, np.dtype | type)
     return is_dtype and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 8
 

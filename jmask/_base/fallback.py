@@ -27,7 +27,8 @@ _collected: contextvars.ContextVar["list[Fallback] | None"] = contextvars.Contex
     "jmask_collected", default=None
 )
 # `warnings.warn_explicit` keeps its once-per-place memory in the registry it is given.
-_registry: dict = {}
+Registry = dict[str | tuple[str, type[Warning], int], int]
+_registry: Registry = {}
 # Dense gradients that were returned as such, by their address.
 _expected: "weakref.WeakValueDictionary[int, jax.Array]" = weakref.WeakValueDictionary()
 # Bytes of a table that is worth a word where all of it is computed on.
@@ -179,7 +180,7 @@ def in_bytes(size: int) -> str:
     return f"{size} B"
 
 
-def _callers_line() -> tuple[str, int, dict]:
+def _callers_line() -> tuple[str, int, Registry]:
     """Return file and line of the innermost call in the user's code, and its registry."""
     stack = reversed(list(traceback.walk_stack(sys._getframe())))
     frames = {(frame.f_code.co_filename, line): frame for frame, line in stack}

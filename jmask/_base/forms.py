@@ -19,10 +19,11 @@ import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
-from jmask._base.types import Argument, Atom, Options, Shaped, Value
+from jmask._base.types import Argument, Atom, Options, Shaped
 
 # Equations that do no more than run a jaxpr.
 CALLS = (
@@ -37,7 +38,7 @@ CALLS = (
 # The same, recomputed in the backward pass: the name differs between JAX versions.
 REMATS = ("remat2", "remat", "checkpoint")
 
-Opened = tuple[Jaxpr, Sequence[Value]]
+Opened = tuple[Jaxpr, Sequence[jax.Array]]
 """A jaxpr and its constants."""
 
 
@@ -221,11 +222,7 @@ def shard_map_of(eqn: JaxprEqn) -> ShardMap:
     """Return the form of a `shard_map`; JAX 0.10.1 and older call its axes otherwise."""
     params = eqn.params
     axes = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
-    how = {
-        "mesh": params["mesh"],
-        "axis_names": set(axes),
-        "check_vma": params["check_vma"],
-    }
+    how = {"mesh": params["mesh"], "axis_names": set(axes), "check_vma": params["check_vma"]}
     return ShardMap(opened(params["jaxpr"]), params["in_specs"], params["out_specs"], how)
 
 

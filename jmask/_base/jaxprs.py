@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jmask._base.forms import CALLS, REMATS, called, name_of, names_in
 from jmask._base.shardings import varying_alike
-from jmask._base.types import Atom, Value
+from jmask._base.types import Argument, Atom
 
 _Value = TypeVar("_Value")
 
@@ -70,12 +70,12 @@ def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(jaxpr, list(consts.values()))
 
 
-def read(values: dict[Var, Value], v: Atom) -> Value:
+def read(values: dict[Var, _Value], v: Atom) -> _Value:
     """Return the value of a variable or literal."""
     return v.val if isinstance(v, Literal) else values[v]
 
 
-def bound(eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+def bound(eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> list[jax.Array]:
     """Bind an equation to `inputs`.
 
     In a `shard_map` arrays are typed as varying over its devices or not, and an operation asks
@@ -92,7 +92,7 @@ def interpret(
     consts: Sequence[_Value],
     inputs: Sequence[_Value],
     rule: Callable[[JaxprEqn, list[_Value]], Sequence[_Value]],
-    literal: Callable[[Value], _Value] = lambda value: value,
+    literal: Callable[[Argument], _Value] = lambda value: value,
 ) -> list[_Value]:
     """Return the outputs of a jaxpr on values of any kind.
 
@@ -107,9 +107,9 @@ def interpret(
 
 def run(
     eqns: Sequence[JaxprEqn],
-    values: dict[Var, Value],
-    rule: Callable[[JaxprEqn, list[Value]], Sequence[Value]] = bound,
-    literal: Callable[[Value], Value] = lambda value: value,
+    values: dict[Var, _Value],
+    rule: Callable[[JaxprEqn, list[_Value]], Sequence[_Value]],
+    literal: Callable[[Argument], _Value] = lambda value: value,
 ) -> None:
     """Add the results of equations to `values`; see `interpret`."""
     for eqn in eqns:
@@ -160,7 +160,7 @@ def forwarded(jaxpr: Jaxpr) -> list[int | None]:
     return [inputs.get(v) if isinstance(v, Var) else None for v in jaxpr.outvars]
 
 
-def evaluate(program: ClosedJaxpr, *args: Value) -> list[Value]:
+def evaluate(program: ClosedJaxpr, *args: jax.Array) -> list[jax.Array]:
     """Return outputs of a program that was traced for other types of arrays: see `bound`."""
     program = inlined(program)
     return interpret(program.jaxpr, program.consts, args, bound)

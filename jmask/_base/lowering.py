@@ -22,14 +22,13 @@ from jax.interpreters import ad, batching, mlir
 
 from jmask._base.types import (
     Argument,
+    Arrays,
     ArraysFunction,
     Function,
-    JvpArgs,
     Options,
     PyTree,
     PyTreeDef,
     Shaped,
-    Value,
 )
 
 
@@ -63,7 +62,7 @@ def primitive(name: str, definition: ArraysFunction, shapes: Function) -> Primit
         results = mapped(*operands)
         return results, [0] * len(results)
 
-    def derivative(primals: JvpArgs, tangents: JvpArgs, **how: Argument) -> JvpArgs:
+    def derivative(primals: Arrays, tangents: Arrays, **how: Argument) -> Arrays:
         tangents = tuple(map(ad.instantiate_zeros, tangents))
         defined = functools.partial(definition, **how)
         return made.bind(*primals, **how), jax.jvp(defined, tuple(primals), tangents)[1]
@@ -90,8 +89,8 @@ def lower(
     """
 
     def rule(
-        ctx: mlir.LoweringRuleContext, *operands: Value, **how: Argument
-    ) -> Sequence[Value]:
+        ctx: mlir.LoweringRuleContext, *operands: Argument, **how: Argument
+    ) -> Sequence[Argument]:
         definition = on_one if on_several is None or _is_for_one(ctx) else on_several
         return mlir.lower_fun(definition, multiple_results=True)(ctx, *operands, **how)
 
@@ -101,7 +100,7 @@ def lower(
 
 def _is_for_one(ctx: mlir.LoweringRuleContext) -> bool:
     """Decide whether a program is for one device, or what one does in a `shard_map`."""
-    context: Value = ctx.module_context.axis_context
+    context: Argument = ctx.module_context.axis_context
     mesh = getattr(context, "mesh", None)
     if mesh is None:
         return getattr(context, "num_devices", None) == 1
@@ -154,7 +153,7 @@ class GroupedPrimitive(Generic[Call]):
         abstract = calls_of(trees, list(map(jax.typeof, operands)))
         return [list(itertools.islice(results, len(self.shapes(x)))) for x in abstract]
 
-    def calls(self, params: Options, operands: Sequence[Value]) -> list[Call]:
+    def calls(self, params: Options, operands: Sequence[jax.Array]) -> list[Call]:
         """Return the calls of an equation with these parameters."""
         return calls_of(params["trees"], operands)
 
@@ -176,14 +175,14 @@ class GroupedPrimitive(Generic[Call]):
         lower(self.primitive, _flat(on_one), several, platform)
 
 
-def calls_of(trees: Sequence[PyTreeDef], operands: Sequence[Value]) -> list[PyTree]:
+def calls_of(trees: Sequence[PyTreeDef], operands: Sequence[Argument]) -> list[PyTree]:
     """Return the calls of an equation: its operands in their structures."""
     remaining = iter(operands)
     return [tree.unflatten(itertools.islice(remaining, tree.num_leaves)) for tree in trees]
 
 
 def _flat(definition: CallDefinition[Call]) -> ArraysFunction:
-    def flat(*operands: Value, trees: tuple[PyTreeDef, ...]) -> list[jax.Array]:
+    def flat(*operands: jax.Array, trees: tuple[PyTreeDef, ...]) -> list[jax.Array]:
         return [x for results in definition(calls_of(trees, operands)) for x in results]
 
     return flat

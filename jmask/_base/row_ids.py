@@ -27,7 +27,7 @@ from jax import lax
 from jax.extend.random import define_prng_impl
 from jax.typing import DTypeLike
 
-from jmask._base.types import DType
+from jmask._base.types import DType, Ids
 
 INT32_MAX = np.iinfo(np.int32).max
 
@@ -134,7 +134,7 @@ def id_dtype(rows: int) -> DType:
     return np.dtype(np.int64)
 
 
-def canonical(ids: jax.Array, rows: int) -> jax.Array:
+def canonical(ids: Ids, rows: int) -> jax.Array:
     """Cast integer ids to `id_dtype(rows)`; those out of range become `rows`."""
     ids = widen(ids, rows)
     # Negative ones are the greatest without a sign. XLA knows that a minimum twice is one, so
@@ -165,7 +165,7 @@ def positions_of(number: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
     return positions
 
 
-def widen(ids: jax.Array, rows: int) -> jax.Array:
+def widen(ids: Ids, rows: int) -> jax.Array:
     """Cast integer ids to `id_dtype(rows)`; what does not fit becomes padding.
 
     Unlike a plain cast this never wraps an id onto another row: 2**32 + 3 is not row 3.

@@ -1,21 +1,37 @@
-"""Names for the types of arguments, for annotations that say more than `Any`.
+"""Names for the types of arguments and results.
 
-`optax.Params`, `optax.Updates` and `optax.OptState` are trees of plain arrays. The ones here
-have tensors and tables as leaves, and models as nodes.
-
-The classes of tensors and tables are in sub-packages that import this one, and code tells them
-apart by functions (`is_row_sparse`), from which a type checker learns what a value is and not
-what it is not. Such names are `Any` to it, and the docstrings say what they hold.
+Three names are `Any` to a type checker: a tree, a function of the user's, and what is handed
+over as it came. All others are unions and protocols that it checks. Classes of sub-packages
+that import this one are named in strings, and imported for the checker alone.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, Protocol, Union
 
 import jax
 import numpy as np
+from jax.experimental.sparse import BCOO, BCSR
 from jax.extend.core import Literal, Var
 from jax.tree_util import PyTreeDef as PyTreeDef
 from jax.typing import ArrayLike
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs as TypeIs
+
+    from jmask._tensors.masked_tensor import MaskedTensor
+    from jmask._tensors.row_sparse import RowSparse
+else:  # `typing.TypeIs` is of Python 3.13; only a checker sees the difference
+    from typing import TypeGuard as TypeIs  # noqa: F401
+
+# --- what has no type ---------------------------------------------------------------------
+
+PyTree = Any
+"""A tree of arrays and tensors, or a model that holds them; a state of optax is one."""
+Argument = Any
+"""What a user or an equation of a jaxpr hands over, and is passed on as it came."""
+Function = Callable[..., Any]
+"""A function of the user's, or of JAX, whose arguments are said where it is taken."""
 
 # --- arrays -------------------------------------------------------------------------------
 
@@ -27,14 +43,22 @@ Scalar = float | np.number | jax.Array
 """A number of Python or NumPy, or an array of no dimensions, which may be traced."""
 Index = int | jax.Array
 """The number of a row, a block or a step, which may be traced."""
-Numbers = ArrayLike | Sequence[Any]
-"""An array, a number, or nested lists of them."""
-HostArray = np.ndarray[Any, Any]
+Arrays = tuple[jax.Array, ...]
+"""Several arrays: primals, tangents, operands."""
+HostArray = np.ndarray
 """An array of NumPy: its numbers are known while a program is traced."""
-MaskedHostArray = np.ma.MaskedArray[Any, Any]
-"""An array of `numpy.ma`."""
-DType = np.dtype[Any]
+Ids = jax.Array | HostArray
+"""Integers, of JAX or NumPy."""
+DType = np.dtype
 """The dtype of an array."""
+_Lists = Sequence[ArrayLike] | Sequence[Sequence[ArrayLike]]
+Numbers = ArrayLike | _Lists | Sequence[_Lists]
+"""An array, a number, or lists of them, nested up to three times."""
+IndexPart = int | slice | EllipsisType | ArrayLike | Sequence[int] | Sequence[bool] | None
+IndexLike = IndexPart | tuple[IndexPart, ...]
+"""As NumPy takes it: an integer, a slice, None, an array, or a tuple of these."""
+MeshAxes = str | tuple[str, ...] | None
+"""Axes of a mesh that shard a dimension; None is no axis."""
 
 
 class Shaped(Protocol):
@@ -47,76 +71,44 @@ class Shaped(Protocol):
     def ndim(self) -> int: ...
 
     @property
-    def dtype(self) -> Any: ...
+    def dtype(self) -> DType: ...
 
-
-IndexLike = Any
-"""As NumPy takes it: an integer, a slice, None, an array, or a tuple of these."""
-MeshAxes = str | tuple[str, ...] | None
-"""Axes of a mesh that shard a dimension; None is no axis."""
 
 # --- tensors and tables ---------------------------------------------------------------------
 
-Tensor = Any
-"""An array, a RowSparse, BCOO, BCSR or MaskedTensor."""
-Storage = Any
-"""An array, a RowSparse, BCOO or BCSR."""
-Sparse = Any
-"""A RowSparse, BCOO or BCSR."""
-TensorLike = Any
-"""What becomes a Tensor: one, or Numbers."""
-Mask = Any
-"""Booleans, on the storage of what they mask or on a dense one."""
-Table = Any
-"""An array (V, *row); in a lookup, a RowSparse, too."""
-Ids = Any
-"""Integers: an array of JAX or NumPy, or nested lists of them."""
-Ragged = Any
-"""Numbers of NumPy, or a list of bags of them; a mapping of such, for several tables."""
-Gradient = Any
-"""An array, a RowSparse, or a MaskedTensor of either; None of no parameter."""
+Sparse = Union["RowSparse", BCOO, BCSR]
+Storage = jax.Array | Sparse
+StorageLike = Storage | Numbers
+"""What becomes a Storage; a mask is one of booleans."""
+Tensor = Union[Storage, "MaskedTensor"]
+Dense = Union[jax.Array, "MaskedTensor"]
+"""An array, or a masked tensor on one."""
+TensorLike = Union[StorageLike, "MaskedTensor"]
+"""What becomes a Tensor."""
+Table = Union[jax.Array, "RowSparse"]
+"""(V, *row), in a lookup."""
+Gradient = Union[jax.Array, "RowSparse", "MaskedTensor"]
+"""The gradient of an array: dense, of the rows looked up, or of the valid entries."""
 
-# --- trees ----------------------------------------------------------------------------------
+# --- parts of trees, functions and programs -------------------------------------------------
 
-PyTree = Any
-"""A tree; its leaves are whatever the function says."""
-Params = Any
-"""A tree of arrays and tables, or a model that holds them."""
-Gradients = Any
-"""A tree of Gradient, of the structure of the parameters."""
-OptState = Any
-"""The state of a transformation of optax."""
-Static = tuple[Any, ...]
-"""What a node of a tree keeps beside its children: hashable."""
-Key = Any
-"""A key of a mapping: hashable."""
-KeyPath = tuple[Any, ...]
+KeyPath = tuple[Hashable, ...]
 """Where a leaf is in a tree, as `jax.tree.leaves_with_path` writes it."""
-
-# --- functions ------------------------------------------------------------------------------
-
-Argument = Any
-"""An argument that is passed on to another function as it came."""
-Options = dict[str, Any]
+Options = dict[str, Argument]
 """Arguments by name, passed on to another function."""
-Argnums = Any
-"""A position, an `nnx.DiffState`, or a sequence of them."""
-Function = Callable[..., Any]
-"""A function whose arguments and result are said where it is taken."""
 ArrayFunction = Callable[..., jax.Array]
 """A function of arrays, with one result."""
 ArraysFunction = Callable[..., Sequence[jax.Array]]
 """A function of arrays, with several results."""
-
-# --- programs -------------------------------------------------------------------------------
-
 Atom = Var | Literal
 """An operand or result of an equation of a jaxpr."""
-LoweringContext = Any
-"""What JAX gives to a lowering rule first: its `avals_in` have a shape, which no type says."""
-JvpArgs = tuple[Any, ...]
-"""Primals, or tangents, as `jax.custom_jvp` gives them to a rule."""
-Value = Any
-"""The value of a variable in an interpreted program: an array, or what stands for one."""
-Coefficient = Any
-"""A number that is known, or an array of no dimensions or (W,); None where there is none."""
+
+
+class Transformation(Protocol):
+    """A transformation of optax, or `jmask.deferred`, which has one more function."""
+
+    @property
+    def init(self) -> Function: ...
+
+    @property
+    def update(self) -> Function: ...

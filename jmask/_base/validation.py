@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmask._base.types import DType, Function, KeyPath, Params, PyTree, PyTreeDef, Shaped
+from jmask._base.types import DType, Function, KeyPath, PyTree, PyTreeDef, Shaped
 
 _F = TypeVar("_F", bound=Function)
 _T = TypeVar("_T")
@@ -227,16 +227,16 @@ class Model:
         array = None if self.is_leaf(x) else abstract_leaf(x)
         return array is not None and not jnp.issubdtype(array.dtype, jnp.inexact)
 
-    def with_parameters(self, parameters: Params) -> Params:
+    def with_parameters(self, parameters: PyTree) -> PyTree:
         """Return the tree with other parameters, arrays or what stands for them."""
         return self._filled(parameters, self.others)
 
-    def gradient(self, parameters: Params) -> Params:
+    def gradient(self, parameters: PyTree) -> PyTree:
         """Return the gradient of the tree from the gradient of its parameters."""
         zeros = {i: np.zeros(np.shape(x), jax.dtypes.float0) for i, x in self.integers.items()}
         return self._filled(parameters, zeros)
 
-    def _filled(self, parameters: Params, others: dict[int, PyTree]) -> Params:
+    def _filled(self, parameters: PyTree, others: dict[int, PyTree]) -> PyTree:
         if not others:
             return parameters
         leaves = jax.tree.leaves(parameters, is_leaf=self.is_leaf)

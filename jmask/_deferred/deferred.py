@@ -28,17 +28,7 @@ from jmask._base.array_types import trailing, wide
 from jmask._base.row_ids import Order, id_dtype
 from jmask._base.shardings import automatically, explicit_sharding
 from jmask._base.shards import Shards, entry
-from jmask._base.types import (
-    Function,
-    Gradient,
-    Gradients,
-    KeyPath,
-    OptState,
-    Params,
-    PyTree,
-    PyTreeDef,
-    Table,
-)
+from jmask._base.types import Function, Gradient, KeyPath, PyTree, PyTreeDef
 from jmask._base.validation import checked_integer
 from jmask._deferred.measured import (
     Found,
@@ -95,7 +85,7 @@ class DeferredState(NamedTuple):
         tables: a `TableState` for each parameter with rows that may wait, else ().
     """
 
-    inner: OptState
+    inner: PyTree
     clock: jax.Array
     tables: PyTree
 
@@ -187,11 +177,11 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
     def forms_for(tree: PyTreeDef, likes: tuple[jax.ShapeDtypeStruct, ...]) -> list[Found]:
         return forms_of_steps(inner, tree, likes)
 
-    def forms_of(params: Params) -> list[Found]:
+    def forms_of(params: PyTree) -> list[Found]:
         likes = tuple(one_row_of(shape_of(x)) for x in jax.tree.leaves(params))
         return forms_for(jax.tree.structure(params), likes)
 
-    def init(params: Params) -> DeferredState:
+    def init(params: PyTree) -> DeferredState:
         check_parameters(params)
         forms = forms_of(params)
         if not any(isinstance(form, Form) for form in forms):
@@ -206,9 +196,9 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         return DeferredState(inner.init(params), clock, tree.unflatten(tables))
 
     def stepped(
-        grads: Gradients,
+        grads: PyTree,
         state: DeferredState,
-        params: Params,
+        params: PyTree,
         finish: Function = applied,
         **extra_args: PyTree,
     ) -> tuple[PyTree, DeferredState]:
@@ -228,20 +218,20 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         return results, DeferredState(new, state.clock + 1, tree.unflatten(tables))
 
     def update(
-        updates: Gradients,
+        updates: PyTree,
         state: DeferredState,
-        params: Params | None = None,
+        params: PyTree | None = None,
         **extra_args: PyTree,
-    ) -> tuple[Gradients, DeferredState]:
+    ) -> tuple[PyTree, DeferredState]:
         if params is None:
             raise ValueError("`params` must be given to update(): rows are compared with them.")
         return noticing(updates, state, params, lambda step, _: step.update(), **extra_args)
 
     def catch_up(
-        params: Params, state: DeferredState, ids: PyTree = None
-    ) -> tuple[Params, DeferredState]:
+        params: PyTree, state: DeferredState, ids: PyTree = None
+    ) -> tuple[PyTree, DeferredState]:
         _check_state(state)
-        paths: list[tuple[KeyPath, Table]] = jax.tree.leaves_with_path(params)
+        paths: list[tuple[KeyPath, jax.Array]] = jax.tree.leaves_with_path(params)
         tree: PyTreeDef = jax.tree.structure(params)
         leaves = [jnp.asarray(x) for _, x in paths]
         tables = tree.flatten_up_to(state.tables)
@@ -396,10 +386,7 @@ def _caught_up(
 
 
 def _block_caught_up(
-    form: Form,
-    arrays: list[jax.Array],
-    shared: Sequence[jax.Array],
-    ids: jax.Array | None,
+    form: Form, arrays: list[jax.Array], shared: Sequence[jax.Array], ids: jax.Array | None
 ) -> list[jax.Array]:
     """Return parameter, state, `last` and `swept`; see `_caught_up`."""
     lines, clock, swept = shared

@@ -30,7 +30,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jmask._base.array_types import is_narrow, wide
 from jmask._base.forms import aval_of, name_of
 from jmask._base.jaxprs import bound, inlined, interpret
-from jmask._base.types import ArraysFunction, HostArray, IndexLike, PyTreeDef, Shape, Value
+from jmask._base.types import Argument, ArraysFunction, HostArray, PyTreeDef, Shape
 from jmask._deferred.missed_steps import Form, Pair, Step, terms_for
 from jmask._tables.rows_at import shape_of
 from jmask._updates.checks import NotRowLocalError
@@ -54,10 +54,10 @@ class NotDeferrableError(ValueError):
 def measured(
     form: Form,
     groups: Sequence[HostArray],
-    moves: Sequence[Value],
+    moves: Sequence[jax.Array | HostArray],
     at_e: int,
-    checks: IndexLike,
-) -> tuple[Step, Value]:
+    checks: Argument,
+) -> tuple[Step, Argument]:
     """Return the scalars of a step, and whether they predict what it did to some groups.
 
     Args:
@@ -66,16 +66,16 @@ def measured(
         at_e: the group in which the quotient has c / 2e, if e is that of `form`.
         checks: the groups that are predicted.
     """
-    xp = np if isinstance(moves[0], np.ndarray) else jnp
+    xp: Argument = np if isinstance(moves[0], np.ndarray) else jnp
 
-    def factor(row: int, column: int, group: int) -> Value:
+    def factor(row: int, column: int, group: int) -> jax.Array:
         """Return the mean factor from an entry of a group to its move of another."""
         # The mean of ratios: where all are 0 or -1, so is it.
         return xp.mean(moves[row][group] / groups[column][group])
 
     step = Step({(i, j): factor(i, j, j) for i, j in form.changes})
     x = [entry[checks] for entry in groups]
-    terms: list[list[Value]] = [[0.0 * entry] for entry in x]
+    terms: list[list[Argument]] = [[0.0 * entry] for entry in x]
     for (i, j), change in step.changes.items():
         terms[i].append(change * x[j])
     if form.sign is not None:
@@ -243,7 +243,9 @@ def forms_of_steps(
         numbers = numbers[:, None] if like.ndim > 1 else numbers
         return jnp.asarray(np.broadcast_to(numbers, like.shape), wide(like.dtype))
 
-    def step(grads: Sequence[Value], params: Sequence[Value], slots: Sequence[Value]) -> Value:
+    def step(
+        grads: Sequence[jax.Array], params: Sequence[jax.Array], slots: Sequence[jax.Array]
+    ) -> list[list[jax.Array]]:
         trees = tree.unflatten(grads), slot_tree.unflatten(slots), tree.unflatten(params)
         return list(map(jax.tree.leaves, inner.update(*trees)))
 
@@ -402,11 +404,11 @@ def unrounded(program: ClosedJaxpr) -> ArraysFunction:
     )
 
 
-def _widened(x: Value) -> Value:
+def _widened(x: jax.Array) -> jax.Array:
     return jnp.asarray(x, jnp.float32) if is_narrow(jnp.result_type(x)) else x
 
 
-def _without_rounding(eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+def _without_rounding(eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
     dtype = aval_of(eqn.outvars[0]).dtype
     # Rounding to fewer bits than bfloat16 has counts as an operation of its own.
     is_rounded = name_of(eqn) == "convert_element_type" and is_narrow(dtype)

@@ -18,7 +18,7 @@ kept in a ring of W: a row that waits for longer reads as nan.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -27,7 +27,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import trailing
-from jmask._base.types import Coefficient, HostArray
+from jmask._base.types import Argument, HostArray, Scalar
 
 # --- the sum of quotients ----------------------------------------------------------------
 #
@@ -71,12 +71,12 @@ class Step(NamedTuple):
         sign: d, or None.
     """
 
-    changes: dict[Pair, Coefficient]
-    c: Coefficient = None
-    e: Coefficient = None
-    sign: Coefficient = None
+    changes: dict[Pair, Argument]
+    c: Argument = None
+    e: Argument = None
+    sign: Argument = None
 
-    def decay(self, i: int) -> Coefficient:
+    def decay(self, i: int) -> Scalar:
         """Return the factor of entry i: A[i, i]."""
         return 1 + self.changes.get((i, i), 0.0)
 
@@ -154,11 +154,11 @@ class Coefficients(NamedTuple):
         shift: h, if there are quotients.
     """
 
-    products: dict[Pair, Coefficient]
-    terms: list[Coefficient]
-    signs: list[Coefficient]
-    less_1: list[Coefficient]
-    shift: list[Coefficient]
+    products: Mapping[Pair, Argument]
+    terms: Sequence[Argument]
+    signs: Sequence[Argument]
+    less_1: Sequence[Argument]
+    shift: Sequence[Argument]
 
 
 def advanced(
@@ -270,13 +270,13 @@ def terms_for(b1: float, b2: float) -> int | None:
     return None
 
 
-def _error(terms: int, f: Coefficient, g: Coefficient, h: Coefficient) -> Coefficient:
+def _error(terms: int, f: Argument, g: Argument, h: Argument) -> Argument:
     """Bound the error that a summand adds, relative to the first: f r⁻ⁿ, h = k e_0 / e_j."""
     root = (g**0.5 * h) ** 0.5
     return abs(f) * (abs(1 - root) / (1 + root)) ** terms
 
 
-def _spread(b1: Coefficient, b2: Coefficient, clock: Coefficient) -> Coefficient:
+def _spread(b1: Argument, b2: Argument, clock: Argument) -> Argument:
     """Return k = a^(-1/2), a = √g_j e_0 / e_j of the last j that counts, as derived above."""
     clip = np.clip if isinstance(clock, np.floating) else jnp.clip
     corrected = clip(1 - b2 ** (clock + 1), 1e-9, 1.0)
@@ -284,9 +284,7 @@ def _spread(b1: Coefficient, b2: Coefficient, clock: Coefficient) -> Coefficient
     return ((1 - (1 - corrected) * later) / (corrected * later)) ** 0.25
 
 
-def _at_nodes(
-    terms: int, f: jax.Array, g: jax.Array, shift: jax.Array, e: Coefficient
-) -> jax.Array:
+def _at_nodes(terms: int, f: jax.Array, g: jax.Array, shift: jax.Array, e: Scalar) -> jax.Array:
     """Return what a step with c = 1 adds to T at each node, (W, terms)."""
     nodes = (1 + _nodes(terms))[None] / 2
     x = jnp.asarray(nodes / (1 - nodes), shift.dtype) * shift[:, None]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jmask._base.row_ids import id_dtype
-from jmask._base.types import KeyPath, PyTree, Shape
+from jmask._base.types import KeyPath, Numbers, PyTree, Shape
 from jmask._base.validation import leaf_name
 
 
@@ -58,7 +58,7 @@ def child(node: PyTree, key: object) -> PyTree:
     return getattr(node, getattr(key, "name", ""), None)
 
 
-def _numbers(name: str, ids: PyTree, shape: Shape) -> jax.Array:
+def _numbers(name: str, ids: Numbers | tuple[Numbers, ...], shape: Shape) -> jax.Array:
     """Return the numbers (n,) of rows in a table of `shape`, whose rows are its last dimension.
 
     Args:

@@ -30,7 +30,7 @@ import numpy as np
 from jmask._base.array_types import joint_dtype, sum_dtype, trailing
 from jmask._base.row_ids import canonical
 from jmask._base.shardings import explicit_sharding, varying_axes, with_whole_rows
-from jmask._base.types import DType, Ids, Numbers, Scalar, Shape, Table, TensorLike
+from jmask._base.types import DType, Ids, Numbers, Scalar, Shape
 from jmask._base.validation import (
     check_flag,
     checked_array,
@@ -40,6 +40,7 @@ from jmask._base.validation import (
 )
 from jmask._embedding.lookup import (
     MODES,
+    AnyTable,
     Bound,
     Entries,
     checked_bound,
@@ -68,7 +69,7 @@ COMBINERS = ("sum", "mean", "sqrtn", "max")
     sparse="leave it out, under jmask.grad the gradient is a RowSparse",
 )
 def embedding_bag(
-    table: Table,
+    table: AnyTable,
     ids: Numbers | PaddedBags,
     *,
     offsets: Numbers | None = None,
@@ -145,12 +146,13 @@ def embedding_bag(
                 "what `pad_bags` makes has its offsets and weights: give these to `pad_bags`, "
                 "and to `embedding_bag` neither them nor segments."
             )
-        given, weights = ids, ids.weights
-        ids = given.ids
-        if given.bag_of_entry is None:
-            offsets, include_last_offset = given.offsets, True
+        bags_given = ids
+        ids, weights = bags_given.ids, bags_given.weights
+        if bags_given.bag_of_entry is None:
+            offsets, include_last_offset = bags_given.offsets, True
         else:
-            segment_ids, num_segments = given.bag_of_entry, given.offsets.shape[0] - 1
+            segment_ids = bags_given.bag_of_entry
+            num_segments = bags_given.offsets.shape[0] - 1
     table = checked_table(table)
     mode = checked_choice(mode, "mode", MODES)
     ids = checked_integers(ids, "ids", mode, "embedding_bag(table, ids)")
@@ -255,7 +257,7 @@ class Bags(NamedTuple):
 
 
 def _sums(
-    table: Table,
+    table: AnyTable,
     bags: Bags,
     entries: Entries,
     weights: jax.Array | None,
@@ -331,9 +333,9 @@ def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
 
 def _bags(
     ids: Ids,
-    segment_ids: TensorLike,
+    segment_ids: Numbers | None,
     num_segments: int | None,
-    offsets: TensorLike,
+    offsets: Numbers | None,
     include_last_offset: bool,
     mode: str,
 ) -> Bags:
@@ -357,7 +359,8 @@ def _bags(
         return Bags(ids.shape[:-1])
     offsets = checked_offsets(offsets, ids, include_last_offset, mode)
     count, number = ids.shape[0], offsets.shape[0] - bool(include_last_offset)
-    starts, valid = offsets, None
+    starts: Ids
+    valid = None
     if isinstance(offsets, jax.core.Tracer):
         starts = narrowed(offsets, count + 1)
         ascending = (starts[1:] >= starts[:-1]).all()
@@ -371,7 +374,7 @@ def _bags(
     return Bags((number,), bag_of_entry, left_out, valid)
 
 
-def _of_segments(ids: Ids, segment_ids: Ids, num_segments: int | None, mode: str) -> Bags:
+def _of_segments(ids: Ids, segment_ids: Numbers, num_segments: int | None, mode: str) -> Bags:
     segment_ids = checked_integers(segment_ids, "segment_ids", mode)
     if ids.ndim != 1 or segment_ids.shape != ids.shape:
         raise ValueError(

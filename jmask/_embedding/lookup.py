@@ -24,7 +24,7 @@ from jmask._base.hashed import COLUMNS, position_of
 from jmask._base.row_ids import canonical, id_dtype, widen
 from jmask._base.shardings import flat, spec_of, with_whole_rows
 from jmask._base.shards import Shards
-from jmask._base.types import HostArray, Ids, Mask, Numbers, Scalar, Table, TensorLike
+from jmask._base.types import Argument, HostArray, Ids, Numbers, Scalar, Table
 from jmask._base.validation import (
     as_table,
     check_flag,
@@ -60,6 +60,9 @@ from jmask._tensors.storage import stored_at
 
 MODES = ("fill", "clip", "zero", "raise")
 
+AnyTable = Table | QuantizedRows
+"""(V, *row)."""
+
 
 class Entries(NamedTuple):
     """The rows to be read, one for each id; arrays of the shape of the ids.
@@ -71,13 +74,11 @@ class Entries(NamedTuple):
     """
 
     positions: jax.Array
-    absent: jax.Array | None
+    absent: Ids | None
     outside: jax.Array | None
 
 
-def entries_of(
-    ids: Ids, absent: jax.Array | None, mode: str, shape: tuple[int, ...]
-) -> Entries:
+def entries_of(ids: Ids, absent: Ids | None, mode: str, shape: tuple[int, ...]) -> Entries:
     """Find what `checked_integers` read in a table; `absent` says which of them are padding."""
     rows = shape[0]
     if mode == "raise":
@@ -98,7 +99,7 @@ def entries_of(
     return Entries(positions, absent, outside if absent is None else outside & ~absent)
 
 
-def _refusing(ids: Ids, absent: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
+def _refusing(ids: Ids, absent: Ids | None, shape: tuple[int, ...]) -> jax.Array:
     """Return the positions of ids; raise if one that is not padding is out of range."""
     if not isinstance(ids, jax.core.Tracer) and not isinstance(absent, jax.core.Tracer):
         known = np.asarray(ids)
@@ -133,7 +134,7 @@ def _refusing(ids: Ids, absent: jax.Array | None, shape: tuple[int, ...]) -> jax
     return jax.checkpoint(checked)(jnp.asarray(ids), absent)
 
 
-def positions_of(ids: Ids, absent: jax.Array | None, rows: int) -> jax.Array:
+def positions_of(ids: Ids, absent: Ids | None, rows: int) -> jax.Array:
     """Return the rows that ids read, `rows` where they read none or are absent."""
     ids = narrowed(ids, rows)
     if absent is not None:
@@ -160,7 +161,7 @@ def clipped(ids: HostArray, low: int, high: int) -> HostArray:
     return np.clip(ids, max(low, limits.min), min(high, limits.max))
 
 
-def is_padding(ids: Ids, padding_id: object) -> Mask | None:
+def is_padding(ids: Ids, padding_id: object) -> Ids | None:
     """Find which of the ids are `padding_id`, in NumPy for NumPy's; None if none can be."""
     if padding_id is None:
         return None
@@ -168,7 +169,7 @@ def is_padding(ids: Ids, padding_id: object) -> Mask | None:
     return ids == np.asarray(number, ids.dtype) if limits.min <= number <= limits.max else None
 
 
-def checked_integers(x: TensorLike, name: str, mode: str, order: str = "") -> Ids:
+def checked_integers(x: Argument, name: str, mode: str, order: str = "") -> Ids:
     """Return `x` as a NumPy or JAX array of integers.
 
     NumPy arrays and lists stay NumPy, so that 64-bit ids are not cut to 32 bits. In mode
@@ -199,7 +200,7 @@ def checked_integers(x: TensorLike, name: str, mode: str, order: str = "") -> Id
     return x
 
 
-def checked_table(table: object) -> Table:
+def checked_table(table: object) -> AnyTable:
     """Return the table as a JAX array with rows, a `RowSparse`, or quantized."""
     if isinstance(table, RowSparse | QuantizedRows):
         return table
@@ -220,7 +221,7 @@ def checked_table(table: object) -> Table:
 
 
 def renormalize(
-    table: Table,
+    table: AnyTable,
     ids: Numbers,
     max_norm: Scalar,
     *,
@@ -290,7 +291,7 @@ def _bounded(rows: jax.Array, bound: Bound, batch: int, eps: float = 0.0) -> jax
     return jnp.where(finite, new.astype(rows.dtype), rows)
 
 
-def checked_bound(table: Table, max_norm: Scalar | None, norm_type: object) -> Bound | None:
+def checked_bound(table: AnyTable, max_norm: Scalar | None, norm_type: object) -> Bound | None:
     """Return the bound on the norms, or None if `max_norm` is None."""
     if not isinstance(norm_type, int | float) or isinstance(norm_type, bool):
         raise TypeError(f"`norm_type` must be a Python number, got {norm_type!r}.")
@@ -316,7 +317,7 @@ def checked_bound(table: Table, max_norm: Scalar | None, norm_type: object) -> B
     sparse="leave it out, under jmask.grad the gradient is a RowSparse",
 )
 def embedding_lookup(
-    table: Table,
+    table: AnyTable,
     ids: Numbers,
     *,
     padding_id: int | None = None,
@@ -378,7 +379,7 @@ def embedding_lookup(
     return looked_up_rows(table, entries, bound, shape)
 
 
-def shape_of_rows(table: Table, width: int | None) -> tuple[int, ...]:
+def shape_of_rows(table: AnyTable, width: int | None) -> tuple[int, ...]:
     """Return the shape (V, *row) of a table, of which `table` may be the lines."""
     shape = tuple(table.shape)
     if width is None:
@@ -408,7 +409,7 @@ def numbered_by(hashed: bool, entries: Entries, rows: int) -> Entries:
 
 
 def looked_up_rows(
-    table: Table, entries: Entries, bound: Bound | None, shape: tuple[int, ...]
+    table: AnyTable, entries: Entries, bound: Bound | None, shape: tuple[int, ...]
 ) -> jax.Array:
     """Return the rows that the entries read: (*entries, *row), no longer than the bound.
 

@@ -1,4 +1,4 @@
-"""Ragged bags as arrays of a few sizes, so that a step is compiled a few times.
+"""Argument bags as arrays of a few sizes, so that a step is compiled a few times.
 
     [[2, 0], [], [1, 1, 3]]      ids      2 0 1 1 3 -1        -1 is padding
                                  offsets  0 2 2 5             the last is where bags end
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.types import HostArray, Ids, PyTree, Ragged, TensorLike
+from jmask._base.types import Argument, HostArray, Ids, Numbers, PyTree, Shaped
 from jmask._base.validation import check_flag, checked_integer
 from jmask._embedding.lookup import checked_integers, clipped
 
@@ -49,9 +49,9 @@ class PaddedBags:
 
     ids: Ids
     offsets: Ids
-    weights: TensorLike | None = None
+    weights: Ids | None = None
     # Not given, and lost by `dataclasses.replace`: it must not be there with other offsets.
-    bag_of_entry: Ids = dataclasses.field(init=False, default=None)
+    bag_of_entry: Ids | None = dataclasses.field(init=False, default=None)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[PyTree, PyTree]], None]:
         keys = [field.name for field in dataclasses.fields(self)]
@@ -67,25 +67,27 @@ class PaddedBags:
 
 class _Options(TypedDict, total=False):
     include_last_offset: bool
-    weights: Ragged
+    weights: Numbers | Mapping[Argument, Numbers] | None
     num_bags: int | None
     at_least: int
 
 
 @overload
 def pad_bags(
-    ids: Mapping[Key, Ragged], offsets: Ragged = ..., **options: Unpack[_Options]
+    ids: Mapping[Key, Numbers],
+    offsets: Mapping[Key, Numbers] | None = ...,
+    **options: Unpack[_Options],
 ) -> dict[Key, PaddedBags]: ...
 @overload
 def pad_bags(
-    ids: Sequence[Ragged] | HostArray, offsets: Ragged = ..., **options: Unpack[_Options]
+    ids: Numbers, offsets: Numbers | None = ..., **options: Unpack[_Options]
 ) -> PaddedBags: ...
 def pad_bags(
-    ids: Ragged,
-    offsets: Ragged | None = None,
+    ids: Argument,
+    offsets: Argument | None = None,
     *,
     include_last_offset: bool = False,
-    weights: Ragged | None = None,
+    weights: Argument | None = None,
     num_bags: int | None = None,
     at_least: int = 0,
 ) -> PaddedBags | dict[Key, PaddedBags]:
@@ -128,8 +130,8 @@ def pad_bags(
             "jitted function, and pass on what it returns."
         )
     is_one = not isinstance(ids, Mapping)
-    tables: Ragged = {"": ids} if is_one else ids
-    given: dict[str, Ragged] = {"offsets": offsets, "weights": weights}
+    tables: Argument = {"": ids} if is_one else ids
+    given: dict[str, Argument] = {"offsets": offsets, "weights": weights}
     for name, x in given.items():
         if x is None or is_one:
             given[name] = dict.fromkeys(tables, x)
@@ -154,7 +156,7 @@ def pad_bags(
 
 
 def _flat(
-    ids: Ragged, offsets: Ragged, include_last_offset: bool, weights: Ragged
+    ids: Argument, offsets: Argument, include_last_offset: bool, weights: Argument
 ) -> tuple[HostArray, HostArray, HostArray | None]:
     """Return the ids, where each bag begins and the last one ends, and the weights."""
     if offsets is None:
@@ -165,7 +167,7 @@ def _flat(
                 raise ValueError("`weights` must have as many numbers in each bag as `ids`.")
     ids = checked_integers(ids, "ids", "raise")
     if offsets is not None:
-        starts = checked_offsets(offsets, ids, include_last_offset, "raise")
+        starts = np.asarray(checked_offsets(offsets, ids, include_last_offset, "raise"))
         starts = starts if include_last_offset else np.append(starts, ids.size)
     if weights is not None:
         weights = np.asarray(weights)
@@ -207,7 +209,7 @@ def _padded_bags(
     return PaddedBags.tree_unflatten(None, leaves)
 
 
-def _joined(name: str, bags: Ragged) -> tuple[HostArray, HostArray]:
+def _joined(name: str, bags: Argument) -> tuple[HostArray, HostArray]:
     """Return what a list of bags holds, and where each begins."""
     numbers: HostArray | None = None
     are_lists = isinstance(bags, Sequence) and all(isinstance(x, list | tuple) for x in bags)
@@ -237,7 +239,7 @@ def _say_once(ids: int, *bags: int) -> None:
     _LOG.info("pad_bags: room for %d ids in %s bags. A step is compiled for it.", ids, counts)
 
 
-def checked_offsets(offsets: Ids, ids: Ids, include_last_offset: bool, mode: str) -> Ids:
+def checked_offsets(offsets: Numbers, ids: Ids, include_last_offset: bool, mode: str) -> Ids:
     """Return integers (b,), ascending from 0 to n at most unless they are traced."""
     offsets = checked_integers(offsets, "offsets", mode)
     if ids.ndim != 1 or offsets.ndim != 1:
@@ -260,7 +262,7 @@ def checked_offsets(offsets: Ids, ids: Ids, include_last_offset: bool, mode: str
     return offsets
 
 
-def check_weights(weights: TensorLike, ids: Ids) -> None:
+def check_weights(weights: Shaped, ids: Shaped) -> None:
     """Refuse weights that are no floating numbers, one for each id."""
     if not jnp.issubdtype(weights.dtype, jnp.floating):
         raise TypeError(

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from jmask._base.types import Function, HostArray, PyTree, Tensor, TensorLike
+from jmask._base.types import Argument, Function, HostArray, PyTree, Tensor
 from jmask._gradcheck.message import Coordinate
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
@@ -43,7 +43,7 @@ class Leaf:
         reals: its coordinates: numbers (n,), or real and imaginary parts (n, 2).
     """
 
-    def __init__(self, path: str, x: TensorLike):
+    def __init__(self, path: str, x: Tensor):
         values = jnp.asarray(values_of(x))
         values = values.astype(jnp.complex128 if jnp.iscomplexobj(values) else jnp.float64)
         self.path, self.tensor = path, with_values_of(x, values)
@@ -144,11 +144,10 @@ def _to_numbers(reals: jax.Array) -> jax.Array:
     return reals if reals.ndim == 1 else jax.lax.complex(reals[:, 0], reals[:, 1])
 
 
-def is_differentiable(x: object) -> bool:
+def is_differentiable(x: Argument) -> bool:
     """Decide whether `x` is a tensor, array or number of floating or complex dtype."""
-    if not (
-        is_tensor(x) or isinstance(x, jax.Array | np.ndarray | np.generic | float | complex)
-    ):
+    is_array = isinstance(x, jax.Array | np.ndarray | np.generic | float | complex)
+    if not (is_tensor(x) or is_array):
         return False
     return bool(jnp.issubdtype(jnp.result_type(values_of(x)), jnp.inexact))
 
@@ -176,7 +175,7 @@ def _stored_places(x: Tensor) -> HostArray:
 def _fully_specified(x: Tensor) -> Tensor:
     """Return a tensor of the kind of `x` that stores every entry, in row-major order."""
     if isinstance(x, MaskedTensor):
-        storage = _fully_specified(x.storage)
+        storage: Argument = _fully_specified(x.storage)
         return joined(storage, jnp.ones(values_of(storage).shape, bool))
     ones = jnp.ones(x.shape)
     if not is_sparse(x):

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 from jmask._base.array_types import trailing
-from jmask._base.types import HostArray, OptState, Params, PyTree, PyTreeDef, TensorLike
+from jmask._base.types import HostArray, PyTree, PyTreeDef
 from jmask._base.validation import check_leaves, leaf_name, shown
 from jmask._host import snapshots
 from jmask._host.batch_rows import BatchRows, Finder, finders, positions_in, source_of
@@ -33,11 +33,11 @@ class _Step(NamedTuple):
     """The rows of a step: which, and the arrays that have them, for each table."""
 
     rows: list[BatchRows]
-    arrays: list[list[TensorLike]]
+    arrays: list[list[PyTree]]
 
 
 def offload(
-    params: Params,
+    params: PyTree,
     tx: optax.GradientTransformation,
     *,
     directory: str | PathLike[str] | None = None,
@@ -126,11 +126,11 @@ class Offloaded:
         count: how many steps were committed, with those before a checkpoint that was restored.
     """
 
-    def __init__(self, params: Params, state: OptState, owners: Sequence[int | None]):
+    def __init__(self, params: PyTree, state: PyTree, owners: Sequence[int | None]):
         self.count = 0
         self._tree: PyTreeDef = jax.tree.structure((params, state))
         # Those of tables are NumPy's, whole.
-        self._leaves: list[TensorLike] = jax.tree.leaves((params, state))
+        self._leaves: list[PyTree] = jax.tree.leaves((params, state))
         paths = [path for path, _ in jax.tree.leaves_with_path((params, state))]
         self._names = [leaf_name(("params", "state")[x[0].idx], x[1:]) for x in paths]
         owner_of = [*range(len(paths) - len(owners)), *owners]
@@ -148,7 +148,7 @@ class Offloaded:
         self._tables = [HostRows(*x) for x in names_and_arrays]
         self._loop: object = None
         # Of the step that is to be committed: its rows, and the leaves it was given.
-        self._open: tuple[list[BatchRows], list[TensorLike]] | None = None
+        self._open: tuple[list[BatchRows], list[PyTree]] | None = None
         # The last step that was, whether its write has begun, and the last write that has.
         self._last: _Step | None = None
         self._is_written = True
@@ -159,7 +159,7 @@ class Offloaded:
 
     def steps(
         self, loader: Iterable[PyTree], ids: PyTree, *, padding_id: int | None = -1
-    ) -> Iterator[tuple[PyTree, Params, OptState]]:
+    ) -> Iterator[tuple[PyTree, PyTree, PyTree]]:
         """Yield for each batch the batch, the parameters and the state of its step.
 
         Each step is to be committed before the next one. Other threads load the next batch,
@@ -196,7 +196,7 @@ class Offloaded:
 
     def _steps(
         self, loader: Iterator[PyTree], found: list[Finder], loop: object
-    ) -> Iterator[tuple[PyTree, Params, OptState]]:
+    ) -> Iterator[tuple[PyTree, PyTree, PyTree]]:
         def fetch(
             before: list[BatchRows] | None, writing: concurrent.futures.Future[None] | None
         ) -> tuple[PyTree, _Step, list[HostArray]] | None:
@@ -235,7 +235,7 @@ class Offloaded:
             if self._loop is loop and not sys.is_finalizing():
                 self._settle()
 
-    def commit(self, params: Params, state: OptState) -> None:
+    def commit(self, params: PyTree, state: PyTree) -> None:
         """Take parameters and state as a step returned them. They must not be donated then.
 
         Args:
@@ -272,13 +272,13 @@ class Offloaded:
     # --- arrays and files ---------------------------------------------------------------
 
     @property
-    def params(self) -> Params:
+    def params(self) -> PyTree:
         """The parameters as of the last commit, tables as the arrays that were given."""
         self._write_last()
         return self._tree.unflatten(self._leaves)[0]
 
     @property
-    def state(self) -> OptState:
+    def state(self) -> PyTree:
         """The state as of the last commit, with slots of the tables as NumPy arrays."""
         self._write_last()
         return self._tree.unflatten(self._leaves)[1]

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from jmask._base.jaxprs import inlined, origins
-from jmask._base.types import HostArray, OptState, Params, PyTreeDef, TensorLike
+from jmask._base.types import HostArray, PyTree, PyTreeDef
 from jmask._base.validation import leaf_name
 from jmask._deferred.deferred import DeferredState
 from jmask._host.host_rows import blocks
@@ -31,14 +31,14 @@ from jmask._updates.state_rows import rows_of_state, states_of
 
 def state_on_host(
     tx: optax.GradientTransformation,
-    model: Params,
+    model: PyTree,
     directory: str | PathLike[str] | None,
-) -> tuple[OptState, list[int | None]]:
+) -> tuple[PyTree, list[int | None]]:
     """Return the state that `tx.init` makes, with slots of NumPy leaves on the host.
 
     With it comes, for each leaf, the number of the parameter whose rows it has, or None.
     """
-    params: list[TensorLike] = jax.tree.leaves(model)
+    params: list[PyTree] = jax.tree.leaves(model)
     tree: PyTreeDef = jax.tree.structure(model)
     is_table = [isinstance(x, np.ndarray) for x in params]
     shapes = [shape_of(x) for x in params]
@@ -46,7 +46,7 @@ def state_on_host(
     _check_takes_rows(tx, state, shapes, is_table, tree)
     owners = [x for x, _ in rows_of_state(tx.init, shapes, shapes, is_table, tree, state)]
 
-    def init(tables: dict[int, TensorLike]) -> list[TensorLike]:
+    def init(tables: dict[int, PyTree]) -> list[PyTree]:
         given = [tables.get(i, x) for i, x in enumerate(params)]
         return jax.tree.leaves(tx.init(tree.unflatten(given)))
 
@@ -89,7 +89,7 @@ def _new_slot(
 
 def _check_takes_rows(
     tx: optax.GradientTransformation,
-    state: OptState,
+    state: PyTree,
     shapes: Sequence[jax.ShapeDtypeStruct],
     is_table: Sequence[bool],
     tree: PyTreeDef,
@@ -107,7 +107,7 @@ def _check_takes_rows(
             "that are positions in one batch: sum them inside a step, with jmask.tree.merge."
         )
 
-    def updates(params: Params) -> list[TensorLike]:
+    def updates(params: PyTree) -> list[PyTree]:
         ids = jnp.zeros(1, jnp.int32)
         gradients = [
             RowSparse.from_rows(ids, x[:1], x.shape, coalesced=False) if table else x

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.types import HostArray, TensorLike
+from jmask._base.types import HostArray, PyTree
 from jmask._host.host_rows import HostRows, as_items, blocks, copy_rows
 
 
@@ -33,7 +33,7 @@ class Contents(NamedTuple):
 
     tables: Sequence[HostRows]
     names: Sequence[str]
-    leaves: dict[str, TensorLike]
+    leaves: dict[str, PyTree]
     done: int
 
     def arrays(self) -> list[HostArray]:
@@ -85,7 +85,7 @@ def resume(folder: Path, changes: Path, contents: Contents) -> Contents:
         copy_rows(copy, x)
     for table in contents.tables:
         table.track_changes()
-    leaves: dict[str, TensorLike] = {}
+    leaves: dict[str, PyTree] = {}
     for k, (name, like) in enumerate(contents.leaves.items()):
         numbers = np.fromfile(changes / f"{k}.leaf", jnp.dtype(record["dtypes"][k]))
         if _is_key(like):
@@ -144,7 +144,7 @@ def _copies(
         yield np.memmap(folder / f"{k}.rows", x.dtype, mode, shape=x.shape)
 
 
-def _is_key(x: TensorLike) -> bool:
+def _is_key(x: PyTree) -> bool:
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 

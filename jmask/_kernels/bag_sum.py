@@ -23,7 +23,7 @@ from jax.interpreters import ad
 
 from jmask._base.array_types import is_known, trailing, wide
 from jmask._base.lowering import GroupedPrimitive, Results, calls_of
-from jmask._base.types import JvpArgs, PyTreeDef, Shaped, Value
+from jmask._base.types import Argument, Arrays, PyTreeDef, Shaped
 from jmask._kernels import tuning
 from jmask._kernels.gather import Gather
 from jmask._kernels.row_blocks import BlockLoop, block_size, run_side_by_side
@@ -55,7 +55,7 @@ class BagSum:
         fill: 0 or nan.
     """
 
-    table: Value
+    table: Argument
     positions: jax.Array
     bag_of_entry: jax.Array | None
     weights: jax.Array | None
@@ -154,7 +154,7 @@ class BagSum:
         return BlockLoop((self.start(), None), block, blocks, blocks)
 
 
-def bag_sum(*operands: Value) -> jax.Array:
+def bag_sum(*operands: Argument) -> jax.Array:
     """Return the sums of a `BagSum` of these attributes."""
     x = BagSum(*operands)
     if not is_known(*x.positions.shape, x.bags) or not are_many(x.positions.size):
@@ -202,7 +202,7 @@ BAG_SUM: GroupedPrimitive[BagSum] = GroupedPrimitive("jmask_bag_sum", _by_parts,
 
 
 def _derivative(
-    primals: JvpArgs, tangents: JvpArgs, *, trees: tuple[PyTreeDef, ...]
+    primals: Arrays, tangents: Arrays, *, trees: tuple[PyTreeDef, ...]
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     sums, along = calls_of(trees, primals), calls_of(trees, tangents)
     if any(_has_weight_tangent(x, t) for x, t in zip(sums, along, strict=True)):

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 
 from jmask._base.lowering import lower, primitive
 from jmask._base.shardings import (
@@ -33,7 +34,7 @@ from jmask._base.shardings import (
     varying_alike,
     without_repetition,
 )
-from jmask._base.types import ArrayFunction, Scalar, Shaped, Value
+from jmask._base.types import Argument, ArrayFunction, Scalar, Shaped
 from jmask._kernels import tuning
 
 # Integers of as many bytes as a floating entry has.
@@ -169,7 +170,7 @@ def _on_a_cpu(operand: jax.Array, indices: jax.Array, *, gather: Gather) -> list
     return [lax.cond(is_taken, gather.on_bits, never_taken, operand, indices)]
 
 
-def _shapes(operand: Value, indices: Value, *, gather: Gather) -> list[Shaped]:
+def _shapes(operand: ShapedArray, indices: Shaped, *, gather: Gather) -> list[Shaped]:
     shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (operand, indices))
     rows = jax.eval_shape(gather.plain, *shapes)
     return [operand.update(shape=rows.shape, weak_type=False)]
@@ -180,7 +181,7 @@ SLOW_COPY = primitive("jmask_gather", _by_definition, _shapes)
 lower(SLOW_COPY, _on_a_cpu, platform="cpu")
 
 
-def slow_copy_of(params: Mapping[str, Value]) -> Gather:
+def slow_copy_of(params: Mapping[str, Argument]) -> Gather:
     """Return the gather that an equation of `SLOW_COPY` with these parameters is."""
     gather: Gather = params["gather"]
     return gather

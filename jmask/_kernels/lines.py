@@ -25,12 +25,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.interpreters import batching
 
 from jmask._base.array_types import is_complex, wide
 from jmask._base.lowering import lower, primitive
 from jmask._base.shardings import explicit_sharding, varying_alike
-from jmask._base.types import DType, Shape, Shaped, Value
+from jmask._base.types import Arrays, DType, Shape, Shaped
 from jmask._kernels.gather import Gather
 
 LANES = 128
@@ -71,7 +72,7 @@ def _with_lines(lines: jax.Array, ids: jax.Array, *, width: int) -> list[jax.Arr
     return [jnp.where(exists, rows, jnp.zeros_like(rows)).reshape(*ids.shape, width)]
 
 
-def _shapes(lines: Value, ids: Value, *, width: int) -> list[Shaped]:
+def _shapes(lines: ShapedArray, ids: Shaped, *, width: int) -> list[Shaped]:
     return [lines.update(shape=(*ids.shape, width), weak_type=False)]
 
 
@@ -229,7 +230,7 @@ def writers(line: jax.Array, lines: int) -> jax.Array:
 
 def joined_in_lines(
     line: jax.Array, lines: int, rows_per_line: int, *words: jax.Array
-) -> tuple[jax.Array, ...]:
+) -> Arrays:
     """Join what sorted entries write to the same line, at most `rows_per_line` of them.
 
     Args:

@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 from jmask._base.forms import aval_of
 from jmask._base.jaxprs import evaluate, only_arithmetic
 from jmask._base.row_ids import Order
-from jmask._base.types import ArraysFunction, LoweringContext, Shaped
+from jmask._base.types import Argument, Arrays, ArraysFunction, Shaped
 from jmask._kernels._tpu import choice, row_updates
 from jmask._kernels.gathered_rows import Rows
 from jmask._kernels.rows import gather_unique_rows, never_alone, set_rows
@@ -133,7 +133,7 @@ def _by_kernel(program: ClosedJaxpr, update: Update) -> Form:
 def entry_by_entry(scalar_function: Combiner) -> Combiner:
     """Map a function of single entries over arrays, which are broadcast to each other."""
 
-    def function(*given: jax.Array) -> tuple[jax.Array, ...]:
+    def function(*given: jax.Array) -> Arrays:
         rows = jnp.broadcast_arrays(*given)
         mapped = scalar_function
         for _ in range(rows[0].ndim):
@@ -149,7 +149,7 @@ _scatter_rows_p = Primitive("jmask_scatter_rows")
 _scatter_rows_p.multiple_results = True
 
 
-@_scatter_rows_p.def_abstract_eval
+@_scatter_rows_p.def_abstract_eval  # type: ignore[untyped-decorator]  # of JAX
 def _shapes_of_tables(*operands: Shaped, program: ClosedJaxpr, is_sorted: bool) -> list[Shaped]:
     return list(operands[: len(operands) // 2])
 
@@ -159,11 +159,8 @@ def _tensor_type(aval: Shaped) -> mlir.ir.Type:
 
 
 def _lowered(
-    ctx: LoweringContext,
-    *operands: mlir.ir.Value,
-    program: ClosedJaxpr,
-    is_sorted: bool,
-) -> Sequence[mlir.ir.Value]:
+    ctx: Argument, *operands: Argument, program: ClosedJaxpr, is_sorted: bool
+) -> Sequence[Argument]:
     """Lower to a single scatter with the program as its combiner."""
     count = len(operands) // 2
     tables, ids, updates = operands[:count], operands[count], operands[count + 1 :]
@@ -203,11 +200,8 @@ def _lowered(
 
 
 def _lowered_for_tpus(
-    ctx: LoweringContext,
-    *operands: mlir.ir.Value,
-    program: ClosedJaxpr,
-    is_sorted: bool,
-) -> Sequence[mlir.ir.Value]:
+    ctx: Argument, *operands: Argument, program: ClosedJaxpr, is_sorted: bool
+) -> Sequence[Argument]:
     table, ids = ctx.avals_in[0], ctx.avals_in[len(operands) // 2]
     is_sorted = is_sorted and choice.sorted_pays(table, ids)
     return _lowered(ctx, *operands, program=program, is_sorted=is_sorted)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.sharding import NamedSharding
@@ -25,7 +26,7 @@ from jmask._base.lowering import primitive
 from jmask._base.row_ids import id_dtype
 from jmask._base.shardings import resharded, spec_of, without_repetition
 from jmask._base.shards import Shards, Spec, entry, names
-from jmask._base.types import ArrayFunction, JvpArgs, Shape, Shaped, Value
+from jmask._base.types import Argument, ArrayFunction, Arrays, Shape, Shaped
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.exchange import capacity_of, rows_from_owners, with_own_rows
 from jmask._kernels.rows import add_rows, gather_rows
@@ -100,12 +101,14 @@ def _lookup(table: jax.Array, ids: jax.Array, *, sharding: NamedSharding) -> lis
     ]
 
 
-def _shapes_of_rows(table: Value, ids: Value, *, sharding: NamedSharding) -> list[Shaped]:
+def _shapes_of_rows(
+    table: ShapedArray, ids: Shaped, *, sharding: NamedSharding
+) -> list[Shaped]:
     shape = (*ids.shape, *table.shape[1:])
     return [table.update(shape=shape, sharding=sharding, weak_type=False)]
 
 
-def _shards(*arrays: Value) -> Shards:
+def _shards(*arrays: jax.Array) -> Shards:
     shards = Shards.of(*arrays)
     assert shards is not None
     return shards
@@ -121,7 +124,7 @@ def _add(
 
 
 def _shapes_of_table(
-    ids: Value, rows: Value, *, shape: Shape, sharding: NamedSharding
+    ids: Shaped, rows: ShapedArray, *, shape: Shape, sharding: NamedSharding
 ) -> list[Shaped]:
     return [rows.update(shape=shape, sharding=sharding, weak_type=False)]
 
@@ -146,7 +149,7 @@ def flat(ids: jax.Array, rows: jax.Array, row: int) -> tuple[jax.Array, jax.Arra
 
 
 def _batched_lookup(
-    operands: Sequence[jax.Array], dims: Sequence[int | None], **how: Value
+    operands: Sequence[jax.Array], dims: Sequence[int | None], **how: Argument
 ) -> tuple[list[jax.Array], list[int]]:
     (table, ids), (table_dim, ids_dim) = operands, dims
     if table_dim is None and ids_dim is not None:  # it is one lookup still
@@ -158,13 +161,13 @@ def _batched_lookup(
 def _define_linear(made: Primitive, linear: int, transposed: ArrayFunction) -> None:
     """Define derivatives of a primitive in one operand, whose cotangent `transposed` makes."""
 
-    def derivative(primals: JvpArgs, tangents: JvpArgs, **how: Value) -> JvpArgs:
+    def derivative(primals: Arrays, tangents: Arrays, **how: Argument) -> Arrays:
         along = list(primals)
         along[linear] = ad.instantiate_zeros(tangents[linear])
         return made.bind(*primals, **how), made.bind(*along, **how)
 
-    def transpose(cotangents: list[Value], *operands: Value, **how: Value) -> list[Value]:
-        results: list[Value] = [None] * len(operands)
+    def transpose(cotangents: Argument, *operands: jax.Array, **how: Argument) -> Argument:
+        results: list[Argument] = [None] * len(operands)
         is_zero, zero = isinstance(cotangents[0], ad.Zero), ad.Zero(operands[linear].aval)
         results[linear] = zero if is_zero else transposed(*cotangents, *operands)
         return results
@@ -172,7 +175,7 @@ def _define_linear(made: Primitive, linear: int, transposed: ArrayFunction) -> N
     ad.primitive_jvps[made], ad.primitive_transposes[made] = derivative, transpose
 
 
-def _added_like(rows: jax.Array, table: Value, ids: jax.Array) -> jax.Array:
+def _added_like(rows: jax.Array, table: jax.Array, ids: jax.Array) -> jax.Array:
     shape, sharding = tuple(table.aval.shape), table.aval.sharding
     return ADD.bind(ids, rows, shape=shape, sharding=sharding)[0]
 

@@ -29,7 +29,7 @@ from jmask._base.lowering import CallDefinition, GroupedPrimitive, Results, swit
 from jmask._base.row_ids import Order
 from jmask._base.shardings import spec_of, varying_alike
 from jmask._base.shards import Shards, entry
-from jmask._base.types import PyTreeDef, Table
+from jmask._base.types import PyTreeDef
 from jmask._kernels._tpu import choice, narrow_rows, row_updates  # noqa: F401
 from jmask._kernels._tpu.equal_ids import summed_where_first
 from jmask._kernels.coalesce import are_large, coalesce_rows
@@ -129,7 +129,7 @@ class RowUpdate:
         return form(self if duplicates and self.update.additive else self.summed())
 
 
-def updated(updates: Sequence[RowUpdate | list[Table]]) -> list[list[Table]]:
+def updated(updates: Sequence[RowUpdate | list[jax.Array]]) -> list[list[jax.Array]]:
     """Return the tables of each update, all done together; lists are results already there."""
     results = [x if isinstance(x, list) else _without_primitive(x) for x in updates]
     calls = [

@@ -21,7 +21,7 @@ import jax
 import optax
 from jax.core import Tracer
 
-from jmask._base.types import Gradients, OptState, Params, PyTree
+from jmask._base.types import PyTree
 from jmask._lazy.one_pass import (
     OnePassTransformation,
     applied_in_one_pass,
@@ -31,12 +31,7 @@ from jmask._lazy.one_pass import (
 from jmask._lazy.row_local import RowWise
 from jmask._lazy.step import LazyStep, has_entries, with_whole_rows
 from jmask._tensors.row_sparse import is_row_sparse
-from jmask._updates.apply import (
-    Fit,
-    dense_parameters,
-    noticing_dense_tables,
-    with_updates,
-)
+from jmask._updates.apply import Fit, dense_parameters, noticing_dense_tables, with_updates
 from jmask._updates.checks import (
     NotRowLocalError,
     check_parameters,
@@ -67,9 +62,7 @@ _HELD_BACK: dict[type, tuple[str, str]] = {
 }
 
 
-def lazy(
-    inner: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
+def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Lift an optax transformation to row-sparse gradients, touching only their rows.
 
     `init` is `inner.init`, so the optimizer state has optax's standard layout: a run can
@@ -147,9 +140,9 @@ def lazy(
 
 def step_of(
     inner: optax.GradientTransformationExtraArgs,
-    updates: Gradients,
-    state: OptState,
-    params: Params,
+    updates: PyTree,
+    state: PyTree,
+    params: PyTree,
     extra_args: dict[str, PyTree],
 ) -> LazyStep:
     """Return the step of `inner` on rows, proved.
@@ -162,13 +155,13 @@ def step_of(
     `optax.novograd` has the dtype of the state, the other has the gradient's.
     """
 
-    def proved(updates: Gradients, same_dtypes: bool) -> LazyStep:
+    def proved(updates: PyTree, same_dtypes: bool) -> LazyStep:
         updates = jax.tree.map(in_lines, updates, is_leaf=is_gradient_leaf)
         return LazyStep.of(inner, updates, state, params, extra_args).proved(
             same_dtypes=same_dtypes
         )
 
-    def of_entries_or_rows(updates: Gradients, same_dtypes: bool) -> LazyStep:
+    def of_entries_or_rows(updates: PyTree, same_dtypes: bool) -> LazyStep:
         if has_entries(updates):
             # Refused may be a state with one number for each row.
             with contextlib.suppress(NotRowLocalError):
@@ -192,7 +185,7 @@ def step_of(
     return of_entries_or_rows(updates, False)
 
 
-def applied(step: LazyStep, params: Params) -> tuple[Params, OptState]:
+def applied(step: LazyStep, params: PyTree) -> tuple[PyTree, PyTree]:
     """Return new parameters and state, in one pass where there is one."""
     # Outside jit a scatter with the optimizer inside would be compiled anew in each step.
     is_traced = any(
@@ -228,7 +221,7 @@ def densified(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check_not_deferring(state: optax.OptState) -> None:
+def _check_not_deferring(state: PyTree) -> None:
     for node in states_of(tuple(_HELD_BACK), state):
         what, remedy = next(x for kind, x in _HELD_BACK.items() if isinstance(node, kind))
         raise NotRowLocalError(

@@ -34,7 +34,7 @@ from jax.extend.core import JaxprEqn, Var
 from jmask._base.array_types import added
 from jmask._base.forms import aval_of, holds_jaxprs, within
 from jmask._base.jaxprs import ARITHMETIC, bound, needed_for, read, run
-from jmask._base.types import Atom, Function, Gradient, OptState, Params, Table, Value
+from jmask._base.types import Argument, Atom, Function, PyTree, Table
 from jmask._kernels.update_rows import updated
 from jmask._lazy.row_local import ELEMENTWISE, RowLocal
 from jmask._lazy.sizes import sized
@@ -61,7 +61,7 @@ class OnePassTransformation(optax.GradientTransformationExtraArgs):
     inner: optax.GradientTransformationExtraArgs | None = None
 
 
-def applied_in_one_pass(step: LazyStep) -> tuple[Params, OptState] | None:
+def applied_in_one_pass(step: LazyStep) -> tuple[PyTree, PyTree] | None:
     """Return new parameters and state, or None if it takes more than one pass."""
     leaves, gradients, proof = step.leaves, step.gradients, step.proof
     if proof is None or any(gradients[i].value.nse == 0 for i in proof.rows):
@@ -132,7 +132,7 @@ def applied_in_one_pass(step: LazyStep) -> tuple[Params, OptState] | None:
     return param_tree.unflatten(new_params), state_tree.unflatten(new_state)
 
 
-def _replaced(leaf: Leaf, new: Gradient) -> Table:
+def _replaced(leaf: Leaf, new: jax.Array) -> jax.Array:
     """Return what an array that holds no rows becomes, a parameter by its step."""
     if leaf.kind == "state":
         return keep_valid(new, leaf.value, leaf.valid)
@@ -238,11 +238,11 @@ def tables_whose_rows_mix(step: LazyStep) -> set[int]:
 
 def _rule(
     parts: Parts, proof: RowLocal, sizes: Mapping[int, int]
-) -> Callable[[JaxprEqn, list[Value]], Sequence[Value]]:
+) -> Callable[[JaxprEqn, list[jax.Array]], Sequence[jax.Array]]:
     """Return the rule that runs equations on so many rows, with a number for what it fills."""
     at_sizes = sized(proof.program.jaxpr, proof.rows, sizes)
 
-    def rule(eqn: JaxprEqn, values: list[Value]) -> Sequence[Value]:
+    def rule(eqn: JaxprEqn, values: list[jax.Array]) -> Sequence[jax.Array]:
         is_filled = parts.filled.issuperset(eqn.outvars)
         if is_filled and eqn.primitive.name == _FILL:
             return values[:1]
@@ -294,20 +294,20 @@ def _combiners(
     wanted = [v for v in new if isinstance(v, Var)]
     if [table_of.get(v) for v in wanted] != [table] * len(places):
         return  # a state that is filled anew
-    constants: dict[Var, Value] = {
+    constants: dict[Var, Argument] = {
         v: np.asarray(x, aval_of(v).dtype)
         for v, x in proof.known.items()
         if x is not None and (v in parts.filled or not aval_of(v).ndim)
     }
 
-    def evaluated(chosen: Sequence[JaxprEqn], given: dict[Var, jax.Array]) -> list[jax.Array]:
+    def evaluated(chosen: Sequence[JaxprEqn], given: dict[Var, Argument]) -> list[jax.Array]:
         # JAX keeps what calls this: it closes over no array that is traced.
         sizes: dict[int, int] = {}
         if by_rows:
             sizes[table] = next(iter(given.values())).shape[0]
             rows = [v for v in given if v in table_of]
             given = given | {v: with_row(given[v], aval_of(v).shape[1:]) for v in rows}
-        values: dict[Var, Value] = constants | given
+        values: dict[Var, Argument] = constants | given
         run(chosen, values, _rule(parts, proof, sizes))
         return [values[v] for v in wanted]
 
@@ -340,7 +340,7 @@ def _combiners(
 
 
 def _of_fewer(
-    scalars: list[Var], eqns: Sequence[JaxprEqn], constants: Mapping[Var, Value]
+    scalars: list[Var], eqns: Sequence[JaxprEqn], constants: Mapping[Var, Argument]
 ) -> tuple[list[JaxprEqn], list[Var]]:
     """Return equations, and fewer scalars that they compute the given ones of.
 

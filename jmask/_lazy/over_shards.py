@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmask._base.shardings import varying_axes
-from jmask._base.types import Gradient, Table
+from jmask._base.types import Gradient
 
 
-def is_block(table: Table, params: Sequence[Table]) -> bool:
+def is_block(table: jax.Array, params: Sequence[jax.Array]) -> bool:
     """Decide whether a table is a block of one device, by the types of all parameters.
 
     It differs over an axis of a `shard_map` over which another parameter is the same. Where
@@ -30,7 +30,7 @@ def is_block(table: Table, params: Sequence[Table]) -> bool:
 
 
 def agreed(
-    holds: jax.Array, gradients: Sequence[Gradient], params: Sequence[Table]
+    holds: jax.Array, gradients: Sequence[Gradient], params: Sequence[jax.Array]
 ) -> jax.Array:
     """Decide whether something holds on all devices that take a step together."""
     axes = _axes_of_copies(holds, gradients, params)
@@ -39,7 +39,7 @@ def agreed(
 
 
 def counted(
-    number: jax.Array, gradients: Sequence[Gradient], params: Sequence[Table]
+    number: jax.Array, gradients: Sequence[Gradient], params: Sequence[jax.Array]
 ) -> jax.Array:
     """Sum the numbers of rows of one gradient that the devices have counted.
 
@@ -52,7 +52,7 @@ def counted(
 
 
 def _axes_of_copies(
-    x: jax.Array, gradients: Sequence[Gradient], params: Sequence[Table]
+    x: jax.Array, gradients: Sequence[Gradient], params: Sequence[jax.Array]
 ) -> set[str]:
     """Return the axes over which `x` may differ and parameters are the same.
 

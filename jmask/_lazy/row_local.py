@@ -52,7 +52,7 @@ from jmask._base.forms import (
     within,
 )
 from jmask._base.jaxprs import ARITHMETIC, inlined, needed_for, run
-from jmask._base.types import ArraysFunction, Atom, Function, Scalar, Value
+from jmask._base.types import Argument, ArraysFunction, Atom, Function, Scalar
 from jmask._lazy.sizes import with_sizes
 from jmask._ops.rows import trial
 from jmask._updates.checks import NotRowLocalError
@@ -259,7 +259,7 @@ def _outputs(opened: Opened, inputs: Sequence[Known]) -> list[Known]:
     return [_of_literal(v.val) if isinstance(v, Literal) else known[v] for v in outputs]
 
 
-def _of_literal(x: Value) -> Known:
+def _of_literal(x: Argument) -> Known:
     return x if np.ndim(x) == 0 else None
 
 

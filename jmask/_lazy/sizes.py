@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from jax import export
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from jmask._base.types import Atom, Value
+from jmask._base.types import Argument, Atom
 from jmask._updates.checks import NotRowLocalError
 from jmask._updates.state_rows import Dimension
 
@@ -18,7 +18,7 @@ def with_sizes(jaxpr: Jaxpr, numbers: Mapping[Dimension, int]) -> Jaxpr:
     """Return a jaxpr for arrays whose open dimensions have these sizes."""
     variables: dict[Var, Var] = {}
 
-    def size(x: Value) -> Value:
+    def size(x: Argument) -> Argument:
         if not export.is_symbolic_dim(x):
             return x
         for dimension, number in numbers.items():
@@ -36,7 +36,7 @@ def with_sizes(jaxpr: Jaxpr, numbers: Mapping[Dimension, int]) -> Jaxpr:
     def atom(v: Atom) -> Atom:
         return v if isinstance(v, Literal) else var(v)
 
-    def parameter_of(x: Value) -> Value:
+    def parameter_of(x: Argument) -> Argument:
         if isinstance(x, ClosedJaxpr):
             return _closed_with_sizes(x, numbers)
         if isinstance(x, Jaxpr):

@@ -27,7 +27,7 @@ from jmask._base.array_types import has_8_bits
 from jmask._base.jaxprs import evaluate, origins
 from jmask._base.row_ids import hide
 from jmask._base.shardings import automatically, explicit_sharding, spec_of
-from jmask._base.types import Gradient, Gradients, OptState, PyTree, PyTreeDef, Shape, Table
+from jmask._base.types import Argument, Gradient, PyTree, PyTreeDef, Shape, Table
 from jmask._kernels.rows import gather_unique_rows, ids_after_reading, set_rows
 from jmask._lazy import row_local
 from jmask._lazy.over_shards import is_block
@@ -65,15 +65,15 @@ class Leaf:
         stack: what it was before it became one table: an array, or the gradient.
     """
 
-    value: Table
+    value: Argument
     kind: Kind
     table: int | None = None
     valid: jax.Array | None = None
     row: Shape | None = None
-    stack: Table = None
+    stack: Argument = None
 
     @functools.cached_property
-    def summed(self) -> Gradient:
+    def summed(self) -> Argument:
         """The gradient, its rows of equal ids summed. One pass needs it at times."""
         return summed(self.value) if is_row_sparse(self.value) else self.value
 
@@ -97,7 +97,7 @@ class Leaf:
         """Undo `shown`."""
         return rows if self.row is None else with_row(rows, self.value.shape[1:])
 
-    def stacked(self, new: Gradient) -> Gradient:
+    def stacked(self, new: Table) -> Table:
         """Return what `value` becomes in the shape of the stack."""
         if self.row is None:
             return new
@@ -130,8 +130,8 @@ class LazyStep:
     def of(
         cls,
         inner: optax.GradientTransformationExtraArgs,
-        updates: Gradients,
-        state: OptState,
+        updates: PyTree,
+        state: PyTree,
         params: PyTree,
         extra_args: dict[str, PyTree],
     ) -> "LazyStep":
@@ -155,10 +155,11 @@ class LazyStep:
         arrays = [*enumerate(param_leaves)]
         arrays += [(i, x) for (i, _), x in zip(owners, states, strict=True) if i is not None]
         for i, x in arrays:
-            if is_row_sparse(given[i]) and i not in stacks:
-                gradients[i] = fitted(x, gradients[i])
+            gradient = gradients[i]
+            if is_row_sparse(gradient) and is_row_sparse(given[i]) and i not in stacks:
+                gradients[i] = fitted(x, gradient)
 
-        def leaf(x: Table, kind: Kind, i: int | None, row: Shape = ()) -> Leaf:
+        def leaf(x: Argument, kind: Kind, i: int | None, row: Shape = ()) -> Leaf:
             if i is None:
                 return Leaf(x, kind)
             table = i if is_row_sparse(gradients[i]) else None
@@ -296,11 +297,11 @@ class LazyStep:
 
     # --- its run -------------------------------------------------------------------------
 
-    def update(self) -> tuple[Gradients, OptState]:
+    def update(self) -> tuple[PyTree, PyTree]:
         """Return updates and state."""
         rows = self.rows()
         outputs = self.flat_update(*rows) if self.proof is None else self._on_rows(rows)
-        results: list[Gradient] = []
+        results: list[Table] = []
         for i, (leaf, old, new) in enumerate(zip(self.leaves, rows, outputs, strict=False)):
             gradient = None if leaf.table is None else self.leaves[leaf.table].summed
             if gradient is not None and not gradient.nse:
@@ -371,16 +372,16 @@ def with_row(rows: jax.Array, row: Shape) -> jax.Array:
 # --- single entries -----------------------------------------------------------------------
 
 
-def has_entries(updates: Gradients) -> bool:
+def has_entries(updates: PyTree) -> bool:
     """Decide whether a gradient is of single entries of a table, whose rows are finer."""
     return any(map(_is_entries, jax.tree.leaves(updates, is_leaf=is_gradient_leaf)))
 
 
-def _is_entries(x: object) -> bool:
+def _is_entries(x: Argument) -> bool:
     return is_row_sparse(x) and x.leading > 1 and not x.row
 
 
-def with_whole_rows(updates: Gradients, *, lines: bool = False) -> Gradients:
+def with_whole_rows(updates: PyTree, *, lines: bool = False) -> PyTree:
     """Return gradients of entries (V, D) as rows, of zeros but for an entry each.
 
     Args:
@@ -388,7 +389,7 @@ def with_whole_rows(updates: Gradients, *, lines: bool = False) -> Gradients:
     """
 
     def whole(x: Gradient) -> Gradient:
-        if not _is_entries(x) and not (lines and is_row_sparse(x) and x.width):
+        if not is_row_sparse(x) or not (_is_entries(x) or (lines and x.width)):
             return x
         width, ids = x.width or 1, x.flat().row_ids()
         each = x.shape[-1] // width

@@ -40,7 +40,7 @@ def multiplies(function: Function) -> Function:
     contracted = contracts(function)
 
     @functools.wraps(function)
-    def lifted(x: TensorLike, y: TensorLike, **kwargs: Argument) -> Tensor:
+    def lifted(x: Argument, y: Argument, **kwargs: Argument) -> Tensor:
         x, y = adopted(x), adopted(y)
         if not any_masked(x, y):
             is_product = is_sparse(x) or is_sparse(y)
@@ -92,7 +92,7 @@ def dot_product_attention(*args: Argument, **kwargs: Argument) -> Tensor:
     """
     attend: Function = nn.dot_product_attention
     options = _ATTENTION.bind(*args, **kwargs).arguments
-    operands: list[Tensor] = []
+    operands: list[Argument] = []
     for name in ("query", "key", "value", "bias", "mask"):
         x = options.pop(name, None)
         if x is not None and jnp.iscomplexobj(x):
@@ -164,12 +164,12 @@ def add_n(*tensors: TensorLike) -> Tensor:
         tensors = tuple(tensors[0])
     if not tensors:
         raise ValueError("`tensors` must hold at least one tensor, got none.")
-    tensors = tuple(x if is_tensor(x) else checked_array("tensors", x) for x in tensors)
-    shapes = {tuple(x.shape) for x in tensors}
+    terms = [x if is_tensor(x) else checked_array("tensors", x) for x in tensors]
+    shapes = {tuple(x.shape) for x in terms}
     if len(shapes) > 1:
         raise ValueError(f"`tensors` must have one shape, got {sorted(shapes)}.")
     # Sparse ones first, so that they meet a dense one once.
-    order = sorted(tensors, key=lambda x: not isinstance(x, RowSparse))
+    order: list[Argument] = sorted(terms, key=lambda x: not isinstance(x, RowSparse))
     return functools.reduce(operator.add, order)
 
 

@@ -17,8 +17,9 @@ from jmask._base.types import (
     Argument,
     ArrayFunction,
     ArraysFunction,
-    Mask,
+    Function,
     Numbers,
+    StorageLike,
     TensorLike,
 )
 from jmask._base.validation import checked_choice
@@ -36,8 +37,8 @@ from jmask._ops.reduce import (
     result_dtype,
     with_zeros,
 )
-from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, joined
-from jmask._tensors.storage import stored_values
+from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, as_tensor, joined
+from jmask._tensors.storage import as_dense, stored_values
 
 Axes = tuple[int, ...]
 
@@ -86,7 +87,7 @@ def variance(
 
 
 def _center(x: MaskedTensor, axis: Axes, given: TensorLike | None) -> TensorLike:
-    return mean(x, axis) if given is None else as_tensor(given).astype(x.dtype)
+    return mean(x, axis) if given is None else _tensor(given).astype(x.dtype)
 
 
 def deviation(x: MaskedTensor, axis: Axes, **options: Argument) -> MaskedTensor:
@@ -178,7 +179,7 @@ def normalize(
     ord: float | None = 2,  # noqa: A002
     axis: Axes = (-1,),
     eps: float = 1e-12,
-    where: Mask | None = None,
+    where: StorageLike | None = None,
 ) -> MaskedTensor:
     """Return x divided by the norm of the valid entries of each slice, or by `eps` if less.
 
@@ -224,7 +225,7 @@ def standardize(
     """Return x less the mean, by the standard deviation; each of them may be given."""
     center = _center(x, axis, mean)
     if variance is not None:
-        spread = as_tensor(variance).astype(x.dtype)
+        spread = _tensor(variance).astype(x.dtype)
     elif mean is None:
         spread = _variance(x, axis).astype(x.dtype)
     else:
@@ -234,6 +235,7 @@ def standardize(
     return _scaled(x, center, spread, epsilon=epsilon)
 
 
+_tensor: Function = as_tensor
 _mean, _variance = mean, variance
 _less_square = entrywise(lambda x, mean: jnp.maximum(x - jnp.square(mean), 0))
 _scaled = entrywise(lambda x, mean, v, epsilon: (x - mean) * lax.rsqrt(v + epsilon))
@@ -243,11 +245,7 @@ _scaled = entrywise(lambda x, mean, v, epsilon: (x - mean) * lax.rsqrt(v + epsil
 
 
 def quantile(
-    a: MaskedTensor,
-    axis: Axes,
-    q: Numbers,
-    method: str = "linear",
-    weights: None = None,
+    a: MaskedTensor, axis: Axes, q: Numbers, method: str = "linear", weights: None = None
 ) -> MaskedTensor:
     """Return the entry below which a part `q` of the valid entries lies; nan if one is nan."""
     checked_choice(method, "method", tuple(_WEIGHTS))
@@ -261,7 +259,7 @@ def quantile(
         fractions = np.asarray(q)
         if not np.all((fractions >= 0) & (fractions <= 1)):
             raise ValueError(f"`q` must be from 0 to 1, got {q}.")
-    a = dense(a, "quantile")
+    a = as_masked_tensor(dense(a, "quantile"))
 
     def one(q: jax.Array) -> MaskedTensor:
         def rank(last: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -285,7 +283,8 @@ def percentile(a: MaskedTensor, axis: Axes, q: Numbers, **options: Argument) -> 
 def median(a: MaskedTensor, axis: Axes, averaged: bool = True) -> MaskedTensor:
     """Return the middle valid entry; of two the mean, or if not `averaged` the lower one."""
     rank = lambda last: (last // 2, (last % 2) / 2)
-    return _at_rank(dense(a, "median"), axis, rank, "linear" if averaged else "lower")
+    a = as_masked_tensor(dense(a, "median"))
+    return _at_rank(a, axis, rank, "linear" if averaged else "lower")
 
 
 # The weight of the higher entry, by how far the quantile is from the lower one: 0 to 1.
@@ -309,7 +308,8 @@ def _at_rank(x: MaskedTensor, axis: Axes, rank: ArraysFunction, method: str) -> 
     if size == 0:
         return total(x.astype(dtype), axis)
     shape = (*(x.shape[a] for a in rest), size)
-    line = joined(*(jnp.transpose(a, rest + axis).reshape(shape) for a in (x.storage, x.valid)))
+    pair = as_dense(x.storage), x.valid
+    line = joined(*(jnp.transpose(a, rest + axis).reshape(shape) for a in pair))
     number = jnp.sum(line.valid, -1, keepdims=True)
     last = jnp.maximum(number - 1, 0)
     # One that does not exist is read as 0, and masked entries come last.

@@ -35,10 +35,10 @@ from jmask._base.types import (
 )
 from jmask._ops.lift import adopted, data_of, dense, elementwise, is_hidden
 from jmask._tables.rows_at import from_the_end
-from jmask._tensors.masked_tensor import MaskedTensor, any_masked, joined
+from jmask._tensors.masked_tensor import MaskedTensor, any_masked, as_masked_tensor, joined
 from jmask._tensors.methods import library
 from jmask._tensors.row_sparse import RowSparse
-from jmask._tensors.storage import with_stored_values
+from jmask._tensors.storage import as_dense, with_stored_values
 
 # --- x[...] of a masked tensor -----------------------------------------------------------
 
@@ -58,10 +58,12 @@ def masked_getitem(x: MaskedTensor, index: IndexLike) -> MaskedTensor:
     positions = Positions(x, index)
     if any_masked(*positions.index):
         return positions.get()
-    return joined(positions.x.storage[positions.index], positions.x.valid[positions.index])
+    return joined(positions.data[positions.index], positions.valid[positions.index])
 
 
-def known_places(index: Sequence[IndexLike], sizes: Sequence[int], *, clip: bool) -> IndexLike:
+def known_places(
+    index: Sequence[Argument], sizes: Sequence[int], *, clip: bool
+) -> tuple[Argument, ...]:
     """Return the index with masked integers out of range, where nothing is read or written.
 
     With `clip` other integers that are out of range become those at the border.
@@ -76,7 +78,7 @@ def known_places(index: Sequence[IndexLike], sizes: Sequence[int], *, clip: bool
     return tuple(places)
 
 
-def _consumed(part: IndexLike) -> int:
+def _consumed(part: Argument) -> int:
     """Count the dimensions of the tensor that a part of an index stands for."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
@@ -84,7 +86,7 @@ def _consumed(part: IndexLike) -> int:
     return part.ndim if is_mask and not isinstance(part, MaskedTensor) else 1
 
 
-def _place(part: IndexLike, size: int, clip: bool) -> IndexLike:
+def _place(part: Argument, size: int, clip: bool) -> Argument:
     place = jnp.asarray(data_of(part))
     if not jnp.issubdtype(place.dtype, jnp.integer):
         if isinstance(part, MaskedTensor):
@@ -129,31 +131,32 @@ def _arithmetic(name: str, doc: str) -> Function:
 class Positions:
     """`x.at[index]`; keyword arguments of the methods are those of `jax.Array.at`."""
 
-    __slots__ = ("index", "x")
+    __slots__ = ("data", "index", "valid")
 
     def __init__(self, x: MaskedTensor, index: IndexLike):
-        self.x = dense(x, "indexing")
+        x = as_masked_tensor(dense(x, "indexing"))
+        self.data, self.valid = as_dense(x.storage), x.valid
         if isinstance(index, list):  # NumPy takes one as an array, and JAX takes none
             index = np.asarray(index) if index else np.zeros(0, np.int32)
-        self.index = index if isinstance(index, tuple) else (index,)
+        self.index: tuple[Argument, ...] = index if isinstance(index, tuple) else (index,)
 
     def __repr__(self) -> str:
-        return f"Positions({self.x!r}, {self.index!r})"
+        return f"Positions({joined(self.data, self.valid)!r}, {self.index!r})"
 
     def get(self, **kwargs: Argument) -> MaskedTensor:
         """Return the entries, masked out of range with mode="fill" and no `fill_value`."""
         fill = kwargs.pop("fill_value", None)
         index, kwargs = self._places("fill", kwargs, clipped=("clip", None))
-        data = self.x.storage.at[index].get(fill_value=0 if fill is None else fill, **kwargs)
-        valid = self.x.valid.at[index].get(fill_value=fill is not None, **kwargs)
+        data = self.data.at[index].get(fill_value=0 if fill is None else fill, **kwargs)
+        valid = self.valid.at[index].get(fill_value=fill is not None, **kwargs)
         return joined(data, valid)
 
     def set(self, values: TensorLike, **kwargs: Argument) -> MaskedTensor:
         """Replace entries: by a masked tensor with its mask, by anything else as valid."""
         values = dense(adopted(values), "at")
         index, kwargs = self._places("drop", kwargs)
-        data = self.x.storage.at[index].set(data_of(values), **kwargs)
-        valid = self.x.valid.at[index].set(True, **kwargs)
+        data = self.data.at[index].set(data_of(values), **kwargs)
+        valid = self.valid.at[index].set(True, **kwargs)
         if isinstance(values, MaskedTensor):
             # Which of several values is written to one position is not defined, so the
             # mask must not depend on it.
@@ -176,20 +179,20 @@ class Positions:
         values = dense(adopted(values), "at")
         index, kwargs = self._places("drop", kwargs)
         # Ones wherever the result is masked: no nan from there can reach a derivative.
-        target = self.x.valid.at[index].get(fill_value=False, mode=kwargs.get("mode"))
-        data = _ones_where(~self.x.valid, self.x.storage).at[index]
+        target = self.valid.at[index].get(fill_value=False, mode=kwargs.get("mode"))
+        data = _ones_where(~self.valid, self.data).at[index]
         clean = _ones_where(~target | is_hidden(values), jnp.asarray(data_of(values)))
         data = getattr(data, name)(clean, **kwargs)
         if not isinstance(values, MaskedTensor):
-            return joined(data, self.x.valid)
-        return joined(data, self.x.valid.at[index].min(values.valid, **kwargs))
+            return joined(data, self.valid)
+        return joined(data, self.valid.at[index].min(values.valid, **kwargs))
 
     def _places(
         self, outside: str, kwargs: Options, clipped: tuple[str | None, ...] = ("clip",)
-    ) -> tuple[IndexLike, Options]:
+    ) -> tuple[tuple[Argument, ...], Options]:
         if not any_masked(*self.index):
             return self.index, kwargs
-        places = known_places(self.index, self.x.shape, clip=kwargs.get("mode") in clipped)
+        places = known_places(self.index, self.valid.shape, clip=kwargs.get("mode") in clipped)
         return places, {**kwargs, "mode": outside}
 
 
@@ -216,6 +219,7 @@ def row_getitem(x: RowSparse, key: IndexLike) -> Tensor:
             rows or index arrays in several dimensions.
     """
     x.check_single()
+    first: Argument
     first, *rest = key if isinstance(key, tuple) and key else (key,)
     if isinstance(first, list):
         first = np.asarray(first) if first else np.zeros(0, np.int32)

@@ -23,10 +23,9 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from jmask._base.fallback import report_fallback
-from jmask._base.types import Argument, Function, PyTree, Storage, Tensor, TensorLike, Value
+from jmask._base.types import Argument, Function, PyTree, Storage, Tensor, TensorLike
 from jmask._base.validation import refuse_scipy
 from jmask._ops.rows import Words, on_stored_values, where_or
 from jmask._tensors.conversions import from_numpy_ma
@@ -56,24 +55,24 @@ def adopted(x: Argument) -> Argument:
     return from_numpy_ma(x) if isinstance(x, np.ma.MaskedArray) else without_nothing_sparse(x)
 
 
-def dense(x: TensorLike, name: str, why: str = "") -> Tensor:
+def dense(x: Tensor, name: str, why: str = "") -> jax.Array | MaskedTensor:
     """Return `x` on dense storage; report that the function `name` made a sparse one dense."""
-    storage = x.storage if isinstance(x, MaskedTensor) else x
+    storage = data_of(x)
     if not is_sparse(storage):
-        return x
+        return x if isinstance(x, MaskedTensor) else storage
     if isinstance(storage, RowSparse):
         storage.check_single()
     text = f"`{name}` made a sparse tensor of shape {np.shape(x)} dense, at O(size) cost"
     report_fallback(f"{text}: {why}" if why else text)
-    return x.to_dense() if isinstance(x, MaskedTensor) else as_dense(x)
+    return x.to_dense() if isinstance(x, MaskedTensor) else as_dense(storage)
 
 
-def data_of(x: TensorLike) -> Tensor:
+def data_of(x: Tensor) -> Storage:
     """Return the data of a masked tensor, and anything else as it is."""
     return x.storage if isinstance(x, MaskedTensor) else x
 
 
-def is_hidden(x: TensorLike) -> jax.Array:
+def is_hidden(x: Argument) -> jax.Array:
     """Find where a dense masked tensor is masked: nowhere for an array."""
     return ~x.valid if isinstance(x, MaskedTensor) else jnp.zeros(jnp.shape(x), bool)
 
@@ -213,7 +212,7 @@ def _is_operand(x: Argument) -> bool:
 
 
 # The mask of an operand that is not masked.
-_ALL: Value = np.ones((), bool)
+_ALL: Argument = np.ones((), bool)
 
 
 def aligned(
@@ -225,24 +224,23 @@ def aligned(
         The sparse storage whose positions these are, None if all is dense; what each operand
         is there; and its mask, a True of an operand that is not masked.
     """
-    operands = [x if is_tensor(x) else jnp.asarray(x) for x in operands]
-    shape = common_shape([np.shape(x) for x in operands])
-    storages = [data_of(x) for x in operands]
-    masked = [x.storage for x in operands if isinstance(x, MaskedTensor)]
+    tensors: list[Tensor] = [x if is_tensor(x) else jnp.asarray(x) for x in operands]
+    shape = common_shape([x.shape for x in tensors])
+    storages = [data_of(x) for x in tensors]
+    masked = [x.storage for x in tensors if isinstance(x, MaskedTensor)]
     like = next((s for s in masked if is_sparse(s) and s.shape == shape), None)
     if like is None or not all(same_index_arrays(s, like) for s in filter(is_sparse, storages)):
-        like, operands = None, [dense(x, name) for x in operands]
+        like, tensors = None, [dense(x, name) for x in tensors]
 
     def at_positions(x: jax.Array) -> jax.Array:
         return sampled(x, like, shape) if like is not None and jnp.ndim(x) else x
 
     values, masks = [], []
-    for x in operands:
+    for x in tensors:
         storage = data_of(x)
-        stored = is_sparse(storage)
-        values.append(stored_values(storage) if stored else at_positions(storage))
+        values.append(stored_values(storage) if is_sparse(storage) else at_positions(storage))
         valid = x.valid if isinstance(x, MaskedTensor) else _ALL
-        masks.append(valid if stored else at_positions(valid))
+        masks.append(valid if is_sparse(storage) else at_positions(valid))
     return like, values, masks
 
 
@@ -289,7 +287,7 @@ def moves(function: Function, *, variadic: bool = False) -> Function:
         if not any(map(is_tensor, leaves)):
             return function(*args, **kwargs)
 
-        def moved(part: Callable[[Tensor], jax.Array]) -> PyTree:
+        def moved(part: Callable[[Tensor], Storage]) -> PyTree:
             return function(*jax.tree.map(part, operands, is_leaf=is_tensor), *others, **kwargs)
 
         operands = jax.tree.map(
@@ -324,7 +322,7 @@ def contracts(function: Function, first: int = 0, last: int | None = 2) -> Funct
             return function(*args, **kwargs)
         operands = [dense(x, function.__name__, why) for x in operands]
 
-        def contracted(operands: Sequence[ArrayLike], **options: Argument) -> jax.Array:
+        def contracted(operands: Sequence[Storage], **options: Argument) -> jax.Array:
             others = () if last is None else args[last:]
             return function(*args[:first], *operands, *others, **{**kwargs, **options})
 
@@ -338,7 +336,7 @@ def contracts(function: Function, first: int = 0, last: int | None = 2) -> Funct
     return lifted
 
 
-def filled(x: TensorLike) -> Tensor:
+def filled(x: Tensor) -> Storage:
     """Return a masked tensor's data with zeros where it is masked, on its storage."""
     if not isinstance(x, MaskedTensor):
         return x
@@ -346,7 +344,7 @@ def filled(x: TensorLike) -> Tensor:
     return with_stored_values(x.storage, jnp.where(x.valid, values, jnp.zeros_like(values)))
 
 
-def existing(x: TensorLike) -> Tensor:
+def existing(x: Argument) -> Storage:
     """Return 1 where an entry exists and 0 elsewhere, on the storage of the tensor."""
     if isinstance(x, MaskedTensor):
         return with_stored_values(x.storage, x.valid.astype(jnp.float32))

@@ -9,22 +9,22 @@ the reciprocal of 1e38 is subnormal, for which it takes 0.
 """
 
 import math
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.types import Function, Scalar, Tensor
+from jmask._base.types import Function, Scalar
 from jmask._ops.lift import data_of, entrywise
-from jmask._ops.reduce import count, extremum, on_values, reduced
+from jmask._ops.reduce import Kind, count, extremum, on_values, reduced
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.storage import stored_values
 
 _multiply, _divide = entrywise(jnp.multiply), entrywise(jnp.true_divide)
 
 
-class Norm(NamedTuple):
+class Norm(NamedTuple, Generic[Kind]):
     """Norms of groups in parts: `size / factor`, where `size` neither overflows nor vanishes.
 
     Attributes:
@@ -33,9 +33,9 @@ class Norm(NamedTuple):
         factor: powers of two, of the shape of `size`.
     """
 
-    entries: Tensor
-    size: Tensor
-    factor: Tensor
+    entries: Kind
+    size: Kind
+    factor: Kind
 
 
 def factor_for(greatest: jax.Array) -> jax.Array:
@@ -69,17 +69,17 @@ def where_nonzero(function: Function, otherwise: float = 0) -> Function:
     return guarded
 
 
-def norm_in_parts(x: Tensor, axis: tuple[int, ...], order: float) -> Norm:
+def norm_in_parts(x: Kind, axis: tuple[int, ...], order: float) -> Norm[Kind]:
     """Return the norms of an array, or of valid entries, along `axis`, kept from overflow.
 
     Args:
         x: floating or complex, of 32 bits at least.
         order: p of the p-norm, of any sign; inf and -inf too.
     """
-    size = _size(x)
+    size: Kind = _size(x)
     nonzero = stored_values(data_of(size)) != 0
     if order == 0:
-        number = on_values(lambda a: a.astype(size.dtype), count(x, axis, nonzero))
+        number: Kind = on_values(lambda a: a.astype(size.dtype), _count(x, axis, nonzero))
         return Norm(x, number, on_values(jnp.ones_like, number))
 
     # --- the greatest power, near which all are brought ----------------------------------
@@ -96,7 +96,7 @@ def norm_in_parts(x: Tensor, axis: tuple[int, ...], order: float) -> Norm:
 
     # --- the norm of what they are then --------------------------------------------------
     if math.isinf(order):
-        exact = extremum if isinstance(size, MaskedTensor) else reduced
+        exact: Function = extremum if isinstance(size, MaskedTensor) else reduced
         result = exact(size, axis, extreme)
     elif order == 2:
         result = _root(reduced(_squared(x), axis, "sum"))
@@ -107,12 +107,12 @@ def norm_in_parts(x: Tensor, axis: tuple[int, ...], order: float) -> Norm:
         root = where_nonzero(lambda a: a ** (1 / order), 0 if order > 0 else jnp.inf)
         result = _multiply(entrywise(root)(total), pivot)
     if order < 0:  # a single 0 makes the sum infinite and the norm 0
-        has_zero = count(x, axis, ~nonzero)
+        has_zero = _count(x, axis, ~nonzero)
         result = _where(entrywise(lambda number: number > 0)(has_zero), result)
     return Norm(x, result, factor)
 
 
-def _masked_where_zero(size: Tensor) -> Tensor:
+def _masked_where_zero(size: Kind) -> Kind:
     if not isinstance(size, MaskedTensor):
         return jnp.where(size != 0, size, jnp.inf)
     return joined(size.storage, size.valid & (stored_values(size.storage) != 0))
@@ -126,6 +126,7 @@ def norm(
     return _divide(parts.size, parts.factor)
 
 
+_count: Function = count  # of masked tensors: rows of an array have orders above 0
 _size, _squared = entrywise(where_nonzero(jnp.abs)), entrywise(squared)
 _root = entrywise(where_nonzero(jnp.sqrt))
 _where = entrywise(lambda zero, x: jnp.where(zero, jnp.zeros_like(x), x))

@@ -18,12 +18,12 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jmask._base.array_types import is_nonzero
 from jmask._base.shardings import typed_like
-from jmask._base.types import Argument, Function, Mask, PyTree, Scalar, Tensor, TensorLike
+from jmask._base.types import Argument, Dense, Function, PyTree, Scalar, Tensor, TensorLike
 from jmask._ops.lift import adopted, dense, extends
 from jmask._ops.reduce import checked_axes, result_dtype, valid_entries
 from jmask._ops.selection import take_along_axis
 from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, as_tensor, joined
-from jmask._tensors.storage import entry_indices, is_sparse, stored_values
+from jmask._tensors.storage import as_dense, entry_indices, is_sparse, stored_values
 
 # --- sorted ------------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ def argsort(
 
 def _along(x: MaskedTensor, axis: int | None) -> tuple[MaskedTensor, int]:
     if axis is None:
-        return joined(x.storage.reshape(-1), x.valid.reshape(-1)), 0
+        return joined(as_dense(x.storage).reshape(-1), x.valid.reshape(-1)), 0
     return x, checked_axes((axis,), x.ndim)[0]
 
 
@@ -56,7 +56,7 @@ def _order(
     x: MaskedTensor, axis: int, *, descending: bool = False, stable: bool = True
 ) -> jax.Array:
     """Return for each place along the axis which entry belongs there; masked ones last."""
-    values = lax.stop_gradient(jnp.where(x.valid, x.storage, jnp.zeros((), x.dtype)))
+    values = lax.stop_gradient(jnp.where(x.valid, as_dense(x.storage), jnp.zeros((), x.dtype)))
     position = lax.broadcasted_iota(jnp.int32, x.shape, axis)
     operands = [x.valid, values, typed_like(position, jax.typeof(values))]
     if descending:
@@ -108,7 +108,8 @@ def unique(
 
     Padding is masked unless `fill_value` is given.
     """
-    hidden, values = ~ar.valid, jnp.where(ar.valid, ar.storage, jnp.zeros((), ar.dtype))
+    hidden, values = ~ar.valid, as_dense(ar.storage)
+    values = jnp.where(ar.valid, values, jnp.zeros((), ar.dtype))
     pair = [
         a.reshape(-1) if axis is None else jnp.moveaxis(a, axis, 0) for a in (hidden, values)
     ]
@@ -202,13 +203,13 @@ def accumulates(of_jax: Function, identity: ArrayLike) -> Function:
     """Lift a running reduction, in which an entry that is not valid adds the identity."""
 
     @extends(of_jax, more=("where",))
-    def lifted(x: TensorLike, where: Mask | None = None, **options: Argument) -> Tensor:
+    def lifted(x: Dense, where: TensorLike | None = None, **options: Argument) -> Dense:
         """Leave out entries that are not valid, which stay masked."""
         checked_axes(options.get("axis"), x.ndim)
         taken = valid_entries(x, where)
         dtype = result_dtype(jnp.mean, x.dtype) if isinstance(identity, float) else x.dtype
         values = jnp.where(
-            taken.valid, taken.storage.astype(dtype), jnp.asarray(identity, dtype)
+            taken.valid, as_dense(taken.storage).astype(dtype), jnp.asarray(identity, dtype)
         )
         result = of_jax(values, **options)
         if not isinstance(x, MaskedTensor):
@@ -218,7 +219,7 @@ def accumulates(of_jax: Function, identity: ArrayLike) -> Function:
     return lifted
 
 
-def cumlogsumexp(x: TensorLike, axis: int | None = None) -> jax.Array:
+def cumlogsumexp(x: jax.Array, axis: int | None = None) -> jax.Array:
     """Return the log of the running sum of exp of the entries along `axis`."""
     x = x.astype(result_dtype(jnp.mean, x.dtype))
     x = x.reshape(-1) if axis is None else x

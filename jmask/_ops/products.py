@@ -17,7 +17,7 @@ the other operand reaches a sum or a derivative through it. No index is read unc
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +29,14 @@ from jmask._base.array_types import adds_when_cast, sum_dtype, trailing, wide
 from jmask._base.fallback import report_fallback
 from jmask._base.row_ids import canonical
 from jmask._base.shardings import explicit_sharding, spec_of, without_repetition
-from jmask._base.types import Tensor, TensorLike
+from jmask._base.types import Argument, Function, Storage, TensorLike
 from jmask._base.validation import check_flag, checked_choice
 from jmask._kernels.bag_sum import bag_sum
 from jmask._kernels.rows import add_rows
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.specified import jmask_everywhere, placeholder_of, todense
-from jmask._tensors.storage import coordinates, stored_at, stype, unique_positions
+from jmask._tensors.storage import coordinates, is_sparse, stored_at, stype, unique_positions
 
 # --- operands: an array, or one of these -------------------------------------------------
 
@@ -70,15 +70,16 @@ class Rows(NamedTuple):
 
 
 Operand = jax.Array | Entries | Rows
+_Product = TypeVar("_Product", jax.Array, RowSparse)
 
 
-def operand(x: TensorLike, transposed: bool) -> Operand:
+def operand(x: Storage, transposed: bool) -> Operand:
     """Return the operand for an array, RowSparse, BCOO or BCSR of two dimensions."""
     if isinstance(x, RowSparse):
-        x = Rows(_without_padding(x))
-    elif isinstance(x, BCOO | BCSR):
-        x = entries(x)
-    return x.T if transposed else x
+        matrix: Operand = Rows(_without_padding(x))
+    else:
+        matrix = entries(x) if isinstance(x, BCOO | BCSR) else x
+    return matrix.T if transposed else matrix
 
 
 def entries(x: BCOO | BCSR) -> Entries:
@@ -102,7 +103,7 @@ def _without_padding(x: RowSparse) -> RowSparse:
 # --- the product of each pair ------------------------------------------------------------
 
 
-def _product(a: Operand, b: Operand, dtype: DTypeLike, sparse: bool) -> Tensor:
+def _product(a: Operand, b: Operand, dtype: DTypeLike, sparse: bool) -> Argument:
     """Return the product in `dtype`: rows for a `RowSparse`, if `sparse` for `Entries`."""
     if isinstance(b, Rows) and b.transposed:
         filled = _product(a, b.matrix.values.T, dtype, sparse)
@@ -181,11 +182,11 @@ def _as_columns(values: jax.Array, like: RowSparse) -> jax.Array:
     return add_rows(zeros, like.row_ids(), values.T, like.order).T
 
 
-def _on_values(x: TensorLike, function: Callable[[jax.Array], jax.Array]) -> Tensor:
+def _on_values(x: _Product, function: Callable[[jax.Array], jax.Array]) -> _Product:
     """Apply `function` to an array, or to the rows that a `RowSparse` stores."""
     if not isinstance(x, RowSparse):
         return function(x)
-    values = function(x.values)
+    values: jax.Array = function(x.values)
     shape = (x.shape[0], *values.shape[1:])
     return RowSparse(x.indices, values, shape, coalesced=x.coalesced)
 
@@ -286,13 +287,14 @@ def dot(
     return result if masked_grad else jmask_everywhere(result)
 
 
-def _checked(x: TensorLike, name: str) -> Tensor:
+def _checked(x: TensorLike, name: str) -> Storage:
     if isinstance(x, MaskedTensor):
         raise TypeError(
             f"`{name}` is a MaskedTensor: use jmask.numpy.matmul, or .to_tensor(0) for zeros "
             "where it is masked."
         )
-    x = jnp.asarray(x) if stype(x, name) == "default" else x
+    stype(x, name)  # refuses what is no storage
+    x = x if is_sparse(x) else jnp.asarray(x)
     if isinstance(x, BCOO) and x.n_sparse == 1 and not x.n_batch:
         return RowSparse(x.indices[:, 0], x.data, x.shape)
     if isinstance(x, BCOO | BCSR) and (x.n_batch or x.n_dense or x.n_sparse != 2):
@@ -309,7 +311,7 @@ def _checked(x: TensorLike, name: str) -> Tensor:
     return x
 
 
-def _is_result_sparse(lhs: TensorLike, transpose_a: bool, forward_stype: str | None) -> bool:
+def _is_result_sparse(lhs: Storage, transpose_a: bool, forward_stype: str | None) -> bool:
     checked_choice(forward_stype, "forward_stype", (None, "default", "row_sparse"))
     entries, rows = isinstance(lhs, BCOO | BCSR), isinstance(lhs, RowSparse) and lhs.ndim == 2
     by_rows = entries or (rows and not transpose_a)
@@ -327,7 +329,7 @@ def _is_result_sparse(lhs: TensorLike, transpose_a: bool, forward_stype: str | N
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _product_of(
-    lhs: TensorLike, rhs: TensorLike, transpose_a: bool, transpose_b: bool, sparse: bool
+    lhs: Storage, rhs: Storage, transpose_a: bool, transpose_b: bool, sparse: bool
 ) -> jax.Array | RowSparse:
     dtype = jnp.result_type(lhs.dtype, rhs.dtype)
     is_row, is_column = lhs.ndim == 1, rhs.ndim == 1
@@ -342,7 +344,10 @@ def _product_of(
     return _on_values(result, lambda values: values[..., 0]) if is_column else result
 
 
-def _matrix(x: TensorLike, dtype: DTypeLike) -> Tensor:
+def _matrix(x: Storage, dtype: DTypeLike) -> Storage:
     """Return a vector as a column; sum equal positions where casts to `dtype` do not add."""
     x = x if adds_when_cast(x.dtype, dtype) else unique_positions(x)
-    return x if x.ndim == 2 else _on_values(x, lambda values: values[:, None])
+    if x.ndim == 2 or isinstance(x, BCOO | BCSR):
+        return x
+    column: Function = lambda values: values[:, None]
+    return _on_values(x, column) if isinstance(x, RowSparse) else column(x)

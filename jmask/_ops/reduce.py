@@ -20,6 +20,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,25 +32,21 @@ from jax.typing import DTypeLike
 from jmask._base.array_types import joint_dtype, trailing, wide
 from jmask._base.types import (
     Argument,
+    Arrays,
     Axis,
     DType,
     Function,
-    JvpArgs,
-    Mask,
+    Numbers,
     Scalar,
+    Shape,
+    Storage,
     Tensor,
     TensorLike,
 )
 from jmask._base.validation import refuse_scipy
 from jmask._kernels.rows import add_rows
 from jmask._ops.lift import adopted, dense, entrywise, refuse_output
-from jmask._tensors.masked_tensor import (
-    MaskedTensor,
-    as_booleans,
-    as_tensor,
-    is_tensor,
-    joined,
-)
+from jmask._tensors.masked_tensor import MaskedTensor, as_booleans, as_tensor, is_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
     as_dense,
@@ -63,6 +60,18 @@ from jmask._tensors.storage import (
 # --- a reduction of every storage --------------------------------------------------------
 
 ZEROS_CHANGE_NOTHING = "zeros change nothing"
+Kind = TypeVar("Kind", jax.Array, MaskedTensor)
+
+
+class Reduction(Protocol):
+    """A reduction with the arguments of JAX's; a masked tensor has masked results."""
+
+    @overload
+    def __call__(self, a: MaskedTensor, /, *args: Argument, **k: Argument) -> MaskedTensor: ...
+    @overload
+    def __call__(self, a: Numbers, /, *args: Argument, **k: Argument) -> jax.Array: ...
+    @overload
+    def __call__(self, a: TensorLike, /, *args: Argument, **k: Argument) -> Tensor: ...
 
 
 def reduces(
@@ -76,7 +85,7 @@ def reduces(
     absent: float | None = None,
     one_axis: bool = False,
     arrays_too: bool = False,
-) -> Function:
+) -> Reduction:
     """Lift a reduction: its arguments are those of `of_jax`, or else of the formula.
 
     Args:
@@ -99,7 +108,7 @@ def reduces(
     first, name = next(iter(parameters)), (of_jax or formula).__name__
 
     @functools.wraps(of_jax or formula)
-    def lifted(*args: Argument, where: Mask | None = None, **kwargs: Argument) -> Tensor:
+    def lifted(*args: Argument, where: Argument = None, **kwargs: Argument) -> Argument:
         # --- arguments -------------------------------------------------------------------
         ours = {key: kwargs.pop(key) for key in kwargs.keys() - parameters.keys()}
         options = signature.bind(*args, **kwargs).arguments | ours
@@ -185,31 +194,30 @@ def checked_axes(axis: Axis, ndim: int) -> tuple[int, ...]:
     return tuple(axes)
 
 
-def valid_entries(x: TensorLike, where: Mask | None) -> MaskedTensor:
+def valid_entries(x: TensorLike, where: TensorLike | None) -> MaskedTensor:
     """Return a masked tensor of the entries of `x` where the booleans `where` are True."""
     x = x if isinstance(x, MaskedTensor) else MaskedTensor(x)
     if where is None:
         return x
     refuse_scipy("where", where)
-    masked = isinstance(where, MaskedTensor)
-    where = where if masked else as_booleans(as_tensor(where))
-    if masked or not jnp.issubdtype(where.dtype, jnp.bool_):
-        kind = "a MaskedTensor" if masked else where.dtype
+    flags = as_tensor(where)
+    if isinstance(flags, MaskedTensor) or as_booleans(flags).dtype != jnp.dtype(bool):
+        kind = "a MaskedTensor" if isinstance(flags, MaskedTensor) else flags.dtype
         raise TypeError(
             f"`where` must be a boolean array, True where an entry takes part, got {kind}."
         )
     try:
-        fits = jnp.broadcast_shapes(where.shape, x.shape) == x.shape
+        fits = jnp.broadcast_shapes(flags.shape, x.shape) == x.shape
     except ValueError:
         fits = False
     if not fits:
         raise ValueError(
-            f"`where` of shape {where.shape} does not broadcast to `x` of shape {x.shape}."
+            f"`where` of shape {flags.shape} does not broadcast to `x` of shape {x.shape}."
         )
-    return joined(x.storage, x.valid & sampled(as_dense(where), x.storage))
+    return joined(x.storage, x.valid & sampled(as_dense(as_booleans(flags)), x.storage))
 
 
-def without_mask(x: MaskedTensor) -> Tensor:
+def without_mask(x: MaskedTensor) -> Storage:
     """Return the results of an ordinary sparse tensor, 0 where it stores nothing."""
     values = stored_values(x.storage)
     return with_stored_values(x.storage, jnp.where(x.valid, values, jnp.zeros_like(values)))
@@ -264,7 +272,7 @@ _IDENTITY: dict[str, Callable[[DType], Scalar]] = {
 }
 
 
-def reduced(x: Tensor, axis: Sequence[int], kind: str) -> Tensor:
+def reduced(x: Kind, axis: Sequence[int], kind: str) -> Kind:
     """Return the sum, product, maximum or minimum of the valid entries, in their dtype.
 
     Reduced axes have size 1. The derivative of a maximum is shared with entries of a group that
@@ -278,7 +286,7 @@ def reduced(x: Tensor, axis: Sequence[int], kind: str) -> Tensor:
     shape = tuple(1 if a in axis else size for a, size in enumerate(x.shape))
     kept = [a for a in range(sparse) if a not in axis]
     # Stored values have one axis in place of the sparse ones.
-    along = tuple(a - sparse + (sparse > 0) for a in axis if a >= sparse)
+    along: Shape = tuple(a - sparse + (sparse > 0) for a in axis if a >= sparse)
     if sparse and not kept:
         along = (0, *along)
     result, exists = _slices(kind, values, along), x.valid.any(along, keepdims=True)
@@ -344,7 +352,7 @@ def sparse_dimensions(x: TensorLike) -> int:
     return int(x.n_sparse) if isinstance(x, BCOO | BCSR) else 0
 
 
-def numbered(storage: Tensor, axes: Sequence[int]) -> jax.Array:
+def numbered(storage: Storage, axes: Sequence[int]) -> jax.Array:
     """Return for each stored value its index in `axes`, flattened.
 
     Raises:
@@ -361,7 +369,7 @@ def numbered(storage: Tensor, axes: Sequence[int]) -> jax.Array:
     number = jnp.zeros((), integer)
     for axis in axes:
         last = max(storage.shape[axis] - 1, 0)
-        if axis < sparse:
+        if axis < sparse and is_sparse(storage):
             along = jnp.clip(coordinates(storage)[axis], 0, last).astype(integer)
             along = trailing(along, len(shape))
         else:
@@ -381,7 +389,7 @@ def count(x: MaskedTensor, axis: Sequence[int], holds: jax.Array | None = None) 
     return reduced(joined(storage, x.valid), axis, "sum")
 
 
-def on_values(function: Function, x: Tensor) -> Tensor:
+def on_values(function: Function, x: Kind) -> Kind:
     """Apply a function to an array, or to all stored values, also under the mask."""
     if not isinstance(x, MaskedTensor):
         return function(x)
@@ -406,7 +414,7 @@ def _with_slope_of(value: jax.Array, like: jax.Array) -> jax.Array:
 
 
 @_with_slope_of.defjvp
-def _with_slope_of_jvp(primals: JvpArgs, tangents: JvpArgs) -> tuple[jax.Array, jax.Array]:
+def _with_slope_of_jvp(primals: Arrays, tangents: Arrays) -> tuple[jax.Array, jax.Array]:
     # The function itself and not `primals[0]`, which the next derivative takes for a constant.
     return _with_slope_of(*primals), tangents[1]
 

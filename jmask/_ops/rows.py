@@ -25,13 +25,14 @@ from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import adds_when_cast, trailing
 from jmask._base.fallback import report_fallback
-from jmask._base.types import Function, HostArray, Shape, Sparse, Tensor, TensorLike
+from jmask._base.types import Argument, Function, HostArray, Ids, Shape, Sparse, Storage
 from jmask._tables.rows_at import add_to_dense
 from jmask._tensors.masked_tensor import common_shape
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
     as_dense,
     compressed,
+    coordinates,
     is_sparse,
     is_stored,
     same_positions,
@@ -41,6 +42,9 @@ from jmask._tensors.storage import (
     unique_positions,
     with_stored_values,
 )
+
+Operand = Storage | HostArray
+"""What a function of entries is applied to; a number of NumPy is known under jit too."""
 
 
 class Words(NamedTuple):
@@ -60,10 +64,9 @@ class Words(NamedTuple):
 
 
 def on_stored_values(
-    function: Function, operands: Sequence[TensorLike], name: str, safe: float, words: Words
-) -> Tensor:
+    function: Function, operands: Sequence[Operand], name: str, safe: float, words: Words
+) -> Storage:
     """Apply a function of entries to operands of which some are sparse and none is masked."""
-    # Numbers of NumPy stay as they are: they are known under jit too.
     operands = [x if is_sparse(x) or np.ndim(x) == 0 else jnp.asarray(x) for x in operands]
     if any(isinstance(x, RowSparse) and x.leading > 1 for x in operands):
         return _of_stacked_tables(function, operands, name, safe, words)
@@ -81,28 +84,30 @@ def on_stored_values(
         full = [x for x in operands if not is_sparse(x)]
         is_sum = words.adds and len(full) == 1 and np.shape(full[0]) == shape
         if is_sum and isinstance(sparse[0], RowSparse):
-            rows = _each_alone(
+            rows: Argument = _each_alone(
                 function, [x if is_sparse(x) else _zero(x) for x in operands], shape
             )
             without_rows = [_zero(x) if is_sparse(x) else x for x in operands]
             # The array itself, if it can be: a copy of it would not be updated in place.
             ones = [np.ones((), x.dtype) if x is full[0] else _zero(x) for x in operands]
             is_array = _evaluated(function, ones) == 1
-            return add_to_dense(full[0] if is_array else function(*without_rows), rows)
+            dense: Argument = full[0] if is_array else function(*without_rows)
+            return add_to_dense(dense, rows)
     report_fallback(
         f"`{name}` made a sparse tensor of shape {tuple(sparse[0].shape)} dense, at O(size) "
         "cost: it does not keep zeros, or combines storages"
     )
-    return function(*map(as_dense, operands))
+    return function(*[as_dense(x) if is_sparse(x) else x for x in operands])
 
 
 def _one_layout(sparse: Sequence[Sparse], shape: Shape) -> bool:
     """Decide whether the result can have the layout of the sparse operands."""
     if all(isinstance(x, RowSparse) for x in sparse):
         return all(x.ndim == len(shape) and x.shape[0] == shape[0] for x in sparse)
-    if not all(isinstance(x, BCOO | BCSR) and x.shape == shape for x in sparse):
-        return False
-    return not any(x.n_batch for x in sparse) and len({x.n_dense for x in sparse}) == 1
+    entries = [x for x in sparse if isinstance(x, BCOO | BCSR) and x.shape == shape]
+
+    is_like = len(entries) == len(sparse) and len({x.n_dense for x in entries}) == 1
+    return is_like and not any(x.n_batch for x in entries)
 
 
 # --- at zeros ----------------------------------------------------------------------------
@@ -119,7 +124,7 @@ def trial() -> Iterator[None]:
 
 
 def _at_zero(
-    function: Function, operands: Sequence[TensorLike], words: Words
+    function: Function, operands: Sequence[Operand], words: Words
 ) -> tuple[bool, bool]:
     """Decide whether zeros stay zeros, and whether the function is linear in what is sparse."""
     zeros = [_zero(x) for x in operands]
@@ -142,15 +147,15 @@ def _at_zero(
     return zero, linear
 
 
-def _is_known(x: TensorLike) -> bool:
+def _is_known(x: Operand) -> bool:
     return not is_sparse(x) and np.ndim(x) == 0 and not isinstance(x, jax.core.Tracer)
 
 
-def _zero(x: TensorLike) -> HostArray:
+def _zero(x: Operand) -> HostArray:
     return np.zeros((), x.dtype)
 
 
-def _evaluated(function: Function, numbers: Sequence[TensorLike]) -> HostArray | None:
+def _evaluated(function: Function, numbers: Sequence[Ids]) -> HostArray | None:
     """Return the function of numbers; None if its closure holds arrays that are traced."""
     with trial():
         value = function(*map(jnp.asarray, numbers))
@@ -160,22 +165,22 @@ def _evaluated(function: Function, numbers: Sequence[TensorLike]) -> HostArray |
 # --- at stored positions -----------------------------------------------------------------
 
 
-def _each_alone(function: Function, operands: Sequence[TensorLike], shape: Shape) -> Sparse:
+def _each_alone(function: Function, operands: Sequence[Operand], shape: Shape) -> Sparse:
     """Return the rows that each sparse operand adds, side by side: not coalesced."""
-    places = [i for i, x in enumerate(operands) if is_sparse(x)]
-    sparse, results = [operands[i] for i in places], []
-    for place, x in zip(places, sparse, strict=True):
-        alone = [_zero(y) if i in places and i != place else y for i, y in enumerate(operands)]
+    sparse = {i: x for i, x in enumerate(operands) if is_sparse(x)}
+    results = []
+    for place, x in sparse.items():
+        alone = [_zero(y) if i in sparse and i != place else y for i, y in enumerate(operands)]
         part = function(*_sampled(alone, [stored_values(x)], x, shape))
         results.append(_broadcast(part, x, shape))
     if len(sparse) == 1:
-        return with_stored_values(sparse[0], results[0], shape)
-    ids = jnp.concatenate([x.row_ids() for x in sparse])
+        return with_stored_values(x, results[0], shape)
+    ids = jnp.concatenate([coordinates(x)[0] for x in sparse.values()])
     return RowSparse(ids, jnp.concatenate(results), shape)
 
 
 def _on_common_positions(
-    function: Function, operands: Sequence[TensorLike], safe: float, shape: Shape
+    function: Function, operands: Sequence[Operand], safe: float, shape: Shape
 ) -> Sparse:
     """Apply the function where any operand stores an entry; equal positions are summed."""
     sparse = [x for x in operands if is_sparse(x)]
@@ -201,12 +206,12 @@ def where_or(valid: jax.Array, x: jax.Array, safe: float) -> jax.Array:
 
 
 def _sampled(
-    operands: Sequence[TensorLike], values: Sequence[jax.Array], like: Sparse, shape: Shape
-) -> list[jax.Array]:
+    operands: Sequence[Operand], values: Sequence[jax.Array], like: Sparse, shape: Shape
+) -> list[Argument]:
     """Return the operands at the positions of `like`; `values` are those of the sparse ones."""
     stored = iter(values)
     return [
-        next(stored) if is_sparse(x) else sampled(x, like, shape) if np.ndim(x) else x
+        next(stored) if is_sparse(x) else sampled(jnp.asarray(x), like, shape) if x.ndim else x
         for x in operands
     ]
 
@@ -219,7 +224,7 @@ def _broadcast(values: jax.Array, like: Sparse, shape: Shape) -> jax.Array:
 
 def _on_union(sparse: Sequence[Sparse]) -> list[Sparse]:
     """Return the tensors, each storing the positions that any of them stores, once."""
-    entries: list[Sparse] = [x.to_bcoo() if isinstance(x, BCSR) else x for x in sparse]
+    entries = [x.to_bcoo() if isinstance(x, BCSR) else x for x in sparse]
     starts = np.cumsum([0, *(stored_values(x).shape[0] for x in entries)])
 
     def among_all(x: Sparse, start: int) -> jax.Array:
@@ -229,7 +234,7 @@ def _on_union(sparse: Sequence[Sparse]) -> list[Sparse]:
 
     pairs = [(x, among_all(x, start)) for x, start in zip(entries, starts, strict=False)]
     if isinstance(entries[0], RowSparse):
-        ids = jnp.concatenate([x.row_ids() for x in entries])
+        ids = jnp.concatenate([coordinates(x)[0] for x in entries])
         return [RowSparse(ids, values, x.shape).coalesce() for x, values in pairs]
     indices = jnp.concatenate([x.indices for x in entries])
     nse = indices.shape[0] if isinstance(indices, jax.core.Tracer) else None
@@ -240,24 +245,24 @@ def _on_union(sparse: Sequence[Sparse]) -> list[Sparse]:
 
 
 def _of_stacked_tables(
-    function: Function, operands: Sequence[TensorLike], name: str, safe: float, words: Words
-) -> Tensor:
+    function: Function, operands: Sequence[Operand], name: str, safe: float, words: Words
+) -> Storage:
     """Apply the function to tensors (M, V, *row), some of which store rows of (M * V, *row)."""
     rows = [x for x in operands if isinstance(x, RowSparse)]
     finest = max(rows, key=lambda x: (x.leading, -(x.width or 0)))
     flat = finest.flat().shape
 
-    def flattened(x: TensorLike) -> Tensor:
-        if np.ndim(x) and x.shape != finest.shape:
+    def flattened(x: Operand) -> Operand:
+        if x.ndim and x.shape != finest.shape:
             raise ValueError(
                 f"{finest!r} of stacked tables takes numbers and tensors of its shape, got "
                 f"shape {tuple(x.shape)}: broadcast that first, or use x.flat() or x.todense()."
             )
         if isinstance(x, RowSparse):
             return x.with_rows_of(finest).flat()
-        return x.reshape(flat) if np.ndim(x) else x
+        return x.reshape(flat) if x.ndim and not isinstance(x, BCSR) else x
 
     result = on_stored_values(function, list(map(flattened, operands)), name, safe, words)
     if isinstance(result, RowSparse):
         return result.stacked_as(finest)
-    return result.reshape(finest.shape)
+    return as_dense(result).reshape(finest.shape)

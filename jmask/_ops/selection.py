@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jmask._base.array_types import trailing
-from jmask._base.types import Argument, Function, Mask, Options, Tensor, TensorLike
+from jmask._base.types import Argument, Dense, Function, Options, Tensor, TensorLike
 from jmask._ops.lift import adopted, aligned, data_of, dense, entrywise, extends, is_hidden, on
 from jmask._tensors.masked_tensor import (
     MaskedTensor,
@@ -27,7 +27,7 @@ from jmask._tensors.masked_tensor import (
     is_tensor,
     joined,
 )
-from jmask._tensors.storage import is_sparse
+from jmask._tensors.storage import as_dense, is_sparse
 
 # --- by conditions -----------------------------------------------------------------------
 
@@ -36,7 +36,11 @@ _plain_where = entrywise(jnp.where, scales=((1, 2),), vanishes=((0, 2),))
 
 
 def where(
-    condition: Mask, x: TensorLike = None, y: TensorLike = None, /, **kwargs: Argument
+    condition: TensorLike,
+    x: TensorLike | None = None,
+    y: TensorLike | None = None,
+    /,
+    **kwargs: Argument,
 ) -> Tensor:
     """Choose entries as `jax.numpy.where`, with their masks; masked where the condition is.
 
@@ -50,21 +54,23 @@ def where(
         >>> jmask.numpy.where(x < 2, x, 0.)
         MaskedTensor([1.0, 0.0, --], dtype=float32)
     """
-    operands = condition, x, y = adopted(condition), adopted(x), adopted(y)
+    choose: Function = jnp.where
+    operands = [adopted(a) for a in (condition, x, y)]
     if not any(map(is_tensor, operands)):
-        return jnp.where(condition, x, y, **kwargs)
+        return choose(*operands, **kwargs)
     if x is None or y is None:
         raise TypeError("where() of a masked or sparse condition needs `x` and `y`.")
     if not any_masked(*operands):
         return _plain_where(*operands, **kwargs)
-    if not (is_sparse(data_of(x)) and is_sparse(data_of(y))):
+    if not (is_sparse(data_of(operands[1])) and is_sparse(data_of(operands[2]))):
         # What one of them does not store may be chosen from the other.
-        operands = tuple(dense(a, "where") for a in operands)
-    like, (condition, x, y), (known, of_x, of_y) = aligned(operands, "where")
-    return on(like, jnp.where(condition, x, y), jnp.where(condition, of_x, of_y) & known)
+        operands = [dense(a, "where") for a in operands]
+    like, (holds, *values), (known, *valid) = aligned(operands, "where")
+
+    return on(like, choose(holds, *values), choose(holds, *valid) & known)
 
 
-def masked_where(condition: Mask, x: TensorLike) -> MaskedTensor:
+def masked_where(condition: TensorLike, x: TensorLike) -> MaskedTensor:
     """Mask the entries of `x` where `condition` is True, or itself masked.
 
     Example:
@@ -94,7 +100,7 @@ def masks_where(name: str, condition: Function) -> Function:
     return masked
 
 
-def masked_fill(x: TensorLike, where: Mask, value: TensorLike) -> Tensor:
+def masked_fill(x: TensorLike, where: TensorLike, value: TensorLike) -> Tensor:
     """Set the entries of `x` where `where` is True to `value`, which is valid.
 
     Args:
@@ -119,7 +125,7 @@ _where = where
 
 @functools.wraps(jnp.select)
 def select(
-    condlist: Sequence[Mask], choicelist: Sequence[TensorLike], default: TensorLike = 0
+    condlist: Sequence[Argument], choicelist: Sequence[Argument], default: Argument = 0
 ) -> Tensor:
     """Select with masks: the result is masked where a condition is, before which none holds."""
     operands = (*condlist, *choicelist, default)
@@ -136,7 +142,7 @@ def likened(function: Function) -> Function:
     lifted = entrywise(function)
 
     @functools.wraps(function)
-    def like(a: TensorLike, *args: Argument, **kwargs: Argument) -> Tensor:
+    def like(a: Argument, *args: Argument, **kwargs: Argument) -> Tensor:
         a = adopted(a)
         if kwargs.get("shape") is None:
             return lifted(a, *args, **kwargs)
@@ -172,7 +178,7 @@ def pad(
             f"`mode`={mode!r} of pad() computes with entries, some of which are masked: "
             f"expected one of {', '.join(map(repr, [*constants, *copies]))}."
         )
-    data = jnp.pad(array.storage, pad_width, mode, **options)
+    data = jnp.pad(as_dense(array.storage), pad_width, mode, **options)
     if mode in constants:
         mode, options = "constant", {"constant_values": constants[mode]}
     return joined(data, ~jnp.pad(~array.valid, pad_width, mode, **options))
@@ -180,7 +186,7 @@ def pad(
 
 @extends(jnp.take, "a", "indices")
 def take(
-    a: TensorLike, indices: TensorLike, axis: int | None = None, **options: Argument
+    a: Dense, indices: Dense, axis: int | None = None, **options: Argument
 ) -> MaskedTensor:
     """Read with masks: the result is masked where the index is, or is out of range.
 
@@ -194,7 +200,7 @@ def take(
 
 @extends(jnp.take_along_axis, "arr", "indices")
 def take_along_axis(
-    arr: TensorLike, indices: TensorLike, axis: int | None = -1, **options: Argument
+    arr: Dense, indices: Dense, axis: int | None = -1, **options: Argument
 ) -> MaskedTensor:
     """Read with masks: the result is masked where the index is, or is out of range."""
     unknown = is_hidden(indices)
@@ -202,10 +208,10 @@ def take_along_axis(
 
 
 def _gathered(
-    function: Function, a: Tensor, indices: Tensor, unknown: jax.Array, options: Options
+    function: Function, a: Dense, indices: Dense, unknown: jax.Array, options: Options
 ) -> MaskedTensor:
     """Read `a` at `indices`; the mask `unknown` of these broadcasts to the result."""
-    places = jnp.where(is_hidden(indices), 0, data_of(indices))
+    places = jnp.where(is_hidden(indices), 0, as_dense(data_of(indices)))
     data = function(data_of(a), places, **options)
     options["fill_value"] = options.get("fill_value") is None
     hidden = function(is_hidden(a), places, **options)

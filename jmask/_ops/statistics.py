@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jmask._base.array_types import joint_dtype, wide
-from jmask._base.types import Argument, Axis, Function, Mask, Tensor, TensorLike
+from jmask._base.types import Argument, Axis, Dense, Function, StorageLike, Tensor, TensorLike
 from jmask._ops import formulas
 from jmask._ops.lift import adopted, aligned, contracts, dense, entrywise, extends, moves, on
 from jmask._ops.reduce import checked_axes, result_dtype, valid_entries, without_axes
@@ -49,7 +49,7 @@ def skips_nan(function: Function, of_jax: Function, empty: ArrayLike | None) -> 
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return function(x, **options)
         masked = isinstance(x, MaskedTensor)
-        x = x if masked else MaskedTensor(dense(x, of_jax.__name__))
+        x = x if isinstance(x, MaskedTensor) else as_masked_tensor(dense(x, of_jax.__name__))
         is_nan = jnp.isnan(stored_values(x.storage))
         result = function(joined(x.storage, x.valid & ~is_nan), **options)
         if masked:
@@ -60,7 +60,7 @@ def skips_nan(function: Function, of_jax: Function, empty: ArrayLike | None) -> 
 
 
 def weighted_average(
-    a: TensorLike, axis: Axis, weights: TensorLike, keepdims: bool, where: Mask | None
+    a: TensorLike, axis: Axis, weights: TensorLike, keepdims: bool, where: StorageLike | None
 ) -> tuple[Tensor, Tensor]:
     """Return the mean of entries counted by their weights, and the sums of these weights."""
     a, weights = as_tensor(adopted(a)), as_tensor(adopted(weights))
@@ -122,7 +122,7 @@ def cov(
     work = wide(kind)
     values, valid = jnp.where(x.valid, x.storage, 0).astype(work), x.valid.astype(work)
 
-    def weighing(name: str, weights: TensorLike) -> jax.Array:
+    def weighing(name: str, weights: Argument) -> jax.Array:
         weights = jnp.ones(x.shape[1]) if weights is None else jnp.abs(jnp.asarray(weights))
         if weights.shape != x.shape[1:]:
             raise ValueError(f"`{name}` must be of shape {x.shape[1:]}, got {weights.shape}.")
@@ -157,12 +157,8 @@ def corrcoef(
 
 @extends(jnp.diff, "a", "prepend", "append")
 def diff(
-    a: TensorLike,
-    prepend: TensorLike | None,
-    append: TensorLike | None,
-    n: int = 1,
-    axis: int = -1,
-) -> Tensor:
+    a: Dense, prepend: Dense | None, append: Dense | None, n: int = 1, axis: int = -1
+) -> Dense:
     """Subtract neighbours: a difference exists where both do."""
     (axis,) = checked_axes((axis,), a.ndim)
     if n < 0:
@@ -182,7 +178,7 @@ def diff(
 # --- comparisons -------------------------------------------------------------------------
 
 
-def _unlike(a: TensorLike, b: TensorLike, equal_nan: bool) -> Tensor:
+def _unlike(a: jax.Array, b: jax.Array, equal_nan: bool) -> jax.Array:
     differ = jnp.not_equal(a, b)
     return differ & ~(jnp.isnan(a) & jnp.isnan(b)) if equal_nan else differ
 

@@ -10,7 +10,7 @@ from jax import lax
 from jmask._base.array_types import joint_dtype
 from jmask._base.row_ids import hide
 from jmask._base.shardings import varying_alike, varying_axes
-from jmask._base.types import Function, PyTree, Scalar, Tensor, TensorLike
+from jmask._base.types import Function, PyTree, Scalar, Table, Tensor
 from jmask._base.validation import abstract_leaf, check_flag, check_leaves, shown
 from jmask._ops.lift import entrywise
 from jmask._ops.norms import factor_for, where_nonzero
@@ -67,7 +67,7 @@ def scale(scalar: Scalar, tree: PyTree) -> PyTree:
         raise TypeError(f"`scalar` must be a number, got {shown(scalar)}.")
     is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
 
-    def scaled(x: TensorLike) -> Tensor:
+    def scaled(x: Tensor) -> Tensor:
         if not jnp.issubdtype(x.dtype, jnp.complexfloating if is_complex else jnp.inexact):
             raise TypeError(
                 f"`tree` holds {x.dtype}, which a multiple by `scalar` {array.dtype} may not "
@@ -113,7 +113,7 @@ def merge(stacked: PyTree) -> PyTree:
         RowSparse(float32[9, 2], nse=4)
     """
 
-    def merged(x: TensorLike) -> Tensor:
+    def merged(x: Table) -> Table:
         _refuse_others(x, "stacked")
         if not is_row_sparse(x):
             if not x.ndim:
@@ -187,7 +187,7 @@ def psum(tree: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
     """
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
-    def summed(x: TensorLike) -> Tensor:
+    def summed(x: Table) -> Table:
         _refuse_others(x, "tree")
         if not is_row_sparse(x):
             return lax.psum(x, names)
@@ -232,10 +232,7 @@ def size(tree: PyTree) -> int:
 
 
 def map(  # noqa: A001
-    f: Function,
-    tree: PyTree,
-    *rest: PyTree,
-    is_leaf: Callable[[PyTree], bool] | None = None,
+    f: Function, tree: PyTree, *rest: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
 ) -> PyTree:
     """Apply a function to each leaf, as `jax.tree.map`, where tensors are leaves.
 
@@ -280,20 +277,20 @@ def _map(function: Function, tree: PyTree, *others: PyTree) -> PyTree:
     return jax.tree.map(function, *leaves, is_leaf=is_tensor)
 
 
-def _add_leaves(x: TensorLike, y: TensorLike) -> Tensor:
+def _add_leaves(x: Tensor, y: Tensor) -> Tensor:
     if x.shape != y.shape:
         raise ValueError(f"`tree`: leaves of shapes {x.shape} and {y.shape} cannot be added.")
     return _add(x, y)
 
 
-def _sizes(x: TensorLike) -> jax.Array:
+def _sizes(x: Tensor) -> jax.Array:
     """Return the absolute values of the entries, in float32 at least."""
     x = as_masked_tensor(x.flat().widened() if is_row_sparse(x) else as_tensor(x))
     size = jnp.abs(jnp.where(x.valid, stored_values(x.storage), 0))
     return size.astype(joint_dtype(size, jnp.float32))
 
 
-def _refuse_others(x: TensorLike, argument: str) -> None:
+def _refuse_others(x: Tensor, argument: str) -> None:
     if is_tensor(x) and not is_row_sparse(x):
         advice = 'use jmask.cast_storage(x, "row_sparse"), or its dense form'
         if isinstance(x, MaskedTensor):

@@ -23,7 +23,7 @@ import optax
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import as_float
-from jmask._base.types import Params, PyTree, Scalar
+from jmask._base.types import PyTree, Scalar
 from jmask._base.validation import check_flag, checked_choice, checked_dtype, shown
 from jmask._lazy.lazy import densified, lazy
 from jmask._optim import hyperparameters as hyper
@@ -204,7 +204,7 @@ def adamw(
     eps_root: Scalar = 0.0,
     mu_dtype: DTypeLike | None = None,
     weight_decay: optax.ScalarOrSchedule = 1e-4,
-    mask: PyTree | Callable[[Params], PyTree] | None = None,
+    mask: PyTree | Callable[[PyTree], PyTree] | None = None,
     *,
     nesterov: bool = False,
     lazy_update: bool = True,

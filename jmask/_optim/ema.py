@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from jmask._base.array_types import added
-from jmask._base.types import OptState, Params, PyTree, Scalar
+from jmask._base.types import PyTree, Scalar
 from jmask._lazy.lazy import lazy
 from jmask._lazy.row_local import RowWise
 from jmask._optim import hyperparameters as hyper
@@ -43,7 +43,7 @@ class Ema(optax.GradientTransformationExtraArgs):
 
     decay: Scalar
 
-    def average(self, opt_state: OptState, params: Params) -> Params:
+    def average(self, opt_state: PyTree, params: PyTree) -> PyTree:
         """Return the averages of all parameters after the last step, at the cost of all rows.
 
         Args:

@@ -23,7 +23,7 @@ from jmask._autodiff.taps import Tap
 from jmask._autodiff.uses import reason
 from jmask._autodiff.value_and_grad import Reading, function_of_parameters
 from jmask._base.fallback import Place, collected, in_bytes
-from jmask._base.types import DType, Function, KeyPath, Params, PyTree, PyTreeDef, Shape
+from jmask._base.types import DType, Function, KeyPath, PyTree, PyTreeDef, Shape
 from jmask._base.validation import abstract_leaf, checked_choice
 from jmask._kernels.lines import LANES, has_narrow_rows
 from jmask._updates.checks import check_parameters, model_of
@@ -131,7 +131,7 @@ class Explanation:
 
 def explain(
     loss_fn: Function,
-    params: Params,
+    params: PyTree,
     *batch: PyTree,
     has_aux: bool = False,
     platform: str | None = None,
@@ -193,7 +193,7 @@ def explain(
     shapes = {i: x for i, x in enumerate(others) if isinstance(x, jax.ShapeDtypeStruct)}
     steps: list[ParameterStep] = []
 
-    def read(params: Params, traced: dict[int, jax.Array]) -> None:
+    def read(params: PyTree, traced: dict[int, jax.Array]) -> None:
         args, keywords = structure.unflatten([traced.get(i, x) for i, x in enumerate(others)])
         reading = Reading(loss_fn, (0,), (params, *args), keywords, has_aux)
         taps = jax.tree.leaves(reading.taps)

@@ -5,10 +5,10 @@ as the text of Python literals, which can be read without running any code.
 """
 
 import ast
-from typing import Any
 
 from jax import export
 
+from jmask._base.types import Argument
 from jmask._deferred import deferred
 from jmask._optim import adam, ema, guards, microbatches, named, touched
 from jmask._tables.quantized import QuantizedRows
@@ -16,7 +16,7 @@ from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse
 
 
-def _refuse(static: Any) -> Any:
+def _refuse(static: Argument) -> Argument:
     raise TypeError(
         "jax.export cannot serialize a function that takes or returns a row-sparse tensor "
         "(RowSparse), whose ids have a dtype of their own: pass jmask.to_arrays(x) and call "
@@ -26,7 +26,7 @@ def _refuse(static: Any) -> Any:
 
 
 _literal = lambda static: repr(static).encode(), lambda text: ast.literal_eval(text.decode())
-_KINDS: dict[type, Any] = {
+_KINDS: dict[type, Argument] = {
     MaskedTensor: _literal,
     QuantizedRows: _literal,
     RowSparse: (_refuse, _refuse),

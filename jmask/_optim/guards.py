@@ -23,17 +23,7 @@ from jax.extend.core import Var
 from jmask._base.array_types import added, fewer, joint_dtype, trailing, wide
 from jmask._base.fallback import collected
 from jmask._base.row_ids import hide
-from jmask._base.types import (
-    Function,
-    Gradient,
-    Gradients,
-    Options,
-    OptState,
-    Params,
-    PyTree,
-    PyTreeDef,
-    Scalar,
-)
+from jmask._base.types import Function, Gradient, Options, PyTree, PyTreeDef, Scalar
 from jmask._kernels.coalesce import unique_slots
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
@@ -55,7 +45,7 @@ from jmask._updates.state_rows import check_state_type, one_step
 
 # --- a step under a predicate ------------------------------------------------------------
 
-Decide = Callable[[Gradients, OptState, Params], tuple[jax.Array, Gradients, OptState]]
+Decide = Callable[[PyTree, PyTree, PyTree], tuple[jax.Array, PyTree, PyTree]]
 
 
 class Guard(OnePassTransformation):
@@ -80,7 +70,8 @@ def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide)
     """
 
     def step(gradients, state, params, extra):
-        take, tx, states = jnp.ones((), bool), guard, []
+        tx: optax.GradientTransformationExtraArgs = guard
+        take, states = jnp.ones((), bool), []
         while isinstance(tx, Guard):
             wanted, gradients, new = tx.decide(gradients, state, params)
             states.append(new)
@@ -107,18 +98,18 @@ def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide)
 def _step_where(
     take: jax.Array,
     tx: optax.GradientTransformationExtraArgs,
-    gradients: Gradients,
-    state: OptState,
-    params: Params,
+    gradients: PyTree,
+    state: PyTree,
+    params: PyTree,
     extra: Options | None,
-) -> tuple[PyTree, OptState]:
+) -> tuple[PyTree, PyTree]:
     """Take a step of `tx` where `take`, at the cost of what is no table elsewhere.
 
     Args:
         extra: arguments of `tx.update`, whose updates are returned; None to apply them.
     """
 
-    def step(gradients: Gradients, params: Params, state: OptState) -> tuple[PyTree, OptState]:
+    def step(gradients: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         if extra is None:
             return apply_gradients(tx, gradients, state, params)
         with advising_lazy("inner", gradients):
@@ -151,7 +142,7 @@ def _step_where(
     return _at_leaves(lambda x: _kept(take, x, -0.0), result), structure.unflatten(selected)
 
 
-def _at_leaves(function: Function, tree: Gradients) -> Gradients:
+def _at_leaves(function: Function, tree: PyTree) -> PyTree:
     return jax.tree.map(function, tree, is_leaf=is_gradient_leaf)
 
 
@@ -191,7 +182,7 @@ class SkipNonfiniteState(NamedTuple):
     """State of `skip_nonfinite`: how many steps were not taken, int32, and the inner state."""
 
     skipped: jax.Array
-    inner_state: OptState
+    inner_state: PyTree
 
 
 def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation:
@@ -216,7 +207,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
     """
     check_transformation("inner", inner, "jmask.skip_nonfinite(jmask.adam(1e-3))")
 
-    def init(params: optax.Params) -> SkipNonfiniteState:
+    def init(params: PyTree) -> SkipNonfiniteState:
         return SkipNonfiniteState(jnp.zeros((), jnp.int32), inner.init(params))
 
     def decide(updates, state, params):
@@ -232,7 +223,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
     return guarded(inner, init, decide)
 
 
-def _summed(updates: Gradients, params: Params) -> Gradients:
+def _summed(updates: PyTree, params: PyTree) -> PyTree:
     """Return gradients with the rows of equal ids summed: finite ones may have an infinite sum.
 
     Sums of 16-bit rows are in float32, as the optimizer takes them.
@@ -278,7 +269,7 @@ def drop_nonfinite_rows() -> optax.GradientTransformation:
         (Array([0., 1., 0.], dtype=float32), Array(1, dtype=int32))
     """
 
-    def init(params: optax.Params) -> DropNonfiniteState:
+    def init(params: PyTree) -> DropNonfiniteState:
         return DropNonfiniteState(jnp.zeros((), jnp.int32))
 
     def update(updates, state, params=None):
@@ -396,7 +387,7 @@ def max_row_norm(
         param = jnp.asarray(param, wide(joint_dtype(update, param)))
         return _bounded(added(param, update), max_norm, ord) - param
 
-    def within(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
+    def within(updates: optax.Updates, params: PyTree | None) -> optax.Updates:
         if params is None:
             raise ValueError("`params` must be given to update(): max_row_norm bounds them.")
         return jax.tree.map(project, updates, params)

@@ -17,7 +17,7 @@ from jax import lax
 from jmask._base.array_types import real_dtype, wide
 from jmask._base.row_ids import hide
 from jmask._base.shardings import on_every_device, typed_like
-from jmask._base.types import Gradient, Gradients, KeyPath, OptState, PyTree, PyTreeDef
+from jmask._base.types import Gradient, KeyPath, PyTree, PyTreeDef, Table
 from jmask._base.validation import check_flag, leaf_name
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._optim.guards import guarded
@@ -48,13 +48,13 @@ class MultiStepsState(NamedTuple):
 
     mini_step: jax.Array
     accumulated: PyTree
-    inner_state: OptState
+    inner_state: PyTree
 
 
 def multi_steps(
     inner: optax.GradientTransformation,
     every_k: int,
-    like: Gradients | None = None,
+    like: PyTree | None = None,
     *,
     use_grad_mean: bool = True,
 ) -> OnePassTransformation:
@@ -182,18 +182,18 @@ def _added(
 
 def _as_gradient(like: Gradient, kept: Accumulated, divisor: jax.Array) -> Gradient:
     """Return what has accumulated as a gradient, divided in float32 at least."""
-    x: Gradient = kept.values if kept.ids is None else _rows(like, kept).widened()
+    x: Table = kept.values if kept.ids is None else _rows(like, kept).widened()
     inverse = (1 / divisor.astype(wide(real_dtype(x.dtype)))).astype(x.dtype)
     x = with_stored_values(x, stored_values(x) * inverse)
     if kept.valid is None:
         return x
-    if kept.ids is None:
+    if not is_row_sparse(x):
         return joined(x, kept.valid)
     often = x.with_values(kept.valid.astype(jnp.int32)).coalesce()
     return joined(x.coalesce(), often.values > 0)
 
 
-def _check_fits(updates: Gradients, like: Gradients, parts: list[Accumulated]) -> None:
+def _check_fits(updates: PyTree, like: PyTree, parts: list[Accumulated]) -> None:
     """Refuse a gradient that is not as `like`, or has more rows."""
     given: PyTreeDef = jax.tree.structure(updates, is_leaf=is_gradient_leaf)
     expected: PyTreeDef = jax.tree.structure(like, is_leaf=is_gradient_leaf)

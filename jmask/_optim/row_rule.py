@@ -15,7 +15,7 @@ pairs of real numbers for it, as in torch: a slot of complex64 holds what two of
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +25,14 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import complex_dtype, is_complex, joint_dtype, real_dtype, wide
 from jmask._base.shardings import sharding_of_rows
-from jmask._base.types import Table
+from jmask._base.types import Argument, PyTreeDef, Scalar
 from jmask._base.validation import check_flag, checked_dtype
 from jmask._lazy.lazy import densified, lazy
 from jmask._lazy.row_local import RowWise
 from jmask._optim.hyperparameters import Common
 from jmask._tables.rows_at import shape_of
 
-Results = tuple[Any, ...]
+Results = tuple[Argument, ...]
 
 
 class Slot(NamedTuple):
@@ -46,7 +46,7 @@ class Slot(NamedTuple):
         dtype: of the array; the rule's, or the parameter's, if None.
     """
 
-    initial: Any
+    initial: Scalar | None
     per_row: bool = False
     dtype: DTypeLike | None = None
 
@@ -87,6 +87,7 @@ def row_rule(
     def update(updates, state, params=None, **extra_args):
         if params is None and needs_param:
             raise ValueError("`params` must be given to update(): the step depends on them.")
+        tree: PyTreeDef
         gradients, tree = jax.tree.flatten(updates)
         given = [None] * len(gradients) if params is None else tree.flatten_up_to(params)
         old = [tree.flatten_up_to(slot) for slot in state[1:]]
@@ -109,7 +110,7 @@ def optimizer(
     lazy_update: bool,
     state_dtype: DTypeLike | None,
     *,
-    scalars: Callable[[jax.Array, Any], Results] = lambda count, lr: (lr,),
+    scalars: Callable[[jax.Array, Argument], Results] = lambda count, lr: (lr,),
     clips_last: bool = False,
     needs_param: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -146,7 +147,7 @@ def mean_of_row(x: jax.Array) -> jax.Array:
     return jnp.mean(x, axis=tuple(range(1, x.ndim)), keepdims=True) if x.ndim > 1 else x
 
 
-def _initial(slot: Slot, param: Table, state_dtype: DTypeLike | None) -> jax.Array:
+def _initial(slot: Slot, param: jax.Array, state_dtype: DTypeLike | None) -> jax.Array:
     """Return a slot before the first step."""
     like = shape_of(param)
     dtype = slot.dtype or state_dtype or like.dtype
@@ -160,14 +161,14 @@ def _initial(slot: Slot, param: Table, state_dtype: DTypeLike | None) -> jax.Arr
 
 
 def _step(
-    rule: Callable[..., Results], entries: Sequence[Any], scalars: Results
+    rule: Callable[..., Results], entries: Sequence[Argument], scalars: Results
 ) -> list[jax.Array]:
     """Return the step, in float32 at least, and the new slots, of grad, param and slots.
 
     The step is rounded where it is added. With 64-bit numbers enabled scalars may be wider.
     """
-    grad: Any
-    param: Any
+    grad: Argument
+    param: Argument
     grad, param, *slots = (x if x is None else jnp.asarray(x, wide(x.dtype)) for x in entries)
     are_pairs = any(map(is_complex, (grad, param, *slots)))
     if are_pairs and param is not None:
@@ -188,7 +189,7 @@ def _is_float(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _pairs(x: Any) -> Any:
+def _pairs(x: Argument) -> Argument:
     """Return complex numbers (n, *row) as (n, *row, 2), and numbers of rows as (n, ..., 1)."""
     if x is None:
         return None

@@ -1,12 +1,13 @@
 """A bridge to SparseCore: `jmask.sparsecore`."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jmask._base.types import Argument, Arrays
 from jmask._optim.row_rule import RowRule
 
 # Rows on a core, and numbers in a row, come in multiples of this.
@@ -22,9 +23,9 @@ class RowOptimizer(NamedTuple):
         hyperparameters: steps done -> scalars that change from step to step.
     """
 
-    computation: Callable[..., tuple[jax.Array, ...]]
+    computation: Callable[..., Arrays]
     slots: dict[str, float]
-    hyperparameters: Callable[[Any], tuple[jax.Array, ...]]
+    hyperparameters: Callable[[Argument], Arrays]
 
 
 def row_optimizer(tx: optax.GradientTransformation) -> RowOptimizer:
@@ -57,21 +58,21 @@ def row_optimizer(tx: optax.GradientTransformation) -> RowOptimizer:
         )
     first = inner.scalars(jnp.zeros((), jnp.int32))
 
-    def computation(grad: jax.Array, row: jax.Array, *others: jax.Array) -> Any:
+    def computation(grad: jax.Array, row: jax.Array, *others: jax.Array) -> Argument:
         slots, changing = others[: len(inner.slots)], iter(others[len(inner.slots) :])
         scalars = [next(changing) if isinstance(x, jax.Array) else x for x in first]
         step, *new = inner.rule(grad, row, *slots, *scalars)
         return (row + step, *new)
 
-    def hyperparameters(count: jax.Array) -> tuple[jax.Array, ...]:
+    def hyperparameters(count: jax.Array) -> Arrays:
         scalars = inner.scalars(jnp.asarray(count, jnp.int32))
         return tuple(x.astype(jnp.float32) for x in scalars if isinstance(x, jax.Array))
 
-    initial = {name: slot.initial for name, slot in inner.slots.items()}
+    initial: dict[str, Argument] = {name: slot.initial for name, slot in inner.slots.items()}
     return RowOptimizer(computation, initial, hyperparameters)
 
 
-def optimizer_spec(tx: optax.GradientTransformation, name: str = "jmask") -> Any:
+def optimizer_spec(tx: optax.GradientTransformation, name: str = "jmask") -> Argument:
     """Return a `CustomOptimizerSpec` of jax-tpu-embedding, whose variables have this name.
 
     Raises:
@@ -86,8 +87,8 @@ def optimizer_spec(tx: optax.GradientTransformation, name: str = "jmask") -> Any
 
     rule = row_optimizer(tx)
 
-    class Spec(embedding_spec.CustomOptimizerSpec):
-        def get_hyperparameters(self, step: jax.Array | None = None) -> tuple[jax.Array, ...]:
+    class Spec(embedding_spec.CustomOptimizerSpec):  # type: ignore[misc]  # of another project
+        def get_hyperparameters(self, step: jax.Array | None = None) -> Arrays:
             # The compiler wants one at least; a computation ignores those left over.
             return rule.hyperparameters(0 if step is None else step) or (jnp.float32(0),)
 

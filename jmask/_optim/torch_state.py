@@ -4,13 +4,13 @@ torch SparseAdam    exp_avg, exp_avg_sq, step        jmask.adam       mu, nu, co
 torch Adagrad       sum, step                        jmask.adagrad    sum_of_squares, count
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.types import HostArray, Key, OptState, PyTree
+from jmask._base.types import HostArray, PyTree
 from jmask._base.validation import leaf_name
 from jmask._optim.adam import AdamState
 from jmask._optim.named import AdagradState
@@ -24,8 +24,10 @@ _KEYS: dict[type, tuple[str, ...]] = {
 
 
 def from_torch_state(
-    state: OptState, torch_state: Mapping[Key, PyTree], order: Sequence[Key] | None = None
-) -> OptState:
+    state: PyTree,
+    torch_state: Mapping[Hashable, PyTree],
+    order: Sequence[Hashable] | None = None,
+) -> PyTree:
     """Return the state of `adam` or `adagrad` with the numbers of a torch optimizer.
 
     Args:
@@ -98,8 +100,8 @@ def from_torch_state(
 
 
 def to_torch_state(
-    state: OptState, order: Sequence[Key] | None = None
-) -> dict[Key, dict[str, HostArray]]:
+    state: PyTree, order: Sequence[Hashable] | None = None
+) -> dict[Hashable, dict[str, HostArray]]:
     """Return what `from_torch_state` reads: for each parameter its step and arrays, as NumPy's.
 
     It goes, as tensors, into the "state" of the `state_dict()` of the torch optimizer.
@@ -128,7 +130,7 @@ def to_torch_state(
     }
 
 
-def _only_state(state: OptState) -> tuple[OptState, tuple[str, ...]]:
+def _only_state(state: PyTree) -> tuple[PyTree, tuple[str, ...]]:
     """Return the state of the optimizer, and the keys of torch for what follows its count."""
     states = states_of(tuple(_KEYS), state)
     if len(states) != 1:
@@ -145,7 +147,7 @@ def _only_state(state: OptState) -> tuple[OptState, tuple[str, ...]]:
     return states[0], _KEYS[type(states[0])]
 
 
-def _checked_order(order: Sequence[Key] | None, count: int) -> list[Key]:
+def _checked_order(order: Sequence[Hashable] | None, count: int) -> list[Hashable]:
     if order is not None and not isinstance(order, list | tuple | range):
         raise TypeError(f"`order` must be a list, got {type(order).__name__}.")
     numbers = list(range(count) if order is None else order)

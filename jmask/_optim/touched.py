@@ -16,15 +16,14 @@ import optax
 from jmask._base.row_ids import id_dtype
 from jmask._base.shardings import with_whole_rows
 from jmask._base.types import (
+    Argument,
     Function,
     Index,
     KeyPath,
-    OptState,
-    Params,
+    Numbers,
     PyTree,
     PyTreeDef,
     Table,
-    TensorLike,
 )
 from jmask._base.validation import (
     abstract_leaf,
@@ -83,7 +82,7 @@ def touched() -> optax.GradientTransformationExtraArgs:
     return lazy(RowWise(steps.init, update))
 
 
-def rows_since(opt_state: OptState, step: Index, *, size: int | None = None) -> PyTree:
+def rows_since(opt_state: PyTree, step: Index, *, size: int | None = None) -> PyTree:
     """Return the ids of the rows that have moved after a step.
 
     Args:
@@ -137,7 +136,7 @@ def rows_since(opt_state: OptState, step: Index, *, size: int | None = None) -> 
     return jax.tree.map(moved, states[0].last)
 
 
-def take(tree: Params, ids: PyTree) -> PyTree:
+def take(tree: PyTree, ids: PyTree) -> PyTree:
     """Return rows of the tables of a tree, as `RowSparse`.
 
     Args:
@@ -160,7 +159,7 @@ def take(tree: Params, ids: PyTree) -> PyTree:
         {'t': Array([0., 0., 3.], dtype=float32)}
     """
 
-    def rows(path: KeyPath, x: Table, ids: TensorLike) -> PyTree:
+    def rows(path: KeyPath, x: Table, ids: Numbers) -> PyTree:
         if not np.ndim(x):
             return x
         table = as_table(x)
@@ -170,7 +169,7 @@ def take(tree: Params, ids: PyTree) -> PyTree:
     return _mapped(rows, tree, "ids", ids)
 
 
-def put(tree: Params, rows: PyTree) -> Params:
+def put(tree: PyTree, rows: PyTree) -> PyTree:
     """Return a tree in which rows are replaced, bit for bit; in place where it is donated.
 
     Args:
@@ -185,7 +184,7 @@ def put(tree: Params, rows: PyTree) -> Params:
         See `take`.
     """
 
-    def replaced(path: KeyPath, old: Table, new: TensorLike) -> jax.Array:
+    def replaced(path: KeyPath, old: Table, new: Argument) -> jax.Array:
         name = leaf_name("rows", path)
         if not is_row_sparse(new) and abstract_leaf(new) is None:
             raise not_an_array(name, new, "give what jmask.tree.take returned")
@@ -200,7 +199,7 @@ def put(tree: Params, rows: PyTree) -> Params:
     return _mapped(replaced, tree, "rows", rows)
 
 
-def _mapped(function: Function, tree: Params, name: str, others: PyTree) -> PyTree:
+def _mapped(function: Function, tree: PyTree, name: str, others: PyTree) -> PyTree:
     """Return the tree of function(path, leaf, what the argument `name` has there)."""
     structure: PyTreeDef = jax.tree.structure(tree)
     leaves = jax.tree.leaves_with_path(tree)

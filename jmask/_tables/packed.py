@@ -15,7 +15,7 @@ take as lines of which some entries exist: see `jmask._kernels.lines`.
 import jax
 import jax.numpy as jnp
 
-from jmask._base.types import Numbers, Shaped, Table
+from jmask._base.types import Numbers, Shaped
 from jmask._base.validation import as_table
 from jmask._kernels.lines import LANES
 
@@ -58,7 +58,8 @@ def packed(table: Numbers) -> jax.Array:
         Array([[4., 5.],
                [0., 1.]], dtype=float32)
     """
-    array = checked_floating(as_table(table))
+    array = as_table(table)
+    check_floating(array)
     if array.ndim != 2:
         raise ValueError(
             f"`table` must be (V, D), got shape {array.shape}: pack "
@@ -77,12 +78,11 @@ def slot_of(width: int) -> int:
     return 1 << (width - 1).bit_length() if width <= LANES else -(-width // LANES) * LANES
 
 
-def checked_floating(table: Shaped) -> Table:
-    """Return an array, or the shape of one, that can be a table: its rows have entries."""
+def check_floating(table: Shaped) -> None:
+    """Refuse an array, or the shape of one, that is no table: its rows have entries."""
     rows_have_entries = table.ndim and 0 not in table.shape[1:]
     if not rows_have_entries or not jnp.issubdtype(table.dtype, jnp.inexact):
         raise ValueError(
             "`table` must be a floating or complex array (V, *row), got "
             f"{table.dtype}{list(table.shape)}."
         )
-    return table

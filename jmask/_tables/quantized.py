@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from jmask._base.array_types import trailing, wide
-from jmask._base.types import DType, Numbers, PyTree, Shape
+from jmask._base.types import Argument, Arrays, DType, Numbers, PyTree, Shape
 from jmask._base.validation import as_table, checked_choice, leaf_name
 
 _LARGEST = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0}
@@ -138,7 +138,7 @@ def _product(kind: str, row: Shape, values: jax.Array, scales: jax.Array) -> jax
 
 
 @functools.partial(_product.defjvp, symbolic_zeros=True)
-def _product_jvp(kind, row, primals, tangents):
+def _product_jvp(kind: str, row: Shape, primals: Arrays, tangents: Arrays) -> Argument:
     if not all(isinstance(x, SymbolicZero) for x in tangents):
         raise TypeError(f"a quantized table has no gradient: {_WAY_OUT}.")
     rows = _product(kind, row, *primals)

@@ -7,12 +7,13 @@ table sharded by its type     each shard has its own rows of the gradient
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jmask._base.array_types import is_complex, is_narrow, joint_dtype, wide
 from jmask._base.row_ids import hide, id_dtype
 from jmask._base.shardings import spec_of
 from jmask._base.shards import Shards
-from jmask._base.types import Ids, Numbers, Table, TensorLike
+from jmask._base.types import Ids, Numbers
 from jmask._kernels.rows import gather_unique_rows, is_routed, set_rows
 from jmask._kernels.sharded_rows import routed
 from jmask._kernels.stochastic_rounding import stochastic_round
@@ -24,7 +25,7 @@ def from_the_end(ids: Numbers, rows: int) -> Ids:
     """Count negative ids from the end; NumPy integers stay NumPy's."""
     numbers: Ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
     if not jnp.issubdtype(numbers.dtype, jnp.signedinteger):
-        return ids
+        return numbers
     if isinstance(numbers, np.ndarray):
         numbers = numbers.astype(np.int64)
         return np.where(numbers < 0, numbers + rows, numbers)
@@ -32,7 +33,7 @@ def from_the_end(ids: Numbers, rows: int) -> Ids:
     return jnp.where(numbers < 0, numbers + rows, numbers)
 
 
-def fitted(table: Table, gradient: RowSparse) -> RowSparse:
+def fitted(table: jax.Array, gradient: RowSparse) -> RowSparse:
     """Return a gradient of which each shard has its own rows, if a table is sharded by type."""
     shards = Shards.of(table) if isinstance(table, jax.Array) else None
     if shards is None or not shards.rows:
@@ -43,10 +44,10 @@ def fitted(table: Table, gradient: RowSparse) -> RowSparse:
     return gradient.with_leaves(hide(ids), values, order="routed")
 
 
-def shape_of(x: TensorLike) -> jax.ShapeDtypeStruct:
+def shape_of(x: ArrayLike | RowSparse) -> jax.ShapeDtypeStruct:
     """Return shape and dtype of a leaf: array, number or `RowSparse`."""
     values = x.values if isinstance(x, RowSparse) else x
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(values))
+    return jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(values))
 
 
 # --- add to dense -------------------------------------------------------------------------
@@ -56,7 +57,7 @@ def shape_of(x: TensorLike) -> jax.ShapeDtypeStruct:
 # zeros(4, 1) + RowSparse([2, 2], [[1.], [1.]])      rows 2 gets 2; rows 0, 1, 3 keep their bits
 
 
-def add_to_dense(dense: Table, rows: RowSparse, key: jax.Array | None = None) -> Table:
+def add_to_dense(dense: jax.Array, rows: RowSparse, key: jax.Array | None = None) -> jax.Array:
     """Return `dense + rows`, touching only the rows stored, as `optax.apply_updates` adds.
 
     Floating and complex arrays keep their dtype, as in `dense.at[ids].add(...)`: a bfloat16
@@ -91,7 +92,7 @@ def add_to_dense(dense: Table, rows: RowSparse, key: jax.Array | None = None) ->
     return set_rows(dense, ids, new, order)
 
 
-def as_one_table(tables: Table, gradient: RowSparse) -> jax.Array:
+def as_one_table(tables: jax.Array, gradient: RowSparse) -> jax.Array:
     """Reshape stacked tables (M, V, *row), or lines, to the table of their flat gradient."""
     if any(spec_of(tables)[1 : gradient.leading]):
         raise ValueError(

@@ -19,18 +19,14 @@ from jmask._base.hashed import COLUMNS, id_of
 from jmask._base.row_ids import id_dtype
 from jmask._base.shardings import automatically, by_rows, explicit_sharding
 from jmask._base.shards import entry
-from jmask._base.types import Numbers, Table
+from jmask._base.types import Argument, Numbers
 from jmask._base.validation import as_table, check_flag, shown
-from jmask._tables.packed import checked_floating
+from jmask._tables.packed import check_floating
 
 
 def sharded(
-    table: Numbers,
-    mesh: Mesh,
-    *,
-    axis: str | Sequence[str] | None = None,
-    hashed: bool = False,
-) -> Table:
+    table: Numbers, mesh: Mesh, *, axis: str | Sequence[str] | None = None, hashed: bool = False
+) -> jax.Array:
     """Shard the rows of a table over the devices of a mesh.
 
     Args:
@@ -63,7 +59,7 @@ def sharded(
     """
     if not isinstance(table, jax.ShapeDtypeStruct):
         table = as_table(table)
-    checked_floating(table)
+    check_floating(table)
     axes = checked_axes(mesh, axis)
     check_flag("hashed", hashed)
     shards = math.prod(mesh.shape[name] for name in axes)
@@ -80,7 +76,8 @@ def sharded(
 
     if isinstance(table, jax.ShapeDtypeStruct):
         shape = (table.shape[0] + missing, *table.shape[1:])
-        return jax.ShapeDtypeStruct(shape, table.dtype, sharding=sharding)
+        abstract: Argument = jax.ShapeDtypeStruct(shape, table.dtype, sharding=sharding)
+        return abstract
     source = explicit_sharding(table)
     if source is not None and source.mesh == mesh.abstract_mesh:
         return automatically(padded, table, like=source, spec=sharding.spec)

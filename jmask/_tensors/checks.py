@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._base.row_ids import wrap
-from jmask._base.types import HostArray, Numbers, Shape, Shaped, Value
+from jmask._base.types import Argument, HostArray, Numbers, Shape, Shaped
 from jmask._base.validation import checked_array, checked_integer
 
 
@@ -64,7 +64,7 @@ def check_coalesced(ids: HostArray, rows: int) -> None:
         )
 
 
-def checked_replacement(values: Value, old: Shaped) -> jax.Array:
+def checked_replacement(values: Argument, old: Shaped) -> jax.Array:
     """Return stored values that have the shape of those that they replace."""
     known = isinstance(values, jax.Array | jax.ShapeDtypeStruct)
     values = values if known else checked_array("values", values)
@@ -135,7 +135,7 @@ def fit_or_poison(
     return jnp.where(needed <= nse, values, jnp.nan)
 
 
-def leaf_from_words(leaf: Value, values: Value, row_ndim: int) -> Value:
+def leaf_from_words(leaf: Argument, values: Argument, row_ndim: int) -> Argument:
     """Return the opaque leaf of ids from the words that it consists of; refuse plain numbers.
 
     orbax and callbacks of the host (`jax.debug.print`) take keys apart into unsigned integers

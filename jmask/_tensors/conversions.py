@@ -16,11 +16,11 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import is_nonzero, joint_dtype, trailing
-from jmask._base.types import HostArray, MaskedHostArray, Tensor, TensorLike
+from jmask._base.types import Argument, HostArray, Tensor, TensorLike
 from jmask._base.validation import checked_array, checked_choice
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.checks import checked_capacity, fit_or_poison
-from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, is_tensor, joined
+from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
     as_dense,
@@ -56,24 +56,25 @@ def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
 def to_csr(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     """Return the tensor of two dimensions on compressed row (BCSR) storage."""
     x = to_coo(x, nse)
+    entries: Argument = x.storage  # a BCOO
     # Sorted or not, padding comes last.
     valid = jnp.arange(x.valid.shape[0]) < x.valid.sum()
-    return joined(compressed(x.storage), valid)
+    return joined(compressed(entries), valid)
 
 
 def to_row_sparse(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     """Return the tensor on row-sparse storage: the rows with a valid entry, in order."""
-    if isinstance(x.storage, BCOO | BCSR):
-        return _assembled_rows(x, nse)
-    is_rows = isinstance(x.storage, RowSparse)
-    ids = x.storage.row_ids() if is_rows else jnp.arange(x.shape[0])
-    picked, inside, values = _chosen(stored_values(x.storage), _has_valid(x), nse, "rows")
+    stored = x.storage
+    if isinstance(stored, BCOO | BCSR):
+        return _assembled_rows(x, stored, nse)
+    ids = stored.row_ids() if isinstance(stored, RowSparse) else jnp.arange(x.shape[0])
+    picked, inside, values = _chosen(stored_values(stored), _has_valid(x), nse, "rows")
     ids = jnp.where(inside, _picked(ids, picked), x.shape[0])
     storage = RowSparse.from_rows(ids, values, x.shape, coalesced=True)
     return joined(storage, _picked(x.valid, picked) & trailing(inside, x.valid.ndim))
 
 
-def from_numpy_ma(x: MaskedHostArray) -> MaskedTensor:
+def from_numpy_ma(x: np.ma.MaskedArray) -> MaskedTensor:
     """Make a masked tensor from a NumPy masked array, where True means masked.
 
     Example:
@@ -85,7 +86,7 @@ def from_numpy_ma(x: MaskedHostArray) -> MaskedTensor:
     return MaskedTensor(data, ~np.ma.getmaskarray(x))
 
 
-def to_numpy_ma(x: TensorLike) -> MaskedHostArray:
+def to_numpy_ma(x: TensorLike) -> np.ma.MaskedArray:
     """Return a NumPy masked array, True = masked; entries that are not stored are masked.
 
     Example:
@@ -136,9 +137,9 @@ def _has_valid(x: MaskedTensor) -> jax.Array:
     return x.valid.any(axis=tuple(range(1, x.valid.ndim)))
 
 
-def _assembled_rows(x: MaskedTensor, nse: int | None) -> MaskedTensor:
+def _assembled_rows(x: MaskedTensor, stored: BCOO | BCSR, nse: int | None) -> MaskedTensor:
     """Return the rows of a tensor that stores entries, O(stored entries + stored rows)."""
-    first, *others = coordinates(x.storage)
+    first, *others = coordinates(stored)
     rows = x.shape[0]
     touched = _has_valid(x)
     first = jnp.where(touched, first, rows)
@@ -150,7 +151,7 @@ def _assembled_rows(x: MaskedTensor, nse: int | None) -> MaskedTensor:
     slot = jnp.where(touched, jnp.searchsorted(ids, first), nse)
     at = (slot, *others)
     empty = jnp.zeros((nse, *x.shape[1:]), x.dtype)
-    values = empty.at[at].set(stored_values(x.storage), mode="drop")
+    values = empty.at[at].set(stored.data, mode="drop")
     valid = jnp.zeros(empty.shape, bool).at[at].set(x.valid, mode="drop")
     values = fit_or_poison(values, starts.sum(), nse, min(rows, first.shape[0]))
     storage = RowSparse.from_rows(ids, values, x.shape, coalesced=True)
@@ -184,37 +185,43 @@ def cast_storage(x: TensorLike, stype: str, *, nse: int | None = None) -> Tensor
         (RowSparse(float32[2, 2], nse=1), BCSR(float32[2, 2], nse=1))
     """
     checked_choice(stype, "stype", ("default", *_TO_SPARSE))
-    is_masked = isinstance(x, MaskedTensor)
-    current = x.stype if is_masked else stype_of(x)
-    x = x if is_tensor(x) else jnp.asarray(x)
+    if not isinstance(x, MaskedTensor):
+        current = stype_of(x)
+        storage = x if is_sparse(x) else jnp.asarray(x)
+        if stype == "default":
+            return as_dense(storage)
+        if current == stype and nse is None:
+            return storage
+        _check_castable(storage, stype)
+        storage = unique_positions(storage)
+        valid = is_entry(storage) & is_nonzero(stored_values(storage))
+        return _cast(joined(storage, valid), stype, nse).storage
     if stype == "default":
-        return x.to_dense() if is_masked else as_dense(x)
-    if current == stype and nse is None and not is_masked:
-        return x
+        return x.to_dense()
     _check_castable(x, stype)
-    if not is_masked:
-        x = unique_positions(x)
-        x = joined(x, is_entry(x) & is_nonzero(stored_values(x)))
+    return _cast(x, stype, nse)
+
+
+def _cast(x: MaskedTensor, stype: str, nse: int | None) -> MaskedTensor:
     is_traced = isinstance(x.valid, jax.core.Tracer)
     if nse is None and is_traced and is_sparse(x.storage):  # as many as it can need
         rows = min(x.shape[0], x.valid.shape[0])
         nse = rows if stype == "row_sparse" else x.valid.size
-    if nse is None and current == stype and not getattr(x.storage, "n_dense", 0):
+    if nse is None and x.stype == stype and not getattr(x.storage, "n_dense", 0):
         kept = _has_valid(x) if stype == "row_sparse" else x.valid
         if kept.all():
             return x
-    result = _TO_SPARSE[stype](x, nse)
-    return result if is_masked else result.storage
+    return _TO_SPARSE[stype](x, nse)
 
 
 _TO_SPARSE = {"row_sparse": to_row_sparse, "coo": to_coo, "csr": to_csr}
 
 
-def _check_castable(x: TensorLike, stype: str) -> None:
+def _check_castable(x: Tensor, stype: str) -> None:
     if x.ndim == 0 or (stype == "csr" and x.ndim != 2):
         needed = "two dimensions" if stype == "csr" else "at least one dimension"
         raise ValueError(f"{stype} storage needs {needed}, got `x` of shape {x.shape}.")
-    if getattr(x, "n_batch", 0) or (isinstance(x, BCSR) and x.n_dense):
+    if isinstance(x, BCOO | BCSR) and (x.n_batch or (isinstance(x, BCSR) and x.n_dense)):
         raise ValueError(
             f"`x` has {x.n_batch} batch and {x.n_dense} dense dimensions, which other "
             "storages do not: use x.update_layout(n_batch=0), or vmap over batches."

@@ -21,14 +21,24 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 from jax.typing import DTypeLike
 
-from jmask._base.types import DType, Mask, PyTree, Scalar, Shape, Tensor, TensorLike
+from jmask._base.types import (
+    DType,
+    Function,
+    PyTree,
+    Scalar,
+    Shape,
+    Sparse,
+    Storage,
+    StorageLike,
+    Tensor,
+    TensorLike,
+    TypeIs,
+)
 from jmask._base.validation import checked_dtype, checked_scalar, refuse_scipy
 from jmask._tensors.checks import checked_replacement
 from jmask._tensors.flax_state import register_in_flax
 from jmask._tensors.methods import MaskedMethods, library
 from jmask._tensors.storage import (
-    Sparse,
-    Storage,
     coordinates,
     has_unique_positions,
     is_entry,
@@ -79,10 +89,10 @@ class MaskedTensor(MaskedMethods):
 
     __slots__ = ("storage", "valid")
 
-    storage: Tensor
+    storage: Storage
     valid: jax.Array
 
-    def __init__(self, data: TensorLike, mask: Mask | None = None):
+    def __init__(self, data: StorageLike, mask: StorageLike | None = None):
         if isinstance(data, MaskedTensor):
             raise TypeError(
                 "`data` is a MaskedTensor already: use its `.data`, or masked_where()."
@@ -93,7 +103,7 @@ class MaskedTensor(MaskedMethods):
         stype(data, "data")  # refuses what is no storage
         data = without_nothing_sparse(data)
         mask = None if mask is None else checked_mask(without_nothing_sparse(mask))
-        place = _on_sparse if is_sparse(data) else _on_dense
+        place: Function = _on_sparse if is_sparse(data) else _on_dense
         self.storage, self.valid = place(data, mask)
 
     # --- pytree: data and the booleans of its stored values -----------------------------
@@ -122,12 +132,12 @@ class MaskedTensor(MaskedMethods):
     # --- description --------------------------------------------------------------------
 
     @property
-    def data(self) -> Tensor:
+    def data(self) -> Storage:
         """The data in its storage; what lies under the mask is arbitrary."""
         return self.storage
 
     @property
-    def mask(self) -> Mask:
+    def mask(self) -> Storage:
         """The mask in the storage of the data: True where an entry is valid."""
         return with_stored_values(self.storage, self.valid)
 
@@ -166,7 +176,7 @@ class MaskedTensor(MaskedMethods):
         return int(self._number())
 
     def _number(self) -> jax.Array:
-        if self.shape or is_sparse(self.storage):
+        if is_sparse(self.storage) or self.shape:
             raise TypeError(f"a MaskedTensor of shape {self.shape} is not one number.")
         if not self.valid:
             raise ValueError("a masked entry is not a number: use to_tensor(fill_value).")
@@ -185,13 +195,13 @@ class MaskedTensor(MaskedMethods):
 
     # --- data out -----------------------------------------------------------------------
 
-    def get_data(self) -> Tensor:
+    def get_data(self) -> Storage:
         """Return data in its storage, arbitrary where masked; no gradient flows to there."""
         values = stored_values(self.storage)
         kept = jnp.where(self.valid, values, jax.lax.stop_gradient(values))
         return with_stored_values(self.storage, kept)
 
-    def get_mask(self) -> Mask:
+    def get_mask(self) -> Storage:
         """Return the mask in the storage of the data."""
         return self.mask
 
@@ -242,7 +252,7 @@ class MaskedTensor(MaskedMethods):
         return joined(with_stored_values(self.storage, values), valid)
 
 
-def masked_tensor(data: TensorLike, mask: Mask | None = None) -> MaskedTensor:
+def masked_tensor(data: StorageLike, mask: StorageLike | None = None) -> MaskedTensor:
     """Return a `MaskedTensor` of data and a mask, True = valid; see `MaskedTensor`.
 
     Example:
@@ -253,12 +263,12 @@ def masked_tensor(data: TensorLike, mask: Mask | None = None) -> MaskedTensor:
     return MaskedTensor(data, mask)
 
 
-def joined(storage: Storage, valid: Mask) -> MaskedTensor:
+def joined(storage: Storage, valid: jax.Array) -> MaskedTensor:
     """Return a masked tensor of storage and the booleans of its stored values, unchecked."""
     return MaskedTensor.tree_unflatten(None, (storage, valid))
 
 
-def is_tensor(x: object) -> bool:
+def is_tensor(x: object) -> TypeIs[Sparse | MaskedTensor]:
     """Decide whether `x` is sparse or masked: one leaf of a tree."""
     return is_sparse(x) or isinstance(x, MaskedTensor)
 
@@ -302,7 +312,7 @@ def common_shape(shapes: Sequence[Shape], operands: str = "operands") -> Shape:
 # Equal positions of sparse data are one entry: the sum of those that are valid, if any is.
 
 
-def _on_dense(data: TensorLike, mask: Mask) -> tuple[Tensor, jax.Array]:
+def _on_dense(data: StorageLike, mask: Storage | None) -> tuple[Storage, jax.Array]:
     """Return an array and a mask in one shape, or both on the storage of a sparse mask."""
     data = jnp.asarray(data)
     if is_sparse(mask):
@@ -314,7 +324,7 @@ def _on_dense(data: TensorLike, mask: Mask) -> tuple[Tensor, jax.Array]:
     return jnp.broadcast_to(data, shape), jnp.broadcast_to(mask, shape)
 
 
-def _on_sparse(data: Sparse, mask: Mask) -> tuple[Tensor, jax.Array]:
+def _on_sparse(data: Sparse, mask: Storage | None) -> tuple[Storage, jax.Array]:
     """Return sparse data with unique positions, and which of its stored values are valid."""
     if getattr(data, "n_batch", 0):
         raise ValueError(
@@ -351,7 +361,7 @@ def _on_sparse(data: Sparse, mask: Mask) -> tuple[Tensor, jax.Array]:
     return _summed(data, valid)
 
 
-def _on_other_positions(data: Sparse, mask: Sparse) -> tuple[Tensor, jax.Array]:
+def _on_other_positions(data: Sparse, mask: Sparse) -> tuple[Storage, jax.Array]:
     """Return the entries of `data` at the positions of a sparse mask, and which are valid."""
     values, flags, exists = stored_values(data), stored_values(mask), is_entry(data)
     if values.shape == flags.shape:
@@ -369,7 +379,7 @@ def _on_other_positions(data: Sparse, mask: Sparse) -> tuple[Tensor, jax.Array]:
 
 # Some fifty operations, which outside jit would each be called from Python.
 @functools.partial(jax.jit, inline=True)
-def _summed(data: Sparse, valid: jax.Array) -> tuple[Tensor, jax.Array]:
+def _summed(data: Sparse, valid: jax.Array) -> tuple[Storage, jax.Array]:
     values = stored_values(data)
     existing = with_stored_values(data, jnp.where(valid, values, jnp.zeros_like(values)))
     number = unique_positions(with_stored_values(data, valid.astype(jnp.int32)))
@@ -377,19 +387,19 @@ def _summed(data: Sparse, valid: jax.Array) -> tuple[Tensor, jax.Array]:
     return merged, (stored_values(number) > 0) & is_entry(merged)
 
 
-def checked_mask(mask: Mask) -> Mask:
+def checked_mask(mask: StorageLike) -> Storage:
     """Return a mask as an array or a storage of booleans, or raise TypeError."""
     stype(mask, "mask")  # refuses what is no storage
-    mask = as_booleans(mask) if is_sparse(mask) else jnp.asarray(mask)
-    if mask.dtype != jnp.dtype(bool):
+    flags = as_booleans(mask if is_sparse(mask) else jnp.asarray(mask))
+    if flags.dtype != jnp.dtype(bool):
         raise TypeError(
-            f"`mask` must be boolean, True where an entry is valid, got {mask.dtype}. Write "
+            f"`mask` must be boolean, True where an entry is valid, got {flags.dtype}. Write "
             "`mask != 0` if that is meant."
         )
-    return mask
+    return flags
 
 
-def as_booleans(x: TensorLike) -> Tensor:
+def as_booleans(x: Storage) -> Storage:
     """Undo what JAX does to booleans in storages of entries, which it makes int32."""
     if isinstance(x, BCOO | BCSR) and jnp.issubdtype(x.dtype, jnp.integer):
         return with_stored_values(x, x.data != 0)

@@ -29,6 +29,10 @@ from jmask._base.types import (
     TensorLike,
 )
 
+if TYPE_CHECKING:
+    from jmask._ops.indexing import At
+    from jmask._tensors.masked_tensor import MaskedTensor
+
 
 def library() -> ModuleType:
     """Return jmask, whose functions of tensors are imported after these classes."""
@@ -63,8 +67,8 @@ class TensorMethods(NDArrayOperatorsMixin):
     __array_priority__ = 1000
 
     if TYPE_CHECKING:  # the methods in `_METHODS`
-
-        def __getattr__(self, name: str) -> Function: ...
+        all = any = argmax = argmin = clip = copy = cumprod = cumsum = max = mean = method("")
+        min = prod = round = squeeze = std = sum = swapaxes = take = var = method("")
 
     @property
     def ndim(self: Shaped) -> int:
@@ -94,10 +98,10 @@ class TensorMethods(NDArrayOperatorsMixin):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __eq__(self, other: object) -> Tensor:
+    def __eq__(self, other: object) -> Argument:
         return np.equal(self, other) if is_comparable(other) else NotImplemented
 
-    def __ne__(self, other: object) -> Tensor:
+    def __ne__(self, other: object) -> Argument:
         return np.not_equal(self, other) if is_comparable(other) else NotImplemented
 
     def block_until_ready(self) -> Tensor:
@@ -126,12 +130,16 @@ class MaskedMethods(TensorMethods):
 
     __slots__ = ()
 
-    def __getitem__(self, index: IndexLike) -> Tensor:
+    if TYPE_CHECKING:  # the methods in `_METHODS`
+        argsort = compressed = count = diagonal = dot = median = nonzero = method("")
+        ptp = repeat = sort = trace = method("")
+
+    def __getitem__(self, index: IndexLike) -> "MaskedTensor":
         """See `jmask._ops.indexing.masked_getitem`."""
         return library()._ops.indexing.masked_getitem(self, index)
 
     @property
-    def at(self) -> Tensor:
+    def at(self) -> "At":
         """See `jmask._ops.indexing.At`."""
         return library()._ops.indexing.At(self)
 

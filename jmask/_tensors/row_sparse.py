@@ -15,7 +15,7 @@ is static; an index outside [0, shape[0]) is padding and its row is dropped.
 
 import math
 from collections.abc import Sequence
-from typing import Self, TypeGuard
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import adds_when_cast, is_narrow, wide
 from jmask._base.row_ids import Order, canonical, hide, id_dtype, is_opaque, reveal, widen
-from jmask._base.types import DType, Function, HostArray, Ids, Numbers, PyTree, Shape, Static
+from jmask._base.types import DType, Function, HostArray, Ids, Numbers, PyTree, Shape, TypeIs
 from jmask._base.validation import check_flag, checked_array, checked_dtype
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gathered_rows import Rows, cast, gathered
@@ -34,6 +34,8 @@ from jmask._tensors import checks
 from jmask._tensors.flax_state import register_in_flax
 from jmask._tensors.methods import RowSparseMethods, library
 
+Static = tuple[Shape, Order, int, int | None]
+"""What a node keeps beside its leaves: `shape`, `order`, `leading` and `width`."""
 _INDICES, _VALUES = map(jax.tree_util.GetAttrKey, ("indices", "values"))
 
 
@@ -130,7 +132,8 @@ class RowSparse(RowSparseMethods):
         """Replace leaves, unchecked, and `shape`, `order`, `leading`, `width` where given."""
         names = ("shape", "order", "leading", "width")
         static = tuple(changes.get(n, old) for n, old in zip(names, self._static, strict=True))
-        return RowSparse.tree_unflatten(static, (index_leaf, values))
+        # A checker sees a tuple of any length.
+        return RowSparse.tree_unflatten(static, (index_leaf, values))  # type: ignore[arg-type]
 
     @classmethod
     def from_rows(
@@ -195,7 +198,7 @@ class RowSparse(RowSparseMethods):
         name = "width" if self.width else "leading"
         return f"RowSparse({described}{f', {name}={getattr(self, name)}' * (self.leading > 1)})"
 
-    def __reduce__(self) -> tuple[Function, Static]:
+    def __reduce__(self) -> tuple[Function, tuple[object, ...]]:
         indices, values = np.asarray(self.indices), np.asarray(self.values)
         return _unpickle, (indices, values, *self._static)
 
@@ -399,7 +402,7 @@ class RowSparse(RowSparseMethods):
         return gathered(self.values)
 
 
-def is_row_sparse(x: object) -> TypeGuard[RowSparse]:
+def is_row_sparse(x: object) -> TypeIs[RowSparse]:
     """Decide whether `x` is a `RowSparse`: the `is_leaf` of every tree that may hold one."""
     return isinstance(x, RowSparse)
 

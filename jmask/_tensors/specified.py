@@ -11,7 +11,7 @@ with masked gradient, `todense(x) @ y` with that of an ordinary tensor.
 """
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.extend.core import Jaxpr
 
 from jmask._base.fallback import report_fallback
 from jmask._base.forms import calls
-from jmask._base.types import Mask, PyTree, Tensor, TensorLike
+from jmask._base.types import PyTree, Sparse, Storage, Tensor, TensorLike
 from jmask._base.validation import check_flag
 from jmask._tensors.masked_tensor import MaskedTensor, checked_mask, is_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
@@ -37,6 +37,8 @@ from jmask._tensors.storage import (
     unique_positions,
     with_stored_values,
 )
+
+_Tensor = TypeVar("_Tensor", bound=Tensor)
 
 
 def todense(x: TensorLike, *, masked_grad: bool = False) -> jax.Array:
@@ -63,12 +65,10 @@ def todense(x: TensorLike, *, masked_grad: bool = False) -> jax.Array:
         RowSparse(float32[3], nse=1)
     """
     check_flag("masked_grad", masked_grad)
-    if isinstance(x, MaskedTensor):
-        dense = x.to_tensor(0)
-    elif is_sparse(x):
-        dense = as_dense(without_placeholder(x))
-    else:
-        return _tensor_or_array(x)
+    if not is_tensor(x):
+        stype(x)  # refuses what is no tensor
+        return jnp.asarray(x)
+    dense = x.to_tensor(0) if isinstance(x, MaskedTensor) else as_dense(without_placeholder(x))
     # The placeholder is an array of zeros, through which the gradient reaches entries that are
     # not stored.
     if masked_grad:
@@ -89,7 +89,7 @@ def counts_everywhere(jaxpr: Jaxpr) -> bool:
     return calls(jaxpr, "jmask_everywhere")
 
 
-def sparse_mask(x: TensorLike, mask: Mask) -> Tensor:
+def sparse_mask(x: TensorLike, mask: TensorLike) -> Tensor:
     """Return the entries of `x` that `mask` specifies; the gradient goes to these alone.
 
     Args:
@@ -119,18 +119,18 @@ def sparse_mask(x: TensorLike, mask: Mask) -> Tensor:
         [[0.0, 6.0], [7.0, 0.0]]
     """
     x = _tensor_or_array(x)
-    mask = without_placeholder(mask) if is_tensor(mask) else checked_mask(mask)
+    mask = mask if is_tensor(mask) else checked_mask(mask)
+    mask = without_placeholder(mask)
     _check_mask(x, mask)
     placeholder, x = placeholder_of(x), without_placeholder(x)
     storage = x.storage if isinstance(x, MaskedTensor) else x
-    pattern, specified = storage, mask
     if isinstance(mask, MaskedTensor):
         pattern, specified = mask.storage, mask.valid
     elif is_sparse(mask):
         pattern = unique_positions(mask)
         specified = is_entry(pattern)
     else:
-        specified = sampled(mask, pattern)
+        pattern, specified = storage, sampled(mask, storage)
     values, exists = stored_values(storage), getattr(x, "valid", jnp.ones((), bool))
     if not same_positions(storage, pattern):
         values = _at_positions_of(pattern, storage, jnp.where(exists, values, 0))
@@ -142,12 +142,12 @@ def sparse_mask(x: TensorLike, mask: Mask) -> Tensor:
     result = with_stored_values(pattern, jnp.where(valid, values, jnp.zeros_like(values)))
     if isinstance(x, MaskedTensor) or isinstance(mask, MaskedTensor):
         return joined(result, valid)
-    if is_sparse(mask) or placeholder is None:
+    if is_sparse(mask) or placeholder is None or not is_sparse(result):
         return result
     return with_placeholder(result, jnp.where(mask, placeholder, 0))
 
 
-def _at_positions_of(pattern: Tensor, storage: Tensor, values: jax.Array) -> jax.Array:
+def _at_positions_of(pattern: Storage, storage: Storage, values: jax.Array) -> jax.Array:
     """Return values in the place of those that `storage` has, at the positions of `pattern`."""
     if is_sparse(storage) and is_sparse(pattern):
         if sparse_sizes(storage) == sparse_sizes(pattern):
@@ -167,7 +167,7 @@ def _tensor_or_array(x: TensorLike) -> Tensor:
     return jnp.asarray(x)
 
 
-def _check_mask(x: TensorLike, mask: Mask) -> None:
+def _check_mask(x: Tensor, mask: Tensor) -> None:
     if getattr(mask, "n_batch", 0) or getattr(x, "n_batch", 0):
         raise ValueError(
             "`x` and `mask` may not have batch dimensions: use vmap over tensors without them."
@@ -212,36 +212,38 @@ def _subclass(base: type) -> PyTree:
     return jax.tree_util.register_pytree_node_class(kind)
 
 
-_KINDS = {base: _subclass(base) for base in (BCOO, BCSR, RowSparse, MaskedTensor)}
+_KINDS: dict[type, PyTree] = {
+    base: _subclass(base) for base in (BCOO, BCSR, RowSparse, MaskedTensor)
+}
 _BASES: dict[type, PyTree] = {kind: base for base, kind in _KINDS.items()}
 
 
-def values_of(x: TensorLike) -> jax.Array:
+def values_of(x: Tensor) -> jax.Array:
     """Return the stored values of a sparse or masked tensor; of an array, the array."""
     return stored_values(x.storage if isinstance(x, MaskedTensor) else x)
 
 
-def with_values_of(x: TensorLike, values: jax.Array) -> Tensor:
+def with_values_of(x: Tensor, values: jax.Array) -> Tensor:
     """Replace the stored values, at the same positions; the result has no placeholder."""
     if isinstance(x, MaskedTensor):
         return joined(with_stored_values(x.storage, values), x.valid)
     return with_stored_values(x, values)
 
 
-def with_placeholder(x: TensorLike, placeholder: jax.Array | None) -> Tensor:
+def with_placeholder(x: Sparse | MaskedTensor, placeholder: jax.Array | None) -> Tensor:
     """Return the sparse or masked tensor `x` with this placeholder in place of its own."""
     x = without_placeholder(x)
     leaves, static = x.tree_flatten()
     return _KINDS[type(x)].tree_unflatten(static, (*leaves, placeholder))
 
 
-def placeholder_of(x: TensorLike) -> jax.Array | None:
+def placeholder_of(x: object) -> jax.Array | None:
     return getattr(x, "placeholder", None) if is_tensor(x) else None
 
 
-def without_placeholder(x: TensorLike) -> Tensor:
+def without_placeholder(x: _Tensor) -> _Tensor:
     base = _BASES.get(type(x))
-    if base is None:
+    if base is None or not is_tensor(x):
         return x
     leaves, static = x.tree_flatten()
     return base.tree_unflatten(static, leaves[:-1])

@@ -17,21 +17,20 @@ them are entries and not padding, and a dense array sampled at their positions:
 """
 
 import functools
-from typing import TypeGuard
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import sum_dtype, trailing
-from jmask._base.types import Ids, Scalar, Shape, Tensor, TensorLike
+from jmask._base.types import Argument, Function, Ids, Scalar, Shape, Sparse, Storage, TypeIs
 from jmask._base.validation import abstract_leaf, refuse_scipy, shown
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.row_sparse import RowSparse
 
-Storage = jax.Array | RowSparse | BCOO | BCSR
-Sparse = RowSparse | BCOO | BCSR
-SPARSE = (RowSparse, BCOO, BCSR)
+_Storage = TypeVar("_Storage", bound=Storage)
+_T = TypeVar("_T")
 
 
 def stype(x: object, argument: str = "x") -> str:
@@ -52,11 +51,11 @@ def stype(x: object, argument: str = "x") -> str:
     )
 
 
-def is_sparse(x: object) -> TypeGuard[Sparse]:
-    return isinstance(x, SPARSE)
+def is_sparse(x: object) -> TypeIs[Sparse]:
+    return isinstance(x, RowSparse | BCOO | BCSR)
 
 
-def without_nothing_sparse(x: TensorLike) -> Tensor:
+def without_nothing_sparse(x: _T) -> _T | jax.Array:
     """Return the array in place of a BCOO without sparse dimensions, which has no positions."""
     return x.todense() if isinstance(x, BCOO) and x.n_sparse == 0 else x
 
@@ -66,7 +65,7 @@ def stored_values(x: Storage) -> jax.Array:
     return x.values if isinstance(x, RowSparse) else x.data if isinstance(x, BCOO | BCSR) else x
 
 
-def with_stored_values(x: Storage, values: jax.Array, shape: Shape | None = None) -> Tensor:
+def with_stored_values(x: _Storage, values: jax.Array, shape: Shape | None = None) -> _Storage:
     """Return the storage of `x` with other values at the same positions.
 
     Args:
@@ -74,19 +73,20 @@ def with_stored_values(x: Storage, values: jax.Array, shape: Shape | None = None
         values: of the same shape, or with the trailing sizes of `shape`.
         shape: of the result, if it is not that of `x`.
     """
-    if not isinstance(x, SPARSE):
-        return values
-    if isinstance(x, RowSparse):
-        if shape is None:
-            return x.with_values(values)
-        return x.with_leaves(x.index_leaf, values, shape=shape)
-    kind = BCSR if isinstance(x, BCSR) else BCOO
-    return kind(
-        (values, *_index_arrays(x)),
-        shape=x.shape if shape is None else shape,
-        indices_sorted=x.indices_sorted,
-        unique_indices=x.unique_indices,
-    )
+    result: Argument = values  # of the class of `x`, which no checker follows
+    if isinstance(x, RowSparse) and shape is None:
+        result = x.with_values(values)
+    elif isinstance(x, RowSparse):
+        result = x.with_leaves(x.index_leaf, values, shape=shape)
+    elif isinstance(x, BCOO | BCSR):
+        kind: Function = BCSR if isinstance(x, BCSR) else BCOO
+        result = kind(
+            (values, *_index_arrays(x)),
+            shape=x.shape if shape is None else shape,
+            indices_sorted=x.indices_sorted,
+            unique_indices=x.unique_indices,
+        )
+    return result
 
 
 def coordinates(x: Sparse) -> tuple[jax.Array, ...]:
@@ -102,7 +102,7 @@ def coordinates(x: Sparse) -> tuple[jax.Array, ...]:
 _LINE = 64  # entries that are numbered together
 
 
-def row_of_each(pointers: jax.Array, count: int) -> jax.Array:
+def row_of_each(pointers: Ids, count: int) -> jax.Array:
     """Return the row of each of `count` entries in compressed rows; padding gets row V.
 
     pointers [0, 2, 2, 3]  ->  [0, 0, 2, 3]      three rows have begun by entry 3: padding
@@ -142,14 +142,14 @@ def is_stored(x: Sparse) -> jax.Array:
 def is_entry(x: Storage) -> jax.Array:
     """Find which stored values (broadcast to their shape) are entries of `x`, not padding."""
     values = stored_values(x)
-    if not isinstance(x, SPARSE):
+    if not is_sparse(x):
         return jnp.ones(values.shape, bool)
     return jnp.broadcast_to(trailing(is_stored(x), values.ndim), values.shape)
 
 
 def entry_indices(x: Storage, numbers: jax.Array) -> list[jax.Array]:
     """Return the index in every dimension of stored values, given by their row-major number."""
-    if not isinstance(x, SPARSE):
+    if not is_sparse(x):
         return list(jnp.unravel_index(numbers, x.shape))
     place, *rest = jnp.unravel_index(numbers, stored_values(x).shape)
     gathered = [gather_rows(index, place.astype(jnp.int32)) for index in coordinates(x)]
@@ -251,13 +251,18 @@ def has_unique_positions(x: Storage) -> bool:
     return getattr(x, "unique_indices", getattr(x, "coalesced", True))
 
 
-def unique_positions(x: Storage) -> Tensor:
+def unique_positions(x: _Storage) -> _Storage:
     """Return the tensor with equal positions summed into one, as masked semantics need."""
-    if not isinstance(x, SPARSE) or has_unique_positions(x):
+    if not is_sparse(x) or has_unique_positions(x):
         return x
+    result: Argument  # of the class of `x`
     if isinstance(x, RowSparse):
-        return x.coalesce()
-    return compressed(summed(x.to_bcoo(), x.nse)) if isinstance(x, BCSR) else summed(x, x.nse)
+        result = x.coalesce()
+    elif isinstance(x, BCSR):
+        result = compressed(summed(x.to_bcoo(), x.nse))
+    else:
+        result = summed(x, x.nse)
+    return result
 
 
 def summed(x: BCOO, nse: int | None = None) -> BCOO:
@@ -269,7 +274,7 @@ def summed(x: BCOO, nse: int | None = None) -> BCOO:
 
 def as_dense(x: Storage) -> jax.Array:
     """Make a sparse tensor dense; booleans add as `or`, sums are rounded once."""
-    if not isinstance(x, SPARSE):
+    if not is_sparse(x):
         return x
     dtype = sum_dtype(x.dtype)
     if isinstance(x, RowSparse) or dtype == x.dtype:
@@ -292,7 +297,7 @@ def compressed(x: BCOO) -> BCSR:
     )
 
 
-def _index_arrays(x: Storage) -> tuple[Ids, ...]:
+def _index_arrays(x: Storage) -> tuple[jax.Array, ...]:
     if isinstance(x, RowSparse):
         return (x.index_leaf,)
     if isinstance(x, BCSR):

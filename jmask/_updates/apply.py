@@ -22,14 +22,13 @@ from jmask._base.fallback import (
 )
 from jmask._base.row_ids import id_dtype
 from jmask._base.types import (
+    Argument,
     Function,
     Gradient,
-    Gradients,
     KeyPath,
-    OptState,
-    Params,
     PyTree,
     Table,
+    Transformation,
 )
 from jmask._base.validation import Model, leaf_name
 from jmask._kernels.stochastic_rounding import check_key, stochastic_round
@@ -78,9 +77,7 @@ def densify() -> optax.GradientTransformation:
 
 
 @jax.named_scope("jmask.apply_updates")
-def apply_updates(
-    params: Params, updates: Gradients, *, key: jax.Array | None = None
-) -> Params:
+def apply_updates(params: PyTree, updates: PyTree, *, key: jax.Array | None = None) -> PyTree:
     """Apply updates as `optax.apply_updates`, sparse and masked ones too.
 
     Stock `optax.apply_updates` does the same. This one also checks shapes by name, and
@@ -115,43 +112,42 @@ def apply_updates(
     return fit.as_given(with_updates(fit.params, fit.gradients, key))
 
 
-def with_updates(params: Params, updates: Gradients, key: jax.Array | None = None) -> Params:
+def with_updates(params: PyTree, updates: PyTree, key: jax.Array | None = None) -> PyTree:
     """Return parameters with updates added, which fit them."""
     keys = (None if key is None else jax.random.fold_in(key, i) for i in itertools.count())
 
-    def apply(update: Gradient, param: Table) -> Table:
+    def apply(update: Gradient | None, param: jax.Array | None) -> jax.Array | None:
         leaf_key = next(keys)
         if update is None or param is None:
             return param
         if isinstance(update, MaskedTensor):
-            update, valid = gradient_and_valid(update)
-            values = unchanged_where_masked(stored_values(update), valid)
-            update = with_stored_values(update, values)
-        if is_row_sparse(update):
-            return add_to_dense(param, update, leaf_key)
+            step, valid = gradient_and_valid(update)
+            values = unchanged_where_masked(stored_values(step), valid)
+            step = with_stored_values(step, values)
+        else:
+            step = update
+        if is_row_sparse(step):
+            return add_to_dense(param, step, leaf_key)
         param = jnp.asarray(param)
         if leaf_key is None or not is_narrow(param.dtype):
-            return added(param, update).astype(param.dtype)
-        exact = added(param.astype(wide(joint_dtype(param, update))), update)
+            return added(param, step).astype(param.dtype)
+        exact = added(param.astype(wide(joint_dtype(param, step))), step)
         return stochastic_round(exact, param.dtype, leaf_key)
 
-    return jax.tree.map(apply, updates, params, is_leaf=_is_update)
-
-
-def _is_update(x: object) -> bool:
-    return x is None or is_gradient_leaf(x)
+    is_leaf = lambda x: x is None or is_gradient_leaf(x)
+    return jax.tree.map(apply, updates, params, is_leaf=is_leaf)
 
 
 @jax.named_scope("jmask.apply_gradients")
 def apply_gradients(
-    tx: optax.GradientTransformation,
-    grads: Gradients,
-    opt_state: OptState,
-    params: Params,
+    tx: Transformation,
+    grads: PyTree,
+    opt_state: PyTree,
+    params: PyTree,
     *,
     key: jax.Array | None = None,
     **extra_args: PyTree,
-) -> tuple[Params, OptState]:
+) -> tuple[PyTree, PyTree]:
     """Take one optimizer step: `tx.update` and `apply_updates`, in one pass where possible.
 
     For `jmask.sgd`, `adam`, `adagrad` and `ftrl`, and for `jmask.lazy` of an elementwise optax
@@ -196,9 +192,10 @@ def apply_gradients(
     if one_pass is not None and key is None and not extra_args:
         new, opt_state = one_pass(fit.gradients, opt_state, fit.params)
         return fit.as_given(new), opt_state
-    tx, stored = optax.with_extra_args_support(tx), fit.model.parameters
+    inner: Argument = tx
+    update, stored = optax.with_extra_args_support(inner).update, fit.model.parameters
     with advising_lazy("tx", fit.gradients):
-        updates, opt_state = tx.update(fit.gradients, opt_state, stored, **extra_args)
+        updates, opt_state = update(fit.gradients, opt_state, stored, **extra_args)
     return apply_updates(params, updates, key=key), opt_state
 
 
@@ -228,8 +225,8 @@ def noticing_dense_tables(step: Function) -> Function:
     """
 
     @functools.wraps(step)
-    def noticing(grads: Gradients, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, OptState]:
-        leaves: list[tuple[KeyPath, Gradient]] = []
+    def noticing(grads: PyTree, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
+        leaves: list[tuple[KeyPath, jax.Array]] = []
         if not has_gradients(grads):
             leaves = jax.tree.leaves_with_path(grads)
         for path, gradient in leaves:
@@ -253,7 +250,7 @@ def noticing_dense_tables(step: Function) -> Function:
     return noticing
 
 
-def noticed_as(gradients: Gradients, updates: Gradients) -> Gradients:
+def noticed_as(gradients: PyTree, updates: PyTree) -> PyTree:
     """Mark dense tables in `updates` as reported where they were in the gradients."""
     given, new = (jax.tree.leaves(x, is_leaf=is_gradient_leaf) for x in (gradients, updates))
     for gradient, update in zip(given, new, strict=True):
@@ -282,7 +279,7 @@ def is_table(x: object) -> bool:
 
 
 @contextlib.contextmanager
-def advising_lazy(name: str, gradients: Gradients) -> Iterator[None]:
+def advising_lazy(name: str, gradients: PyTree) -> Iterator[None]:
     """Add the way out to errors of the transformation `name`, which gets sparse gradients."""
     try:
         yield
@@ -317,13 +314,13 @@ class Fit:
         model: what was given as parameters.
     """
 
-    gradients: Gradients
-    params: Params
+    gradients: PyTree
+    params: PyTree
     model: Model
 
     @classmethod
     def of(
-        cls, gradients: Gradients, params: Params, order: str = ORDER, *, partial: bool = False
+        cls, gradients: PyTree, params: PyTree, order: str = ORDER, *, partial: bool = False
     ) -> "Fit":
         """Return gradients, and parameters that they fit, or None."""
         check_parameters(params, order)
@@ -333,10 +330,10 @@ class Fit:
             check_gradient(fit.gradients, fit.params, order, partial=partial)
         return fit
 
-    def as_given(self, new: Params) -> Params:
+    def as_given(self, new: PyTree) -> PyTree:
         """Return new parameters in the form they had: a model, or a `RowSparse` of all rows."""
 
-        def stored(old: Table, x: Table) -> Table:
+        def stored(old: Table, x: jax.Array) -> Table:
             if not is_full(old):
                 return x
             ids = jnp.arange(old.shape[0], dtype=id_dtype(old.shape[0]))
@@ -347,7 +344,7 @@ class Fit:
         return self.model.with_parameters(new)
 
 
-def dense_parameters(params: Params) -> Params:
+def dense_parameters(params: PyTree) -> PyTree:
     """Return the tree with each `RowSparse` that stores all its rows as the array it is.
 
     A model that holds functions becomes its parameters, with None for all else.
@@ -355,5 +352,5 @@ def dense_parameters(params: Params) -> Params:
     return _full_as_arrays(model_of(params).parameters)
 
 
-def _full_as_arrays(params: Params) -> Params:
+def _full_as_arrays(params: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.todense() if is_full(x) else x, params, is_leaf=is_full)

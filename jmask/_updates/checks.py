@@ -5,17 +5,7 @@ import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import fewer, is_narrow
-from jmask._base.types import (
-    Gradient,
-    Gradients,
-    KeyPath,
-    Params,
-    PyTree,
-    PyTreeDef,
-    Table,
-    Tensor,
-    TensorLike,
-)
+from jmask._base.types import Argument, Gradient, KeyPath, PyTree, PyTreeDef, Table
 from jmask._base.validation import (
     KEEP_ARRAYS,
     Model,
@@ -46,7 +36,7 @@ def has_gradients(tree: PyTree) -> bool:
     return any(map(is_gradient_leaf, jax.tree.leaves(tree, is_leaf=is_gradient_leaf)))
 
 
-def model_of(params: Params) -> Model:
+def model_of(params: PyTree) -> Model:
     """Return the parameters, which may be a whole model, and what else it holds."""
     return Model(params, is_gradient_leaf)
 
@@ -56,7 +46,7 @@ def is_full(x: object) -> bool:
     return isinstance(x, RowSparse) and x.nse >= x.row_count
 
 
-def check_parameters(params: Params, order: str = ORDER) -> None:
+def check_parameters(params: PyTree, order: str = ORDER) -> None:
     """Refuse parameters that are not arrays, or `RowSparse` with all rows."""
     params = model_of(params).parameters
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_gradient_leaf):
@@ -83,12 +73,14 @@ def check_transformation(name: str, tx: object, order: str) -> None:
 
 
 def check_gradient(
-    updates: Gradients, params: Params, order: str = ORDER, *, partial: bool = False
+    updates: PyTree, params: PyTree, order: str = ORDER, *, partial: bool = False
 ) -> None:
     """Refuse a gradient that does not fit arrays; a partial one may be None for some."""
     is_leaf = lambda x: x is None or is_gradient_leaf(x)
-    given: list[tuple[KeyPath, Gradient]] = jax.tree.leaves_with_path(updates, is_leaf=is_leaf)
-    parameters: list[Table] = jax.tree.leaves(params, is_leaf=is_leaf)
+    given: list[tuple[KeyPath, Gradient | None]] = jax.tree.leaves_with_path(
+        updates, is_leaf=is_leaf
+    )
+    parameters: list[jax.Array | None] = jax.tree.leaves(params, is_leaf=is_leaf)
     have: PyTreeDef = jax.tree.structure(updates, is_leaf=is_leaf)
     expected: PyTreeDef = jax.tree.structure(params, is_leaf=is_leaf)
     if have != expected:
@@ -111,7 +103,7 @@ def check_gradient(
             _check_fits(path, gradient, param)
 
 
-def _check_fits(path: KeyPath, update: Gradient, param: Table) -> None:
+def _check_fits(path: KeyPath, update: Gradient, param: jax.Array) -> None:
     """Refuse an update that its parameter, at `path` in both trees, cannot take."""
     name, like = leaf_name("updates", path), shape_of(param)
     dtype, shape = jnp.result_type(like.dtype), tuple(jnp.shape(update))
@@ -169,7 +161,7 @@ class NotRowLocalError(ValueError):
 # update is -0.0, the one number that changes nothing when added: -0.0 + 0.0 would be 0.0.
 
 
-def check_gradients(updates: Gradients, name: str = "updates") -> None:
+def check_gradients(updates: PyTree, name: str = "updates") -> None:
     """Refuse leaves that are no arrays, naming the first."""
     for path, x in jax.tree.leaves_with_path(updates, is_leaf=is_gradient_leaf):
         if not is_gradient_leaf(x) and abstract_leaf(x) is None:
@@ -177,14 +169,14 @@ def check_gradients(updates: Gradients, name: str = "updates") -> None:
             raise not_an_array(leaf_name(name, path), x, advice)
 
 
-def as_gradients(updates: Gradients) -> Gradients:
+def as_gradients(updates: PyTree) -> PyTree:
     """Return the tree with each BCOO as masked rows, of which the entries that it stores exist.
 
     Their ids refuse arithmetic, which optax maps over the indices of a BCOO without a word.
     """
     check_gradients(updates)
 
-    def entries(path: KeyPath, x: TensorLike) -> Gradient:
+    def entries(path: KeyPath, x: Gradient | BCOO | BCSR) -> Gradient:
         if not isinstance(x, BCOO | BCSR):
             return x
         if isinstance(x, BCSR):
@@ -201,13 +193,14 @@ def as_gradients(updates: Gradients) -> Gradients:
         masked = MaskedTensor(x)
         if not x.n_sparse:
             return masked
-        rows = _entries_as_rows(masked.storage, stored_values(masked.storage), masked.valid)
+        storage: Argument = masked.storage  # a BCOO, too
+        rows = _entries_as_rows(storage, storage.data, masked.valid)
         return MaskedTensor.tree_unflatten(None, rows)
 
     return jax.tree.map_with_path(entries, updates, is_leaf=is_gradient_leaf)
 
 
-def gradient_and_valid(gradient: Gradient) -> tuple[Gradient, jax.Array | None]:
+def gradient_and_valid(gradient: Gradient) -> tuple[Table, jax.Array | None]:
     """Split a gradient leaf into an array or coalesced `RowSparse`, and its valid entries."""
     if is_row_sparse(gradient):
         return summed(gradient), None
@@ -247,14 +240,14 @@ def in_lines(gradient: Gradient) -> Gradient:
     return joined(lines.with_leaves(lines.index_leaf, values, order="unique"), valid)
 
 
-def dense_gradient(gradient: Gradient) -> Gradient:
+def dense_gradient(gradient: Gradient) -> jax.Array:
     """Return a gradient as an array, zero where it is masked or stores nothing."""
     if isinstance(gradient, MaskedTensor):
         return gradient.to_tensor(0)
     return gradient.todense() if is_row_sparse(gradient) else gradient
 
 
-def with_wide_rows(gradients: Gradients) -> Gradients:
+def with_wide_rows(gradients: PyTree) -> PyTree:
     """Return gradients with 16-bit rows in float32 where rows of equal ids are to be summed.
 
     An optimizer computes with the sums, and what it makes of them is rounded once, where it is
@@ -266,7 +259,7 @@ def with_wide_rows(gradients: Gradients) -> Gradients:
     )
 
 
-def has_16_bit_sums(gradients: Gradients) -> bool:
+def has_16_bit_sums(gradients: PyTree) -> bool:
     """Decide whether `with_wide_rows` has something to do."""
     return any(map(_is_16_bit_sum, jax.tree.leaves(gradients, is_leaf=is_gradient_leaf)))
 
@@ -280,12 +273,12 @@ def summed(gradient: RowSparse) -> RowSparse:
     return gradient.coalesce() if gradient.order == "any" else gradient
 
 
-def unchanged_where_masked(update: Gradient, valid: jax.Array | None) -> Gradient:
+def unchanged_where_masked(update: jax.Array, valid: jax.Array | None) -> jax.Array:
     """Return the update of a parameter, -0.0 where the gradient is masked."""
     return keep_valid(update, jnp.asarray(-0.0, jnp.result_type(update)), valid)
 
 
-def keep_valid(new: TensorLike, old: TensorLike, valid: jax.Array | None) -> Tensor:
+def keep_valid(new: jax.Array, old: jax.Array, valid: jax.Array | None) -> jax.Array:
     """Return `new` where valid, `old` elsewhere.
 
     They have the shape of `valid` (n, *row), or one entry for each of its rows: (n,), (n, 1).
@@ -305,7 +298,7 @@ def keep_valid(new: TensorLike, old: TensorLike, valid: jax.Array | None) -> Ten
 
 
 def _entries_as_rows(
-    storage: Tensor, values: jax.Array, valid: jax.Array
+    storage: BCOO | BCSR, values: jax.Array, valid: jax.Array
 ) -> tuple[RowSparse, jax.Array]:
     """Turn entries (nse,) at (row, ...) into coalesced rows and their valid entries."""
     rows, row = storage.shape[0], tuple(storage.shape[1:])
@@ -322,7 +315,7 @@ def _entries_as_rows(
     return RowSparse(ids, gradient, storage.shape, coalesced=True), kept
 
 
-def _in_promised_order(storage: Tensor) -> jax.Array | bool:
+def _in_promised_order(storage: BCOO | BCSR) -> jax.Array | bool:
     """Decide whether positions are unchanged: arithmetic mapped over them may give integers."""
     if not (isinstance(storage, BCOO) and storage.indices_sorted and storage.unique_indices):
         return True

@@ -17,7 +17,7 @@ import jax
 import optax
 from jax import export
 
-from jmask._base.types import OptState, Params, PyTreeDef, Shape, Value
+from jmask._base.types import Argument, PyTree, PyTreeDef, Shape
 from jmask._base.validation import is_on_host, leaf_name, not_on_device
 from jmask._tables.rows_at import shape_of
 from jmask._updates.checks import NotRowLocalError
@@ -50,7 +50,7 @@ def once_a_step(key: object, find: Callable[[], _T]) -> _T:
     return cast(_T, found[key])
 
 
-Dimension = Value
+Dimension = int
 """A size that `jax.export` leaves open: `rows0`, or a multiple of it."""
 
 
@@ -94,7 +94,8 @@ def _open_rows(tables: tuple[int, ...]) -> dict[int, Dimension]:
     They are the same in each call, so that JAX finds what it has traced for these shapes.
     """
     names = ", ".join(f"rows{i}" for i in tables)
-    return dict(zip(tables, export.symbolic_shape(names), strict=True)) if tables else {}
+    sizes: Argument = export.symbolic_shape(names) if tables else ()
+    return dict(zip(tables, sizes, strict=True))
 
 
 def rows_of_state(
@@ -103,7 +104,7 @@ def rows_of_state(
     seen: list[jax.ShapeDtypeStruct],
     is_table: list[bool],
     param_tree: PyTreeDef,
-    state: optax.OptState,
+    state: PyTree,
     dtypes: bool = True,
 ) -> list[tuple[int | None, Shape]]:
     """Return, for each leaf of the state, the table whose rows it holds, and their shape.
@@ -127,7 +128,7 @@ def rows_of_state(
     """
     rows, opened = open_shapes(seen, [i if x else None for i, x in enumerate(is_table)])
 
-    def shapes() -> tuple[OptState, OptState]:
+    def shapes() -> tuple[PyTree, PyTree]:
         with refusing_counts("its state"):
             of_rows = jax.eval_shape(init, param_tree.unflatten(opened))
         return of_rows, jax.eval_shape(init, param_tree.unflatten(params))
@@ -164,9 +165,7 @@ def check_state_type(state: object, expected: type) -> None:
         )
 
 
-def check_state(
-    state: OptState, expected: OptState, dtypes: Sequence[bool] | None = None
-) -> None:
+def check_state(state: PyTree, expected: PyTree, dtypes: Sequence[bool] | None = None) -> None:
     """Refuse a state that is not as `init` makes it, naming the first array that differs.
 
     Args:
@@ -203,7 +202,7 @@ def check_state(
 
 
 def check_made_by(
-    init: optax.TransformInitFn, state: OptState, params: Params, *, dtypes: bool = True
+    init: optax.TransformInitFn, state: PyTree, params: PyTree, *, dtypes: bool = True
 ) -> None:
     """Refuse a state that is not as `init` makes it for these parameters, if they are given."""
     if params is None:
@@ -212,7 +211,7 @@ def check_made_by(
     check_state(state, expected, [dtypes] * len(jax.tree.leaves(expected)))
 
 
-def states_of(kinds: type | tuple[type, ...], state: OptState) -> list[OptState]:
+def states_of(kinds: type | tuple[type, ...], state: PyTree) -> list[PyTree]:
     """Return the states of transformations of these types that a state holds."""
     is_one = lambda x: isinstance(x, kinds)
     return [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]

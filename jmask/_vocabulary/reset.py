@@ -15,7 +15,7 @@ from jax import lax
 from jmask._base.array_types import fewer, is_known
 from jmask._base.row_ids import canonical
 from jmask._base.shardings import flat
-from jmask._base.types import ArraysFunction, DType, OptState, Params, PyTree, PyTreeDef, Shape
+from jmask._base.types import ArraysFunction, DType, PyTree, PyTreeDef, Shape
 from jmask._base.validation import checked_array, leaf_name
 from jmask._deferred.deferred import DeferredState
 from jmask._deferred.row_numbers import named_parts
@@ -38,14 +38,14 @@ _BLOCK = 512
 @jax.named_scope("jmask.vocabulary.reset")
 def reset(
     tx: optax.GradientTransformation,
-    params: Params,
-    state: OptState,
+    params: PyTree,
+    state: PyTree,
     rows: PyTree,
     init: Initializer,
     *,
     key: jax.Array | None = None,
     vocab: Vocabulary | None = None,
-) -> tuple[Params, OptState]:
+) -> tuple[PyTree, PyTree]:
     """Return parameters and state in which some rows are as before the first step.
 
     Call it in the step, between `rows_of` and the loss. All else keeps its bits, and is updated
@@ -167,7 +167,7 @@ def _started(init: Initializer, key: jax.Array, ids: jax.Array, table: jax.Array
     return jax.vmap(row)(ids).astype(table.dtype)
 
 
-def _as_of_now(first: OptState, state: OptState) -> OptState:
+def _as_of_now(first: PyTree, state: PyTree) -> PyTree:
     """Return the initial state of rows that begin now, in which they have missed no step."""
 
     def at(step: jax.Array, tree: PyTree) -> PyTree:

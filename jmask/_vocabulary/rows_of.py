@@ -19,7 +19,7 @@ from jax import lax
 from jmask._base.row_ids import id_dtype
 from jmask._base.shardings import explicit_sharding, resharded, spec_of
 from jmask._base.shards import Shards
-from jmask._base.types import Mask, Numbers
+from jmask._base.types import Numbers, StorageLike
 from jmask._base.validation import checked_array
 from jmask._kernels.rows import gather_rows, ids_after_reading
 from jmask._vocabulary.keys import hashed, part_of, words_of
@@ -31,7 +31,7 @@ _MOST = np.uint32(0xFFFFFFFF)
 
 @jax.named_scope("jmask.vocabulary.rows_of")
 def rows_of(
-    vocab: Vocabulary, keys: Numbers, *, where: Mask | None = None
+    vocab: Vocabulary, keys: Numbers, *, where: StorageLike | None = None
 ) -> tuple[jax.Array, Vocabulary, jax.Array]:
     """Return the rows of keys, which new keys get.
 

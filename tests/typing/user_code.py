@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
 import jmask.numpy as jnm
@@ -71,6 +72,8 @@ def tensors() -> None:
     assert_type(x.todense(), jax.Array)
     assert_type(x.shape, tuple[int, ...])
     assert_type(x.nse, int)
+    assert_type(x.values, jax.Array)
+    assert_type(x.indices, jax.Array)
     assert_type(jmask.RowSparse.zeros((5, 2)), jmask.RowSparse)
     assert_type(jmask.retain(x, [2]), jmask.RowSparse)
 
@@ -78,8 +81,13 @@ def tensors() -> None:
     assert_type(y, jmask.MaskedTensor)
     assert_type(y.to_tensor(0), jax.Array)
     assert_type(y.stype, str)
+    assert_type(y.get_data(), jax.Array | jmask.RowSparse | BCOO | BCSR)
+    assert_type(y.valid, jax.Array)
     total: jmask.MaskedTensor = jnm.sum(y * 2 + 1, axis=0)
     assert total.to_tensor(0) == 3
+    assert_type(jnm.mean(y, axis=0), jmask.MaskedTensor)
+    assert_type(jnm.mean(y.to_tensor(0)), jax.Array)
+    assert_type(jnm.mean([1.0, 2.0], where=np.array([True, False])), jax.Array)
 
     with jmask.strict():
         both = jmask.tree.add({"x": x}, {"x": x})
@@ -117,11 +125,56 @@ def gradients_with_more() -> None:
         jmask.grad(loss, has_aux=True)("a name")  # type: ignore[arg-type]
 
 
+def narrowed(gradient: jax.Array | jmask.RowSparse | jmask.MaskedTensor) -> jax.Array:
+    """A checker learns what a gradient is, and what it is not."""
+    if isinstance(gradient, jmask.MaskedTensor):
+        return gradient.to_tensor(0)
+    if isinstance(gradient, jmask.RowSparse):
+        return assert_type(gradient.coalesce().todense(), jax.Array)
+    return assert_type(gradient, jax.Array)
+
+
+def tables_and_deferred_rows() -> None:
+    mesh = jax.make_mesh((1,), ("x",))
+    table = assert_type(jmask.sharded(jnp.ones((10, 4)), mesh), jax.Array)
+    assert_type(jmask.packed(jnp.ones((10, 4))), jax.Array)
+    ids = np.array([1, 2])
+    assert_type(jmask.embedding_bag(table, ids[None], combiner="sum"), jax.Array)
+    assert_type(jmask.pad_bags([[1, 2], [3]]).ids, jax.Array | np.ndarray)
+    assert jmask.pad_bags({"a": [[1, 2]]}, at_least=4)["a"].ids.shape == (4,)
+    tx = jmask.deferred(optax.adam(0.1))
+    params = {"table": jnp.ones((10, 4))}
+    params, state = tx.catch_up(params, tx.init(params), {"table": ids})
+    gradient = {"table": jmask.RowSparse(ids, jnp.ones((2, 4)), (10, 4))}
+    new = jmask.apply_gradients(tx, gradient, state, params)
+    assert narrowed(gradient["table"]).shape == new[0]["table"].shape
+
+
+def wrong_calls(table: jax.Array, x: jmask.MaskedTensor) -> None:
+    """Each of these is an error to a checker: an ignored one that is none is reported."""
+    jmask.embedding_lookup(table, "ids")  # type: ignore[arg-type]
+    jmask.embedding_lookup({"table": table}, np.array([1]))  # type: ignore[arg-type]
+    jmask.embedding_bag(table, np.array([1]), weights="ones")  # type: ignore[arg-type]
+    jmask.masked_tensor(table, "mask")  # type: ignore[arg-type]
+    jmask.masked_tensor(x)  # type: ignore[arg-type]
+    jmask.RowSparse([0], {"values": table}, (5, 2))  # type: ignore[arg-type]
+    jmask.retain(table, [1])  # type: ignore[arg-type]
+    jmask.sharded("table", None)  # type: ignore[arg-type]
+    jmask.packed({"table": table})  # type: ignore[arg-type]
+    jmask.dot(table, "y")  # type: ignore[arg-type]
+    jmask.adam("fast")  # type: ignore[arg-type]
+    jmask.RowSparse.fromdense(x)  # type: ignore[arg-type]
+    _ = x.get_data().values  # type: ignore[union-attr]
+    x.coalesce()  # type: ignore[attr-defined]
+    jnm.masked_where(None, table)  # type: ignore[arg-type]
+
+
 if __name__ == "__main__":
     warnings.simplefilter("error")
     tensors()
     numbers_of_numpy()
     gradients_with_more()
+    tables_and_deferred_rows()
     batch = {"ids": jnp.array([3, 1, 3]), "y": jnp.zeros(3)}
     for tx in optimizers():
         first, last = train(tx, batch)

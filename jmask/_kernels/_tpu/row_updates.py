@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.types import ArraysFunction, DType, Index, Value
+from jmask._base.types import Argument, ArraysFunction, DType, Index
 from jmask._kernels.lines import LANES
 
 # Rows of a block, if they fit: the latency of a DMA, about 1 us, is short against the 5 us in
@@ -47,7 +47,6 @@ _CHUNK = 64
 
 Body = ArraysFunction
 Unit = Literal["row", "line", "pair"]
-Ref = Value  # of an array, or of semaphores, in the memory of a kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +130,7 @@ def update(
     both = [jnp.pad(x, (ends, (0, 0))) for x in parts for ends in ((0, 1), (1, 0))]
     numbers = jnp.concatenate(both, axis=1)[:, None, :]
 
-    def computed(step: jax.Array, *_: Ref) -> tuple[jax.Array, int]:
+    def computed(step: jax.Array, *_: Argument) -> tuple[jax.Array, int]:
         return jnp.clip(step - 1, 0, blocks - 1), 0
 
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
@@ -204,7 +203,7 @@ def _one_word(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32 if x.dtype.itemsize == 2 else x.dtype).reshape(1)
 
 
-def _kernel(plan: _Plan, valid: Ref, numbers: Ref, *refs: Ref) -> None:
+def _kernel(plan: _Plan, valid: Argument, numbers: Argument, *refs: Argument) -> None:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -216,7 +215,7 @@ def _kernel(plan: _Plan, valid: Ref, numbers: Ref, *refs: Ref) -> None:
     members = {"read": plan.read, "write": range(plan.tables)}
     step, blocks = pl.program_id(0), pl.num_programs(0) - 2
 
-    def copy(way: str, t: int, slot: Index, row: Value, j: Index) -> Value:
+    def copy(way: str, t: int, slot: Index, row: Argument, j: Index) -> Argument:
         pair = lambda i: pl.ds(pl.multiple_of(2 * i, 2), 2)
         if plan.unit == "line":
             line = pl.ds(pl.multiple_of(row * LANES, LANES), LANES)
@@ -311,7 +310,9 @@ def read_lines(table: jax.Array, ids: jax.Array) -> jax.Array:
     blocks = -(-count // block)
     ids = _padded(ids, blocks * block, 0).reshape(blocks, 1, block)
 
-    def kernel(ids: Ref, table: Ref, lines: Ref, buffer: Ref, semaphores: Ref) -> None:
+    def kernel(
+        ids: Argument, table: Argument, lines: Argument, buffer: Argument, semaphores: Argument
+    ) -> None:
         step = pl.program_id(0)
         slot, other = lax.rem(step, 2), lax.rem(step + 1, 2)
 
