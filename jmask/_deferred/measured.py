@@ -39,6 +39,8 @@ from jmask._updates.state_rows import rows_of_state
 # The greatest difference of a step from its prediction: relative to the terms of its sum, and
 # to what it is added to.
 _RELATIVE, _OF_ENTRY = 2e-4, 1e-6
+# The least e of the structure, in that of a step, from which it is measured to some 2e-6.
+_LEAST = 0.05
 
 
 class NotDeferrableError(ValueError):
@@ -81,15 +83,20 @@ def measured(
     if form.sign is not None:
         step = step._replace(sign=xp.mean(moves[0][form.sign]))
         terms[0].append(step.sign * np.sign(x[form.sign]))
+    fits: list[Argument] = []
     if form.quotient is not None:
         a, b = form.quotient
         at_0, half = factor(0, a, a), factor(0, a, at_e)
         is_taken = half != 0  # a rate may be 0 for a time
         with np.errstate(divide="ignore", invalid="ignore"):
-            e = xp.where(is_taken, form.e / (at_0 / xp.where(is_taken, half, 1) - 1), form.e)
+            ratio = at_0 / xp.where(is_taken, half, 1) - 1  # e of `form`, in this e
+            e = xp.where(is_taken, form.e / ratio, form.e)
             step = step._replace(c=at_0 * e, e=e)
             terms[0].append(step.c * x[a] / (x[b] ** 0.5 + e))
-    fits = [
+        # Of a much larger e the difference of two quotients is nothing but rounding, and the
+        # checks, with roots near that of `form`, would not see it.
+        fits.append(~is_taken | (ratio > _LEAST))
+    fits += [
         xp.all(
             abs(sum(of) - move[checks])
             <= _RELATIVE * sum(map(abs, of)) + _OF_ENTRY * abs(entry)

@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import jmask
-from jmask._deferred import missed_steps
+from jmask._deferred import measured, missed_steps
 from jmask._deferred.missed_steps import Form, Step, advanced, caught_up
 from tests import numpy_optimizers as models
 from tests.expressions import functions, rows
@@ -233,6 +233,18 @@ def test_schedules_out_of_range(name):
     is_nan = np.isnan(ours)
     assert is_nan[12].all()
     np.testing.assert_allclose(ours[~is_nan], dense[~is_nan], rtol=2e-5, atol=2e-6)
+
+
+def test_an_e_that_cannot_be_measured_is_nan():
+    """Not a wrong one: rounding is all that is left of a structure's e beside a large one."""
+    form = missed_steps.Form(3, ((0, 0), (1, 1), (2, 2)), (1, 2), terms=4, e=1e-9)
+    probes = measured.Probes(form, [(4,)] * 3)
+    _, m, v = probes.rows
+    for e in 10.0 ** np.random.default_rng(0).uniform(-12, 0, 60).astype(np.float32):
+        new = [-0.1 * m / (np.sqrt(v) + e), 0.9 * m, 0.999 * v]
+        step = probes.step([jnp.asarray(x, jnp.float32) for x in new])
+        assert np.isnan(step.e) or abs(step.e / e - 1) < 2e-5, e
+        assert not np.isnan(step.e) or e > 1e-8, e
 
 
 def test_a_number_that_is_set_between_steps():
