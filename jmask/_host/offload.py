@@ -56,7 +56,7 @@ def offload(
         An `Offloaded`, whose `steps` feeds a training loop.
 
     Raises:
-        TypeError: if a leaf is no array, or `tx` no transformation.
+        TypeError: if a leaf is no array, `tx` no transformation, or `directory` no path.
         ValueError: if no leaf is NumPy's; if one cannot be written in place, or has a dtype
             that JAX would cast; or if a step of `tx` on the rows of a batch is not its step on
             the table, with the reason: `jmask.deferred`, `jmask.multi_steps`, dense optimizers.
@@ -87,6 +87,8 @@ def offload(
     """
     check_transformation("tx", tx, "jmask.host.offload(params, jmask.lazy(optax.adam(1e-3)))")
     check_leaves("params", params)
+    if not isinstance(directory, str | PathLike | None):
+        raise TypeError(f"`directory` must be the path of a folder, got {shown(directory)}.")
     paths = jax.tree.leaves_with_path(params)
     tables = [(path, x) for path, x in paths if isinstance(x, np.ndarray)]
     if not tables:
