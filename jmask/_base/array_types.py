@@ -1,4 +1,4 @@
-"""What the type of an array is: its shape, which may have unknown sizes, and its dtype.
+"""Ask for types of arrays: shapes, which may have unknown sizes, and dtypes.
 
     trailing([1, 2], ndim=3)     ->  [[[1]], [[2]]]      one number for each row
     is_known(b, 5)               ->  False               b of `jax.export.symbolic_shape("b")`

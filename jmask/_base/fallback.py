@@ -42,7 +42,7 @@ _INSTALLED = tuple(
 
 
 class Place(NamedTuple):
-    """A line of the user's code, and that of an installed package (flax) that it led to."""
+    """A line of the user's code, and the line of an installed package (flax) that it led to."""
 
     file: str
     line: int

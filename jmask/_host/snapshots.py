@@ -27,9 +27,7 @@ from jmask._host.host_rows import HostRows, as_items, blocks, copy_rows
 
 
 class Contents(NamedTuple):
-    """What a checkpoint holds: tables, what their arrays are called, all else by
-    name, and how many steps are done.
-    """
+    """Hold what a checkpoint has: tables, names of their arrays, all else, steps that are done."""
 
     tables: Sequence[HostRows]
     names: Sequence[str]

@@ -1,4 +1,4 @@
-"""Which rows have moved since a step, and these rows as a tree that travels.
+"""Note when rows moved, and return those that moved since a step as a tree that travels.
 
 step        1    2    3    4          rows_since(state, 2)     ids [5, 7]
 row 5       x         x               take(params, ids)        RowSparse(rows 5, 7)
