@@ -27,7 +27,7 @@ from jmask._host.host_rows import HostRows, as_items, blocks, copy_rows
 
 
 class Contents(NamedTuple):
-    """Hold what a checkpoint has: tables, names of their arrays, all else, steps that are done."""
+    """Hold what a checkpoint has: tables, names of their arrays, all else, steps done."""
 
     tables: Sequence[HostRows]
     names: Sequence[str]
