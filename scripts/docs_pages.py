@@ -63,7 +63,7 @@ MEMBERS = {
 MODULES = ("numpy", "nn", "nnx", "tree", "host", "vocabulary", "sparsecore")
 
 _ABOUT_TYPES = """Names in signatures that say what an argument is, beside `ArrayLike` and
-`DTypeLike` of `jax.typing`. Some of them are `Any` to a type checker."""
+`DTypeLike` of `jax.typing`. `PyTree`, `Argument` and `Function` are `Any` to a type checker."""
 
 # Where a function of JAX that jmask lifts is documented.
 _HOMES = ("jax.numpy", "jax.nn", "jax.scipy.special", "jax.lax")

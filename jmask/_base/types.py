@@ -54,8 +54,8 @@ DType = np.dtype
 _Lists = Sequence[ArrayLike] | Sequence[Sequence[ArrayLike]]
 Numbers = ArrayLike | _Lists | Sequence[_Lists]
 """An array, a number, or lists of them, nested up to three times."""
-IndexPart = int | slice | EllipsisType | ArrayLike | Sequence[int] | Sequence[bool] | None
-IndexLike = IndexPart | tuple[IndexPart, ...]
+_IndexPart = int | slice | EllipsisType | ArrayLike | Sequence[int] | Sequence[bool] | None
+IndexLike = _IndexPart | tuple[_IndexPart, ...]
 """As NumPy takes it: an integer, a slice, None, an array, or a tuple of these."""
 MeshAxes = str | tuple[str, ...] | None
 """Axes of a mesh that shard a dimension; None is no axis."""
@@ -77,10 +77,13 @@ class Shaped(Protocol):
 # --- tensors and tables ---------------------------------------------------------------------
 
 Sparse = Union["RowSparse", BCOO, BCSR]
+"""A tensor that stores some of its rows or entries; the others are zeros."""
 Storage = jax.Array | Sparse
+"""An array, or one that is sparse."""
 StorageLike = Storage | Numbers
 """What becomes a Storage; a mask is one of booleans."""
 Tensor = Union[Storage, "MaskedTensor"]
+"""A storage, or a masked tensor on one."""
 Dense = Union[jax.Array, "MaskedTensor"]
 """An array, or a masked tensor on one."""
 TensorLike = Union[StorageLike, "MaskedTensor"]
