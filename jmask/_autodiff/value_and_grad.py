@@ -406,7 +406,7 @@ def _check_argument(fun: Function, number: int, argument: PyTree) -> None:
         array = None if is_tensor(leaf) else abstract_leaf(leaf)
         is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
         is_real = array is not None and jnp.issubdtype(array.dtype, jnp.inexact)
-        in_host_memory = array is not None and is_on_host(leaf)
+        in_host_memory = is_on_host(array)
         if is_tensor(leaf) or (is_real and not is_shape and not in_host_memory):
             continue
         name = leaf_name(argument_name(fun, number), path)

@@ -173,10 +173,9 @@ def abstract_leaf(leaf: object) -> Shaped | None:
         return None
 
 
-def is_on_host(leaf: object) -> bool:
-    """Decide whether an array is in the host's memory, where XLA computes nothing with it."""
-    space = getattr(abstract_leaf(leaf), "memory_space", None)
-    return space == jax.memory.Space.Host
+def is_on_host(array: Shaped | None) -> bool:
+    """Decide whether an array is in the memory of the host, where XLA computes nothing."""
+    return getattr(array, "memory_space", None) == jax.memory.Space.Host
 
 
 def not_on_device(name: str) -> ValueError:
@@ -252,7 +251,7 @@ def as_table(table: object) -> jax.Array:
         )
     if array.ndim == 0:
         raise ValueError("`table` must have a dimension of rows, got a scalar.")
-    if is_on_host(array):
+    if is_on_host(jax.typeof(array)):
         raise not_on_device("`table`")
     return array
 

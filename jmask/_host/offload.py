@@ -144,10 +144,9 @@ class Offloaded:
         ]
         self._on_host = {k for at in self._places for k in at}
         self._paths = [paths[at[0]][1:] for at in self._places]
-        names_and_arrays = [
-            (self._names[x[0]], [self._leaves[k] for k in x]) for x in self._places
+        self._tables = [
+            HostRows(self._names[at[0]], [self._leaves[k] for k in at]) for at in self._places
         ]
-        self._tables = [HostRows(*x) for x in names_and_arrays]
         self._loop: object = None
         # Of the step that is to be committed: its rows, and the leaves it was given.
         self._open: tuple[list[BatchRows], list[PyTree]] | None = None

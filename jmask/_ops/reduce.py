@@ -45,7 +45,7 @@ from jmask._base.types import (
 )
 from jmask._base.validation import refuse_scipy
 from jmask._kernels.rows import add_rows
-from jmask._ops.lift import adopted, dense, entrywise, refuse_output
+from jmask._ops.lift import adopted, dense, entrywise, filled, refuse_output
 from jmask._tensors.masked_tensor import MaskedTensor, as_booleans, as_tensor, is_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
@@ -147,7 +147,7 @@ def reduces(
         if not keepdims:  # those of several quantiles come first
             result = without_axes(result, [a + result.ndim - x.ndim for a in axes])
         if plain:
-            result = without_mask(result)
+            result = filled(result)
         elif not masked:
             nothing = empty(result.dtype) if callable(empty) else empty
             if absent is None:
@@ -215,12 +215,6 @@ def valid_entries(x: TensorLike, where: TensorLike | None) -> MaskedTensor:
             f"`where` of shape {flags.shape} does not broadcast to `x` of shape {x.shape}."
         )
     return joined(x.storage, x.valid & sampled(as_dense(as_booleans(flags)), x.storage))
-
-
-def without_mask(x: MaskedTensor) -> Storage:
-    """Return the results of an ordinary sparse tensor, 0 where it stores nothing."""
-    values = stored_values(x.storage)
-    return with_stored_values(x.storage, jnp.where(x.valid, values, jnp.zeros_like(values)))
 
 
 def with_zeros(

@@ -105,7 +105,6 @@ def _one_layout(sparse: Sequence[Sparse], shape: Shape) -> bool:
     if all(isinstance(x, RowSparse) for x in sparse):
         return all(x.ndim == len(shape) and x.shape[0] == shape[0] for x in sparse)
     entries = [x for x in sparse if isinstance(x, BCOO | BCSR) and x.shape == shape]
-
     is_like = len(entries) == len(sparse) and len({x.n_dense for x in entries}) == 1
     return is_like and not any(x.n_batch for x in entries)
 
@@ -174,6 +173,7 @@ def _each_alone(function: Function, operands: Sequence[Operand], shape: Shape) -
         part = function(*_sampled(alone, [stored_values(x)], x, shape))
         results.append(_broadcast(part, x, shape))
     if len(sparse) == 1:
+        (x,) = sparse.values()
         return with_stored_values(x, results[0], shape)
     ids = jnp.concatenate([coordinates(x)[0] for x in sparse.values()])
     return RowSparse(ids, jnp.concatenate(results), shape)

@@ -28,6 +28,7 @@ from jmask._base.types import (
 from jmask._base.validation import (
     abstract_leaf,
     as_table,
+    check_leaves,
     checked_integer,
     leaf_name,
     not_an_array,
@@ -203,9 +204,7 @@ def _mapped(function: Function, tree: PyTree, name: str, others: PyTree) -> PyTr
     """Return the tree of function(path, leaf, what the argument `name` has there)."""
     structure: PyTreeDef = jax.tree.structure(tree)
     leaves = jax.tree.leaves_with_path(tree)
-    for path, x in leaves:
-        if abstract_leaf(x) is None:
-            raise not_an_array(leaf_name("tree", path), x, "give parameters")
+    check_leaves("tree", tree)
     try:
         beside = structure.flatten_up_to(others)
     except ValueError as error:

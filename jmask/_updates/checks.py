@@ -56,10 +56,11 @@ def check_parameters(params: PyTree, order: str = ORDER) -> None:
                 "dense arrays, or RowSparse with all rows stored (gradients may be sparse or "
                 f"masked). Use its dense form. The order is {order}."
             )
-        if not is_full(leaf) and abstract_leaf(leaf) is None:
+        array = abstract_leaf(leaf)
+        if not is_full(leaf) and array is None:
             advice = f"pass eqx.filter(model, eqx.is_inexact_array), or {KEEP_ARRAYS}"
             raise not_an_array(leaf_name("params", path), leaf, advice)
-        if is_on_host(leaf):
+        if is_on_host(array):
             raise not_on_device(leaf_name("params", path))
 
 

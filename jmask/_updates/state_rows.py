@@ -18,7 +18,7 @@ import optax
 from jax import export
 
 from jmask._base.types import Argument, PyTree, PyTreeDef, Shape
-from jmask._base.validation import is_on_host, leaf_name, not_on_device
+from jmask._base.validation import abstract_leaf, is_on_host, leaf_name, not_on_device
 from jmask._tables.rows_at import shape_of
 from jmask._updates.checks import NotRowLocalError
 
@@ -185,7 +185,7 @@ def check_state(state: PyTree, expected: PyTree, dtypes: Sequence[bool] | None =
     checked = dtypes or [True] * len(leaves)
     for (path, leaf), like, is_checked in zip(leaves, likes, checked, strict=True):
         name, found = leaf_name("state", path), shape_of(leaf)
-        if is_on_host(leaf):
+        if is_on_host(abstract_leaf(leaf)):
             raise not_on_device(name)
         shape, dtype = found.shape, found.dtype
         if shape != like.shape:
