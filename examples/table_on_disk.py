@@ -38,7 +38,7 @@ import optax
 from rich.table import Table
 
 import jmask
-from common.program import Arguments, ExampleError, Program
+from common.program import Arguments, ExampleError, Program, rows_from
 from common.python_corpus import python_files
 
 ORDERS = 6
@@ -139,17 +139,12 @@ def save_plot(path: Path, steps: list[int], bits: list[float], sizes: dict[str, 
     plt.close(figure)
 
 
-def _rows(text: str) -> int:
-    rows = float(text)
-    if not 1000 <= rows <= 2e9 or rows != int(rows):
-        raise argparse.ArgumentTypeError(f"{text} is no number of rows from 1000 to 2e9")
-    return int(rows)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Arguments("table_on_disk", __doc__)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="text")
-    parser.add_argument("--rows", metavar="N", type=_rows, default=10**7, help="rows (1e7)")
+    parser.add_argument(
+        "--rows", metavar="N", type=rows_from(1000), default=10**7, help="rows (1e7)"
+    )
     parser.number("--steps", 4000, "batches")
     parser.add_argument("--folder", metavar="FOLDER", type=Path, help="keep the run in it")
     args = parser.parse_args(argv)

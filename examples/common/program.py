@@ -103,6 +103,19 @@ def _new_file(text: str) -> Path:
     return path
 
 
+def rows_from(least: int) -> Callable[[str], int]:
+    """The type of an argument that is a number of rows, as 1e7."""
+
+    def _rows(text: str) -> int:
+        rows = float(text)
+        if not least <= rows <= 2e9 or rows != int(rows):
+            message = f"{text} is no number of rows from {least} to 2e9"
+            raise argparse.ArgumentTypeError(message)
+        return int(rows)
+
+    return _rows
+
+
 class _StoppedError(Exception):
     """The program was stopped, and has written its files."""
 

@@ -41,7 +41,7 @@ import optax
 
 import jmask
 from common.checkpoints import Checkpoints
-from common.program import Arguments, Program
+from common.program import Arguments, Program, rows_from
 from common.python_corpus import CorpusError
 from ngram_memory.free_memory import free_bytes
 from ngram_memory.model import Sizes, init_params, loss_fn
@@ -250,10 +250,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("files", nargs="*", type=Path, metavar="FILE", help="text (the Python sources here)")
     parser.number("--seconds", 45.0, "training of each model")
-    add("--memory", metavar="N", type=_rows, default=10**7, help="rows trained (1e7)")
+    add("--memory", metavar="N", type=rows_from(100), default=10**7, help="rows trained (1e7)")
     sizes = [10**5, 10**6, 10**7, 10**8]
     timed = "sizes to time (1e5 to 1e8)"
-    add("--rows", metavar="N", type=_rows, nargs="*", default=sizes, help=timed)
+    add("--rows", metavar="N", type=rows_from(100), nargs="*", default=sizes, help=timed)
     parser.number("--timing", 6.0, "seconds to time each size")
     parser.number("--vocabulary", 4096, "of the model", least=257)
     parser.number("--width", 128, "of the transformer")
@@ -263,13 +263,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.width % 8:
         parser.error(f"argument --width: {args.width} is not a multiple of 8")
     return args
-
-
-def _rows(text: str) -> int:
-    rows = float(text)
-    if not 100 <= rows <= 2e9 or rows != int(rows):
-        raise argparse.ArgumentTypeError(f"{text} is no number of rows from 100 to 2e9")
-    return int(rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
