@@ -261,7 +261,6 @@ def _tricks(rounds: int) -> list[Comparison]:
         (Task(width=32), ("fast gather",)),
         (Task(rows=1_000), ("whole small tables",)),
         (_DENSE, ("whole small tables",)),
-        (replace(BAGS, optimizer="SGD"), ("bags by column",)),
         (_PLAIN_BAGS, ("sums of lookups",)),
     ):
         theirs = tuple(replace(ours, without=name) for name in names)

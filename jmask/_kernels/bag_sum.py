@@ -5,9 +5,7 @@
            [5, 6]]
 
 On a CPU a block of rows is read at a time and added to its bags: all n rows of a large batch
-would go through memory twice. Short bags of equal length are added column by column: XLA makes
-one loop over the sums of it, which writes no rows and runs on all cores, where a scatter of
-rows into their bags runs on one. The bags of several tables are summed side by side, and
+would go through memory twice. The bags of several tables are summed side by side, and
 differentiated as a gather and a sum.
 """
 
@@ -92,43 +90,8 @@ class BagSum:
             total = jnp.einsum("bl,bl...->b...", weights, rows, precision=lax.Precision.HIGHEST)
         return total if self.valid is None else self.start() + total
 
-    def by_column(self) -> jax.Array:
-        """Return the sums of bags of equal length, each in the order of its entries."""
-        total = self.start()
-        for k in range(self.positions.shape[1]):
-            weights = None if self.weights is None else self.weights[:, k]
-            rows = _read_rows(
-                self.table, self.positions[:, k], weights, self.fill, Gather.plain
-            )
-            total = total + rows
-        return total
-
-    def is_short(self) -> bool:
-        """Decide whether the bags have equal lengths, of few entries."""
-        return self.bag_of_entry is None and self.positions.shape[1] <= tuning.COLUMNS
-
     def loop(self, size: int) -> BlockLoop:
         """Return a loop that reads blocks of `size` rows and adds them to their bags."""
-        return self._over_bags(size) if self.is_short() else self._over_entries(size)
-
-    def _over_bags(self, size: int) -> BlockLoop:
-        blocks = -(-self.bags // max(size // self.positions.shape[1], 1))
-        bags = -(-self.bags // blocks)
-
-        def block(number: jax.Array, carried: tuple[jax.Array, None]) -> tuple[jax.Array, None]:
-            first = number * bags  # a slice that would end past the last bag begins earlier
-
-            def part(x: jax.Array) -> jax.Array:
-                return lax.dynamic_slice_in_dim(x, first, bags)
-
-            positions, weights = jax.tree.map(part, (self.positions, self.weights))
-            own = dataclasses.replace(self, positions=positions, weights=weights, bags=bags)
-            sums = lax.dynamic_update_slice_in_dim(carried[0], own.by_column(), first, 0)
-            return sums, None
-
-        return BlockLoop((self.start(), None), block, blocks, blocks)
-
-    def _over_entries(self, size: int) -> BlockLoop:
         count, bags, bag_of_entry = self.positions.size, self.bags, self.bag_of_entry
         blocks = -(-count // size)
         missing = (blocks + 1) * size - count  # the last block of all is empty

@@ -17,13 +17,10 @@ UNROLLED_OPERATIONS, COPY_OPERATIONS = 416, 5
 # Bytes of an entry for which that was seen: float32, bfloat16, float16.
 UNROLLED_BYTES = (2, 4)
 
-# --- bags ("bags by column") ------------------------------------------------------------------
+# --- bags ------------------------------------------------------------------------------------
 
 # Rows that are materialised and summed by XLA. A loop over blocks gains nothing below.
 MATERIALISED_ROWS = 4096
-# Entries of bags of equal length up to which a block of them is summed column by column: each
-# takes a millisecond to compile.
-COLUMNS = 32
 
 # --- loops over blocks of rows ----------------------------------------------------------------
 

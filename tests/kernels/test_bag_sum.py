@@ -1,4 +1,4 @@
-"""Sums of rows by column and in blocks: what reading all rows gives, and so do derivatives.
+"""Sums of rows in blocks: what reading all rows gives, and so do derivatives.
 
 And lookups of rows of some widths, which are spelled differently: lookups bit for bit.
 """
@@ -40,9 +40,8 @@ def problem(seed, equal, weighted, count=24, row=(D,)):
     return table, positions, bag, weights
 
 
-def in_blocks_of(size, patch, by_column=False):
+def in_blocks_of(size, patch):
     patch.setattr(tuning, "MATERIALISED_ROWS", 0)
-    patch.setattr(tuning, "COLUMNS", 64 if by_column else 0)
     patch.setattr(tuning, "BLOCK_ROWS", (size, size))
 
 
@@ -63,23 +62,22 @@ def model(table, positions, bag, weights, fill):
     equal=st.booleans(),
     weighted=st.booleans(),
     fill=st.sampled_from([0, math.nan]),
-    by_column=st.booleans(),
     row=st.sampled_from([(), (2, 3), (100,), (D,)]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
 )
-def test_the_sums(seed, size, equal, weighted, fill, by_column, row, dtype):
+def test_the_sums(seed, size, equal, weighted, fill, row, dtype):
     table, *others = problem(seed, equal, weighted, row=row)
     given_arrays = table.at[(0,) * table.ndim].set(jnp.inf).astype(dtype), *others
     with pytest.MonkeyPatch.context() as patch:
-        in_blocks_of(size, patch, by_column)
+        in_blocks_of(size, patch)
         found = jax.jit(lambda: bag_sum(*given_arrays, None, BAGS, fill))()
     np.testing.assert_allclose(found, model(*given_arrays, fill), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("form", ["ragged", "equal", "by column"])
+@pytest.mark.parametrize("form", ["ragged", "equal"])
 def test_derivatives_are_those_of_the_definition(monkeypatch, form, weighted):
-    in_blocks_of(5, monkeypatch, form == "by column")
+    in_blocks_of(5, monkeypatch)
     table, positions, bag, weights = problem(3, form != "ragged", weighted)
 
     def loss(sums, table, weights):
@@ -97,7 +95,7 @@ def test_derivatives_are_those_of_the_definition(monkeypatch, form, weighted):
 @pytest.mark.parametrize("few", [0, 100])
 @pytest.mark.parametrize("equal", [False, True])
 def test_all_is_nan_where_bags_are_not_valid(monkeypatch, equal, few):
-    in_blocks_of(5, monkeypatch, by_column=True)
+    in_blocks_of(5, monkeypatch)
     monkeypatch.setattr(tuning, "MATERIALISED_ROWS", few)
     arrays = problem(5, equal, False)
     sums = jax.jit(lambda valid: bag_sum(*arrays, valid, BAGS, 0))
@@ -107,7 +105,7 @@ def test_all_is_nan_where_bags_are_not_valid(monkeypatch, equal, few):
 
 @pytest.mark.of_cpus
 def test_rows_are_read_once_and_not_written():
-    """Bags of 5 are summed for two users of the sums, by one loop that reads each column."""
+    """Bags of 5 are summed for two users of the sums, by one loop."""
     width, bags = 64, 2000
 
     def squares(table, ids):
@@ -118,7 +116,7 @@ def test_rows_are_read_once_and_not_written():
     ids = jax.ShapeDtypeStruct((bags, 5), jnp.int32)
     program = jax.jit(squares).lower(table, ids).compile()
     assert program.memory_analysis().temp_size_in_bytes < 2e6  # the sums; all rows are 2.6 MB
-    assert len(re.findall(r" gather\(", program.as_text())) == 5
+    assert len(re.findall(r" gather\(", program.as_text())) == 1
 
 
 # --- gathers --------------------------------------------------------------------------
