@@ -16,14 +16,15 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmask._autodiff.lookups import WINDOWS, windows_of
-from jmask._autodiff.sums import bag_of_table
+from jmask._autodiff.lookups import WINDOWS, bag_of_table, windows_of
 from jmask._autodiff.taps import NONE, Taps
 from jmask._autodiff.views import Lookup, TableView, View
 from jmask._base.array_types import is_known, trailing, wide
@@ -34,11 +35,8 @@ from jmask._base.shardings import sharding_of_type
 from jmask._base.types import Argument, Atom, Shape
 from jmask._kernels.bag_sum import BAG_SUM, BagSum, are_many
 
-Array = jax.Array
 
-
-@dataclasses.dataclass(frozen=True)
-class Entries:
+class Entries(NamedTuple):
     """How each entry reads a row and scales it: arrays (*entries,).
 
     Attributes:
@@ -49,18 +47,13 @@ class Entries:
         weight: in the dtype of sums, or None for ones.
     """
 
-    ids: Array
-    read: Array | None = None
-    outside: Array | None = None
-    weight: Array | None = None
-
-    def moved(self, function: Callable[[Array], Array]) -> "Entries":
-        """Return it with all arrays in another shape."""
-        arrays = (self.ids, self.read, self.outside, self.weight)
-        return Entries(*(None if x is None else function(x) for x in arrays))  # type: ignore[arg-type]
+    ids: jax.Array
+    read: jax.Array | None = None
+    outside: jax.Array | None = None
+    weight: jax.Array | None = None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Rows(View):
     """Rows (*entries, *row) of a table that are looked up, and not read yet.
 
@@ -71,9 +64,9 @@ class Rows(View):
         is_weighted: whether these have weights.
     """
 
-    table: TableView | None = None
-    entries: Shape = ()
-    described: Callable[[], Entries] = lambda: Entries(jnp.zeros(0))
+    table: TableView
+    entries: Shape
+    described: Callable[[], Entries]
     is_weighted: bool = False
 
 
@@ -81,7 +74,7 @@ class Scope:
     """The variables of one program: how often each is used, and what it is a broadcast of."""
 
     def __init__(self, jaxpr: Jaxpr, values: dict[Var, Argument]) -> None:
-        self._jaxpr, self._values = jaxpr, values
+        self._jaxpr, self._value = jaxpr, functools.partial(read, values)
 
     @functools.cached_property
     def _uses(self) -> Counter[Atom]:
@@ -92,58 +85,34 @@ class Scope:
     def _makers(self) -> dict[Atom, JaxprEqn]:
         return {v: eqn for eqn in self._jaxpr.eqns for v in eqn.outvars}
 
+    def _maker(self, v: Atom, *names: str) -> JaxprEqn | None:
+        eqn = self._makers.get(v) if isinstance(v, Var) else None
+        return eqn if eqn is not None and name_of(eqn) in names else None
+
     def is_alone(self, v: Atom) -> bool:
         """Decide whether one equation, or the result, has the only use of a variable."""
         return isinstance(v, Var) and self._uses[v] == 1
 
-    def broadcast(self, v: Atom) -> tuple[Argument, Sequence[int]] | None:
-        """Return what a variable is a broadcast of, and the dimensions of that; else None."""
-        if isinstance(v, Literal):
-            return v.val, ()
-        eqn = self._makers.get(v)
-        if eqn is None:
-            value = self._values[v]
-            return (value, ()) if _is_number(value) else None
-        if not eqn.invars:
-            return None
-        source = eqn.invars[0]
-        known = None if aval_of(source).shape else self.broadcast(source)
-        if name_of(eqn) == "convert_element_type":  # 0 is 0 in any dtype
-            return known if known is not None and _is_zero(known[0]) else None
-        if name_of(eqn) != "broadcast_in_dim":
-            return None
-        value = read(self._values, source)
-        if known is None and isinstance(value, View):
-            return None
-        return known or (value, [int(d) for d in parameter(eqn, "broadcast_dimensions")])
+    def is_zero(self, v: Atom) -> bool:
+        """Decide whether a variable is the number 0 of the program, cast and broadcast."""
+        eqn = self._maker(v, "broadcast_in_dim", "convert_element_type")
+        if eqn is not None:
+            return self.is_zero(eqn.invars[0])
+        x = None if isinstance(v, Var) and v in self._makers else self._value(v)
+        is_number = isinstance(x, int | float | np.generic | np.ndarray) and np.ndim(x) == 0
+        return is_number and not np.any(x)
 
-    def per_entry(self, v: Atom, x: Rows) -> Callable[[], Array] | None:
+    def per_entry(self, v: Atom, x: Rows) -> Callable[[], jax.Array] | None:
         """Return a function that returns numbers (*entries,) that a variable is along rows."""
-        value = read(self._values, v)
-        if isinstance(value, View):
+        eqn = self._maker(v, "broadcast_in_dim")
+        source = self._value(v if eqn is None else eqn.invars[0])
+        dims = range(np.ndim(source)) if eqn is None else parameter(eqn, "broadcast_dimensions")
+        lead, sizes = len(x.entries), dict(zip(dims, np.shape(source), strict=True))
+        if isinstance(source, View) or any(d >= lead and n != 1 for d, n in sizes.items()):
             return None
-        source, dims = self.broadcast(v) or (value, range(np.ndim(value)))
-        if np.ndim(source) == 0:
-            return lambda: jnp.broadcast_to(source, x.entries)
-        lead = len(x.entries)
-        if any(d >= lead and n != 1 for d, n in zip(dims, source.shape, strict=True)):
-            return None
-        kept = [i for i, d in enumerate(dims) if d < lead]
-
-        def numbers() -> Array:
-            array = source.reshape([source.shape[i] for i in kept])
-            return jax.lax.broadcast_in_dim(array, x.entries, [dims[i] for i in kept])
-
-        return numbers
-
-
-def _is_number(x: Argument) -> bool:
-    """Decide whether a value is a number that the program has, and not an array."""
-    return isinstance(x, int | float | np.generic | np.ndarray) and np.ndim(x) == 0
-
-
-def _is_zero(x: Argument) -> bool:
-    return _is_number(x) and not np.any(x)
+        kept = [int(d) for d in dims if d < lead]
+        own = [sizes[d] for d in kept]
+        return lambda: lax.broadcast_in_dim(jnp.reshape(source, own), x.entries, kept)
 
 
 def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Argument], lookup: Lookup) -> Rows | None:
@@ -210,7 +179,7 @@ def made_of_rows(
         return None
     (plan, run), aval, (entries, described) = x.whole, aval_of(eqn.outvars[0]), made
 
-    def changed(taps: Taps) -> Array:
+    def changed(taps: Taps) -> jax.Array:
         return bound(eqn, [run(taps) if i == which else a for i, a in enumerate(args)])[0]
 
     return dataclasses.replace(
@@ -238,8 +207,7 @@ def _times(eqn: JaxprEqn, x: Rows, which: int, scope: Scope) -> _Made:
 
     def described() -> Entries:
         known, weight = x.described(), numbers()
-        weight = weight if known.weight is None else known.weight * weight
-        return dataclasses.replace(known, weight=weight)
+        return known._replace(weight=weight if known.weight is None else known.weight * weight)
 
     return x.entries, described
 
@@ -248,50 +216,46 @@ def _select(eqn: JaxprEqn, x: Rows, which: int, scope: Scope) -> _Made:
     """Replace the ids of rows that are not chosen; of weights, 0 times infinity is nan."""
     if x.is_weighted or which == 0 or len(eqn.invars) != 3:
         return None
-    zero, chosen = scope.broadcast(eqn.invars[3 - which]), scope.per_entry(eqn.invars[0], x)
+    chosen = scope.per_entry(eqn.invars[0], x)
     is_mask = aval_of(eqn.invars[0]).dtype == jnp.dtype(bool)
-    if zero is None or not _is_zero(zero[0]) or chosen is None or not is_mask:
+    if chosen is None or not is_mask or not scope.is_zero(eqn.invars[3 - which]):
         return None
 
     def described() -> Entries:
-        known, is_kept = x.described(), chosen() if which == 2 else ~chosen()
-        assert x.table is not None
-        padding = np.asarray(x.table.shape[0], known.ids.dtype)
-        at = None if known.read is None else jnp.where(is_kept, known.read, padding)
-        outside = None if known.outside is None else known.outside & is_kept
-        return Entries(jnp.where(is_kept, known.ids, padding), at, outside)
+        (ids, at, outside, _), is_kept = x.described(), chosen() if which == 2 else ~chosen()
+        padding = np.asarray(x.table.shape[0], ids.dtype)
+        at = None if at is None else jnp.where(is_kept, at, padding)
+        outside = None if outside is None else outside & is_kept
+        return Entries(jnp.where(is_kept, ids, padding), at, outside)
 
     return x.entries, described
 
 
 def _widened(eqn: JaxprEqn, x: Rows, which: int, scope: Scope) -> _Made:
-    is_wide = x.table is not None and aval_of(eqn.outvars[0]).dtype == wide(x.table.dtype)
+    is_wide = aval_of(eqn.outvars[0]).dtype == wide(x.table.dtype)
     return (x.entries, x.described) if is_wide else None
 
 
-def _reshape(eqn: JaxprEqn, x: Rows, which: int, scope: Scope) -> _Made:
+def _moved(eqn: JaxprEqn, x: Rows, which: int, scope: Scope) -> _Made:
+    """Move entries by a reshape or a transpose that leaves rows as they are."""
     shape, row = tuple(aval_of(eqn.outvars[0]).shape), x.shape[len(x.entries) :]
     lead = len(shape) - len(row)
-    if lead < 1 or shape[lead:] != row or math.prod(shape) != math.prod(x.shape):
-        return None
-    entries = shape[:lead]
-    return entries, lambda: x.described().moved(lambda a: a.reshape(entries))
-
-
-def _transpose(eqn: JaxprEqn, x: Rows, which: int, scope: Scope) -> _Made:
-    order, lead = tuple(parameter(eqn, "permutation")), len(x.entries)
-    if order[lead:] != tuple(range(lead, x.ndim)):
-        return None
-    entries = tuple(x.entries[d] for d in order[:lead])
-    return entries, lambda: x.described().moved(lambda a: a.transpose(order[:lead]))
+    move, is_row_kept = (lambda a: a.reshape(shape[:lead])), lead > 0 and shape[lead:] == row
+    if name_of(eqn) == "transpose":
+        order = tuple(parameter(eqn, "permutation"))
+        move, is_row_kept = (
+            lambda a: a.transpose(order[:lead]),
+            order[lead:] == (*range(lead, x.ndim),),
+        )
+    is_move = is_row_kept and math.prod(shape) == math.prod(x.shape)
+    return (shape[:lead], lambda: jax.tree.map(move, x.described())) if is_move else None
 
 
 _RULES: dict[str, Callable[[JaxprEqn, Rows, int, Scope], _Made]] = {
     "mul": _times,
     "select_n": _select,
     "convert_element_type": _widened,
-    "transpose": _transpose,
-    **dict.fromkeys("broadcast_in_dim expand_dims reshape squeeze".split(), _reshape),
+    **dict.fromkeys("broadcast_in_dim expand_dims reshape squeeze transpose".split(), _moved),
 }
 
 
@@ -322,9 +286,9 @@ def _sum(eqn: JaxprEqn, name: str, args: Sequence[Argument], which: int) -> Look
     positions: Argument = jax.ShapeDtypeStruct((bags, math.prod(x.entries) // bags), np.int32)
     plan, _ = bag_of_table(bag_of(positions, None), aval).lookup(lambda: positions)
 
-    def run(taps: Taps) -> Array:
+    def run(taps: Taps) -> jax.Array:
         by_bags = lambda a: a.transpose((*kept, *summed)).reshape(bags, -1)
-        known = x.described().moved(by_bags)
+        known: Entries = jax.tree.map(by_bags, x.described())
         weight = None if known.weight is None else known.weight.astype(dtype)
         if weights is not None:
             of_bags = weights().reshape(bags, -1).astype(dtype)

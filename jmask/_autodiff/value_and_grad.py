@@ -52,6 +52,7 @@ P = ParamSpec("P")
 _MANY = 1000
 
 
+# A call without `has_aux` returns a number; of others a checker knows no more than of JAX's.
 @overload
 def value_and_grad(
     fun: Callable[P, PyTree],
@@ -60,15 +61,6 @@ def value_and_grad(
     holomorphic: bool = ...,
     allow_int: bool = ...,
 ) -> Callable[P, tuple[jax.Array, PyTree]]: ...
-@overload
-def value_and_grad(
-    fun: Callable[P, PyTree],
-    argnums: int | Sequence[int] = ...,
-    *,
-    has_aux: Literal[True],
-    holomorphic: bool = ...,
-    allow_int: bool = ...,
-) -> Callable[P, tuple[tuple[jax.Array, PyTree], PyTree]]: ...
 @overload
 def value_and_grad(
     fun: Callable[P, PyTree],
@@ -149,23 +141,6 @@ def value_and_grad(
     return value_and_grad_of_fun
 
 
-@overload
-def grad(
-    fun: Callable[P, PyTree],
-    argnums: int | Sequence[int] = ...,
-    *,
-    has_aux: Literal[True],
-    holomorphic: bool = ...,
-    allow_int: bool = ...,
-) -> Callable[P, tuple[PyTree, PyTree]]: ...
-@overload
-def grad(
-    fun: Callable[P, PyTree],
-    argnums: int | Sequence[int] = ...,
-    has_aux: bool = ...,
-    holomorphic: bool = ...,
-    allow_int: bool = ...,
-) -> Callable[P, PyTree]: ...
 def grad(
     fun: Callable[P, PyTree],
     argnums: int | Sequence[int] = 0,
