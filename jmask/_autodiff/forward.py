@@ -20,12 +20,19 @@ from typing import NamedTuple
 import jax
 from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from jmask._autodiff import bags, nested
-from jmask._autodiff.lookups import LOOKUPS, gather_of, is_of_lines, lookup_of, slice_lookup
-from jmask._autodiff.needed import Flags, Needed
-from jmask._autodiff.sums import bag_of_table, rows_of_bag
+from jmask._autodiff.lookups import (
+    LOOKUPS,
+    bag_of_table,
+    gather_of,
+    is_of_lines,
+    lookup_of,
+    rows_of_bag,
+    slice_lookup,
+)
+from jmask._autodiff.nested import Flags, Needed
 from jmask._autodiff.taps import NONE, Tap, Taps
 from jmask._autodiff.view_rules import COMPUTING, views_of
 from jmask._autodiff.views import (
@@ -42,7 +49,7 @@ from jmask._autodiff.views import (
     without_gradient,
 )
 from jmask._base.array_types import is_known
-from jmask._base.forms import CALLS, Opened, aval_of, called, name_of
+from jmask._base.forms import CALLS, Opened, aval_of, called, name_of, within
 from jmask._base.jaxprs import bound, read, side_by_side
 from jmask._base.shardings import varying_like
 from jmask._base.types import Argument, Shaped
@@ -220,9 +227,9 @@ class Forward:
         """Run an equation as it is, but that rows are gathered the fast way."""
         if taps.is_trial:
             return [aval_of(v) for v in eqn.outvars]
-        if name == "gather" and _is_slow(eqn):
+        if _is_slow(eqn):
             return [gather_of(eqn)(*args)]
-        if name in ("jit", "pjit") and _gathers_slowly(called(eqn)[0]):
+        if name in ("jit", "pjit") and any(map(_is_slow, within(called(eqn)[0].eqns))):
             return self.run(called(eqn), args, taps, [True] * len(eqn.outvars))
         return bound(eqn, args)
 
@@ -319,9 +326,7 @@ class Forward:
                 taken.append(tapped)
         outs: list[Argument] = [aval_of(v) for eqn in eqns for v in eqn.outvars]
         if not taps.is_trial:
-            leaves = [leaf for x in calls for leaf in jax.tree.leaves(x)]
-            trees = [{"trees": (jax.tree.structure(x),)} for x in calls]
-            outs = list(BAG_SUM.joined(trees, leaves))
+            outs = [sums for (sums,) in BAG_SUM(calls)]
         for i, terms in enumerate(taken):
             if terms is not None:
                 lookup = terms.lookup(functools.partial(outs.__getitem__, i))
@@ -410,16 +415,6 @@ def _size(tap: Tap) -> int:
 
 
 def _is_slow(eqn: JaxprEqn) -> bool:
-    """Decide whether a gather can be faster."""
-    return gather_of(eqn).is_slow_copy(aval_of(eqn.invars[0]))
-
-
-def _gathers_slowly(jaxpr: Jaxpr) -> bool:
-    """Decide whether a call gathers rows in a way that can be faster."""
-    for eqn in jaxpr.eqns:
-        name = name_of(eqn)
-        if name == "gather" and _is_slow(eqn):
-            return True
-        if name in ("jit", "pjit") and _gathers_slowly(called(eqn)[0]):
-            return True
-    return False
+    """Decide whether an equation is a gather that can be faster."""
+    is_gather = name_of(eqn) == "gather"
+    return is_gather and gather_of(eqn).is_slow_copy(aval_of(eqn.invars[0]))

@@ -134,35 +134,14 @@ def while_of(eqn: JaxprEqn) -> While:
     return While(condition, body, eqn.params["cond_nconsts"], eqn.params["body_nconsts"])
 
 
-def _is_known_while(eqn: JaxprEqn) -> bool:
-    loop = while_of(eqn)
-    carried = len(eqn.outvars)
-    condition_inputs, body_inputs = len(loop.condition[0].invars), len(loop.body[0].invars)
-    return len(eqn.invars) == loop.condition_consts + loop.body_consts + carried and (
-        condition_inputs,
-        body_inputs,
-    ) == (loop.condition_consts + carried, loop.body_consts + carried)
-
-
 def branches_of(eqn: JaxprEqn) -> list[Opened]:
     """Return the branches of a `cond`, which run on all inputs but the first, their number."""
     return [opened(branch) for branch in eqn.params["branches"]]
 
 
-def _is_known_cond(eqn: JaxprEqn) -> bool:
-    operands = len(eqn.invars) - 1
-    return all(len(jaxpr.invars) == operands for jaxpr, _ in branches_of(eqn))
-
-
 def called(eqn: JaxprEqn) -> Opened:
     """Return the jaxpr that a call-like equation runs, and its constants."""
     return opened(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
-
-
-def _is_known_call(eqn: JaxprEqn) -> bool:
-    jaxpr, _ = called(eqn)
-    counts = len(jaxpr.invars), len(jaxpr.outvars)
-    return counts == (len(eqn.invars), len(eqn.outvars))
 
 
 def recomputed_how(eqn: JaxprEqn) -> Options:
@@ -184,6 +163,13 @@ def bodies_of(eqn: JaxprEqn) -> list[Opened]:
         return [while_of(eqn).body]
     runs_one = name in CALLS or name in REMATS or name in ("scan", "shard_map")
     return [called(eqn)] if runs_one else []
+
+
+def _runs_on_all(eqn: JaxprEqn) -> bool:
+    """Decide whether bodies have the inputs and the outputs of their equation."""
+    counts = len(eqn.invars) - (eqn.primitive.name == "cond"), len(eqn.outvars)
+    bodies = branches_of(eqn) if eqn.primitive.name == "cond" else [called(eqn)]
+    return all((len(x.invars), len(x.outvars)) == counts for x, _ in bodies)
 
 
 def holds_jaxprs(eqn: JaxprEqn) -> bool:
@@ -226,12 +212,6 @@ def shard_map_of(eqn: JaxprEqn) -> ShardMap:
     return ShardMap(opened(params["jaxpr"]), params["in_specs"], params["out_specs"], how)
 
 
-def _is_known_shard_map(eqn: JaxprEqn) -> bool:
-    form = shard_map_of(eqn)
-    counts = len(form.in_specs), len(form.out_specs)
-    return counts == (len(eqn.invars), len(eqn.outvars))
-
-
 # --- gather -------------------------------------------------------------------------------
 
 _OF_A_GATHER = frozenset(
@@ -260,9 +240,9 @@ _CALL = (
 )
 
 FORMS: dict[str, Form] = (
-    {name: _form("", _CALL, _is_known_call) for name in CALLS}
+    {name: _form("", _CALL, _runs_on_all) for name in CALLS}
     | {
-        name: _form("jaxpr prevent_cse differentiated", "policy", _is_known_call)
+        name: _form("jaxpr prevent_cse differentiated", "policy", _runs_on_all)
         for name in REMATS
     }
     | {
@@ -271,12 +251,12 @@ FORMS: dict[str, Form] = (
             "num_consts num_carry ft_in ft_out linear _split_transpose",
             _is_known_scan,
         ),
-        "while": _form("cond_jaxpr body_jaxpr cond_nconsts body_nconsts", "", _is_known_while),
-        "cond": _form("branches", "", _is_known_cond),
+        "while": _form("cond_jaxpr body_jaxpr cond_nconsts body_nconsts"),
+        "cond": _form("branches", "", _runs_on_all),
         "shard_map": _form(
             "jaxpr mesh in_specs out_specs check_vma",
             "newly_manual_axes manual_axes",
-            _is_known_shard_map,
+            _runs_on_all,
         ),
         "expand_dims": _form("", "dimensions"),
         "gather": _form(

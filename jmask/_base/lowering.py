@@ -157,13 +157,6 @@ class GroupedPrimitive(Generic[Call]):
         """Return the calls of an equation with these parameters."""
         return calls_of(params["trees"], operands)
 
-    def joined(
-        self, equations: Sequence[Options], operands: Sequence[jax.Array]
-    ) -> list[jax.Array]:
-        """Bind one equation in place of several, given their parameters and all operands."""
-        trees = tuple(tree for params in equations for tree in params["trees"])
-        return self.primitive.bind(*operands, trees=trees)
-
     def lower(
         self,
         on_one: CallDefinition[Call],

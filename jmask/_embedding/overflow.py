@@ -14,7 +14,7 @@ from jmask._embedding.lookup import (
     numbered_by,
     positions_of,
 )
-from jmask._kernels.exchange import excess_of
+from jmask._kernels.sharded_rows import excess_of
 
 
 def exchange_overflow(

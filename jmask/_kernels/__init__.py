@@ -3,8 +3,7 @@
 rows                    gathers and scatters of whole rows
 gather                  a lookup as XLA's CPU compiler vectorizes it
 coalesce                rows of equal ids summed, into as many slots as there are ids
-exchange                rows sent to the shards that own them, by all-to-all
-sharded_rows            lookups in sharded tables, and rows brought to the shards
+sharded_rows            lookups in sharded tables, and rows sent to their shards
 gathered_rows           rows of another array, scaled, that are not materialised
 bag_sum                 sums of rows that are not materialised
 row_blocks              loops over blocks of rows, and sums of equal ids in them

@@ -31,9 +31,7 @@ from jmask._base.shardings import spec_of, varying_alike
 from jmask._base.shards import Shards, entry
 from jmask._base.types import PyTreeDef
 from jmask._kernels._tpu import choice, narrow_rows, row_updates  # noqa: F401
-from jmask._kernels._tpu.equal_ids import summed_where_first
-from jmask._kernels.coalesce import are_large, coalesce_rows
-from jmask._kernels.exchange import with_own_rows
+from jmask._kernels.coalesce import are_large, coalesce_rows, summed_where_first
 from jmask._kernels.gather import zero_of
 from jmask._kernels.gathered_rows import GatheredRows, Rows, as_array
 from jmask._kernels.row_blocks import (
@@ -44,7 +42,7 @@ from jmask._kernels.row_blocks import (
     sums_in_blocks,
 )
 from jmask._kernels.rows import add_rows, is_routed
-from jmask._kernels.sharded_rows import routed
+from jmask._kernels.sharded_rows import routed, with_own_rows
 
 Tables = Sequence[jax.Array]
 

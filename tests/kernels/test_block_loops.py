@@ -13,7 +13,7 @@ import pytest
 
 import jmask
 from jmask._kernels import coalesce, tuning
-from jmask._kernels._tpu.equal_ids import summed_where_first
+from jmask._kernels.coalesce import summed_where_first
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows, as_array
 from jmask._kernels.row_blocks import block_size
 from tests.compiled_step import compiled_step, temporary_bytes

@@ -1,7 +1,6 @@
 """What is done otherwise on TPUs.
 
 row_updates     an update of rows, and a read of lines, as kernels of row DMAs
-equal_ids       rows of equal ids summed where the first of them is
 choice          which updates are made by the kernel
 narrow_rows     16-bit rows and single entries, read and written by the kernel
 """
