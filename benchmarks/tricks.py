@@ -14,12 +14,12 @@ from typing import Any
 import jax
 
 from jmask._autodiff import bags as _bags
-from jmask._kernels import gather as _gather
+from jmask._kernels import rows as _rows
 from jmask._updates import row_update as _row_update
 
 # The name in a `works.Task`: what holds the decision, its name there, and what it is without.
 TRICKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "fast gather": (_gather.Gather, "is_slow_copy", lambda *_: False),
+    "fast gather": (_rows.Gather, "is_slow_copy", lambda *_: False),
     # `table[ids].sum(1)` in a loss is then a lookup and a sum.
     "sums of lookups": (_bags, "rows_of", lambda *_: None),
     "whole small tables": (_row_update, "is_saturated", lambda *_: False),

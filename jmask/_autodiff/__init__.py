@@ -2,7 +2,7 @@
 
 value_and_grad        `jmask.value_and_grad`: trace, read, differentiate, rows
 nnx                   the same of flax nnx modules: `jmask.nnx`
-arguments, tensors    the function and its arguments; sparse and masked tensors among them
+arguments             the function and its arguments, sparse and masked tensors among them
 taps                  the arguments of zeros, and gradients of tables from theirs
 forward, nested       running a program some of whose values are views, or trying to
 views                 arrays made of tables, and not made: how rows of them are read

@@ -16,17 +16,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Jaxpr, Literal
 
+from jmask._base.fallback import expect_dense
 from jmask._base.jaxprs import forwarded
 from jmask._base.lowering import lower, primitive
 from jmask._base.row_ids import mapped_words
 from jmask._base.shardings import explicit_sharding, varying_axes
-from jmask._base.types import Function, Gradient, Options, PyTree
+from jmask._base.types import (
+    Argument,
+    Function,
+    Gradient,
+    Options,
+    PyTree,
+    PyTreeDef,
+    Tensor,
+    TensorLike,
+)
 from jmask._base.validation import leaf_name, shown
 from jmask._kernels.gathered_rows import GATHERED
 from jmask._kernels.rows import plus_zero, zero_after_reading
-from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
 from jmask._tensors.row_sparse import is_row_sparse
+from jmask._tensors.specified import (
+    placeholder_of,
+    values_of,
+    with_placeholder,
+    with_values_of,
+    without_placeholder,
+)
+from jmask._tensors.storage import is_sparse, unique_positions, with_stored_values
 
 
 def checked_loss(fun: Function, numbers: Sequence[int], has_aux: bool) -> Function:
@@ -109,18 +128,137 @@ def argument_name(fun: Function, number: int) -> str:
     return names[number] if number < len(names) else f"args[{number}]"
 
 
+# --- sparse and masked tensors among the arguments --------------------------------------------
+#
+# A tensor is differentiated in its stored values and in its placeholder, and which of the two a
+# program uses decides about the storage of the gradient:
+#
+#     fun(x)                              gradient in x, a BCOO
+#     sum(x @ y)                          BCOO, the positions of x
+#     sum(todense(x, masked_grad=True))   BCOO, the positions of x
+#     sum(todense(x))                     array: entries that are not stored count too
+#
+# Equal positions are one entry: a tensor that may hold some is coalesced first, and so is its
+# gradient.
+
+
+class Leaves:
+    """The arrays in which arguments are differentiated: of a tensor two.
+
+    Attributes:
+        given: arrays, in the order of the arguments; the shape of a placeholder that nobody
+            gave.
+        placeholders: the numbers of placeholders.
+        of_tensors: the numbers of arrays that are of tensors, which are no tables.
+        everywhere: whether tensors have their placeholders: at first only those that have
+            them of a gradient program around this one.
+    """
+
+    def __init__(self, arguments: Sequence[PyTree]) -> None:
+        self._tree: PyTreeDef
+        leaves, self._tree = jax.tree.flatten(list(arguments), is_leaf=is_tensor)
+        self._leaves = [_coalesced(x) for x in leaves]
+        self.given: list[Argument] = []
+        self.placeholders, self.of_tensors = set[int](), set[int]()
+        self.owners: list[int] = []
+        self.everywhere = any(placeholder_of(x) is not None for x in self._leaves)
+        for number, x in enumerate(self._leaves):
+            if not is_tensor(x):
+                self._add(number, x if np.ndim(x) == 0 else jnp.asarray(x))
+                continue
+            self.of_tensors |= {len(self.given), len(self.given) + 1}
+            self._add(number, values_of(x))
+            self.placeholders.add(len(self.given))
+            # One that has a placeholder is of a gradient program around this one.
+            placeholder = placeholder_of(x)
+            shape = jax.ShapeDtypeStruct(tuple(x.shape), x.dtype)
+            self._add(number, shape if placeholder is None else placeholder)
+
+    def _add(self, number: int, x: Argument) -> None:
+        self.owners.append(number)
+        self.given.append(x)
+
+    def rebuilt(self, arrays: Sequence[jax.Array]) -> list[PyTree]:
+        """Return the arguments with other arrays."""
+        rest, leaves = iter(arrays), []
+        for x in self._leaves:
+            if is_tensor(x):
+                tensor: Argument = with_values_of(x, next(rest))
+                placeholder = next(rest)
+                leaves.append(
+                    with_placeholder(tensor, placeholder) if self.everywhere else tensor
+                )
+            else:
+                leaves.append(next(rest))
+        return self._tree.unflatten(leaves)
+
+    def arrays(self, jaxpr: Jaxpr) -> list[jax.Array]:
+        """Return the arrays that a program runs on: zeros for placeholders that it reads."""
+        if not self.placeholders:
+            return self.given
+        read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
+        read |= {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+        return [
+            jnp.zeros(x.shape if v in read else (), x.dtype)
+            if isinstance(x, jax.ShapeDtypeStruct)
+            else x
+            for v, x in zip(jaxpr.invars, self.given, strict=True)
+        ]
+
+    def gradients(self, of_arrays: Sequence[Argument]) -> list[PyTree]:
+        """Return the gradient of each argument; None is that of what has none."""
+        rest, leaves = iter(of_arrays), []
+        for x in self._leaves:
+            gradient = next(rest)
+            if is_tensor(x):
+                gradient = _of_tensor(x, gradient, next(rest))
+            elif isinstance(gradient, jax.Array) and gradient.ndim > 1:
+                expect_dense(gradient)
+            leaves.append(gradient)
+        return self._tree.unflatten(leaves)
+
+    def without_placeholders(self, value: PyTree) -> PyTree:
+        """Return results with tensors as users know them.
+
+        Unless a gradient program around this one takes the derivative of their placeholders.
+        """
+        if not self.of_tensors or any(placeholder_of(x) is not None for x in self._leaves):
+            return value
+        return jax.tree.map(without_placeholder, value, is_leaf=is_tensor)
+
+
+def _coalesced(x: TensorLike) -> TensorLike:
+    if not is_sparse(x):
+        return x
+    placeholder = placeholder_of(x)
+    x = unique_positions(without_placeholder(x))
+    return x if placeholder is None else with_placeholder(x, placeholder)
+
+
+def _of_tensor(x: Tensor, of_values: jax.Array, everywhere: jax.Array | None) -> Tensor:
+    """Return the gradient of a tensor, from those in its stored values and its placeholder."""
+    if everywhere is None:
+        return with_values_of(x, of_values)
+    # At all entries it is that in the stored values where they are specified.
+    storage = x.storage if isinstance(x, MaskedTensor) else x
+    kept = x.valid if isinstance(x, MaskedTensor) else jnp.ones(of_values.shape, bool)
+    if not is_sparse(storage):
+        return jnp.where(kept, of_values, everywhere)
+    stored = with_stored_values(storage, kept.astype(of_values.dtype)).todense().real
+    total = with_stored_values(storage, jnp.where(kept, of_values, 0)).todense()
+    # Of an entry stored twice, which BCSR may hold, each part has the whole derivative.
+    return jnp.where(stored > 0, total / jnp.maximum(stored, 1), everywhere)
+
+
 # --- after reading ------------------------------------------------------------------------
 #
-# The order of a step: a table is read for the loss and the gradients before it is written.
-#
-# XLA knows what depends on what, and nothing else. Where an update depends on the loss by its
-# ids, all reads of the loss come first, and the table is written in place:
-#
-#     ids of the gradient = ids that "depend" on the value of the loss
+# The order of a step: a table is read for the loss and the gradients before it is written. XLA
+# knows what depends on what, and nothing else: where an update depends on the loss by its ids,
+# all reads of the loss come first, and the table is written in place, and not copied.
 #
 # XLA for GPUs fuses a lookup into each of its consumers, so that a gradient may read the table
-# on its own, where the loss has read it already. There a barrier has the loss and all gradients
-# computed before anything that depends on one of them.
+# on its own. There a barrier has the loss and all gradients computed before anything that
+# depends on one of them.
 
 
 _TOGETHER = primitive(
@@ -130,14 +268,7 @@ lower(_TOGETHER, lambda *arrays: lax.optimization_barrier(list(arrays)), platfor
 
 
 def after_reading(value: jax.Array, gradients: PyTree) -> PyTree:
-    """Make ids of gradients depend on the value of the loss, as far as XLA can tell.
-
-    So all that the value needs of a table is read before the table is written. Where nothing
-    else orders the two (in a linear loss, or where XLA fuses the lookup into the loss a second
-    time, as it does for GPUs), it would read from a copy of the whole table.
-
-    On a GPU nothing uses one of them before all of them are computed.
-    """
+    """Make ids of gradients depend on the value of the loss, as far as XLA can tell."""
     if not isinstance(value, jax.core.Tracer):
         return gradients
     if any(map(is_row_sparse, jax.tree.leaves(gradients, is_leaf=is_row_sparse))):

@@ -37,37 +37,25 @@ from jmask._kernels.bag_sum import BAG_SUM, BagSum, are_many
 
 
 class Entries(NamedTuple):
-    """How each entry reads a row and scales it: arrays (*entries,).
+    """How each entry reads a row and scales it: arrays (*entries,)."""
 
-    Attributes:
-        ids: canonical; padding reads zeros, and has no gradient.
-        read: other ids that rows are read at, or None. An id outside of a table that a program
-            promises not to have reads its last row.
-        outside: where rows are nan, or None.
-        weight: in the dtype of sums, or None for ones.
-    """
-
-    ids: jax.Array
+    ids: jax.Array  # canonical; padding reads zeros, and has no gradient
+    # Other ids that rows are read at, or None. An id outside of a table that a program promises
+    # not to have reads its last row.
     read: jax.Array | None = None
-    outside: jax.Array | None = None
-    weight: jax.Array | None = None
+    outside: jax.Array | None = None  # where rows are nan, or None
+    weight: jax.Array | None = None  # in the dtype of sums, or None for ones
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Rows(View):
-    """Rows (*entries, *row) of a table that are looked up, and not read yet.
+    """Rows (*entries, *row) of a table that are looked up, and not read yet."""
 
-    Attributes:
-        table: whose rows these are.
-        entries: the shape of their ids.
-        described: makes the arrays that describe the entries, once the program runs.
-        is_weighted: whether these have weights.
-    """
-
-    table: TableView
-    entries: Shape
+    table: TableView  # whose rows these are
+    entries: Shape  # the shape of their ids
+    # Makes the arrays that describe the entries, once the program runs.
     described: Callable[[], Entries]
-    is_weighted: bool = False
+    is_weighted: bool = False  # whether these have weights
 
 
 class Scope:

@@ -66,35 +66,14 @@ LOOKING_UP = (*LOOKUPS, "dynamic_slice", "get", "new_ref")
 
 
 class Need(NamedTuple):
-    """One use of a table that a gradient goes through, and the rows that it needs.
+    """One use of a table that a gradient goes through, and the rows that it needs."""
 
-    Attributes:
-        table: the number of the leaf.
-        eqns: the equation that uses it, after those that run the program that this is in.
-        rows: how many are read; None is all of them.
-        of: how many there are.
-        is_lookup: whether they are decided when it runs.
-        is_computed: whether it looks up in what was computed of all of the table.
-    """
-
-    table: int
+    table: int  # the number of the leaf
+    # The equation that uses it, after those that run the program that this is in.
     eqns: tuple[JaxprEqn, ...]
-    rows: int | None
-    of: int = 0
-    is_lookup: bool = False
-    is_computed: bool = False
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Computed:
-    """In a trial: an array that was computed of all of tables, and may have their rows."""
-
-    aval: Shaped
-    tables: frozenset[int]
-
-    shape = property(lambda self: self.aval.shape)
-    dtype = property(lambda self: self.aval.dtype)
-    ndim = property(lambda self: self.aval.ndim)
+    rows: int | None  # how many are read; None is all of them
+    of: int = 0  # how many there are
+    is_lookup: bool = False  # whether they are decided when it runs
 
 
 class Forward:
@@ -124,11 +103,11 @@ class Forward:
             eqn = eqns[0]
             args = [[value_of(v) for v in each.invars] for each in eqns]
             flags = [[v in live for v in each.outvars] for each in eqns]
-            is_plain = not any(isinstance(x, View | Computed) for x in args[0])
+            is_plain = not any(isinstance(x, View) for x in args[0])
             if taps.is_trial and is_plain and not eqns[1:]:
                 outs = [aval_of(v) for v in eqn.outvars]
             else:
-                self._eqns, before = (*outer, eqn), len(self.needs)
+                self._eqns = (*outer, eqn)
                 stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
                 traceback = eqn.source_info.traceback
                 with (
@@ -139,8 +118,6 @@ class Forward:
                         outs = self._bag_sums(eqns, args, taps, flags)
                     else:
                         outs = self._equation(eqn, args[0], taps, flags[0], scope)
-                if taps.is_trial:
-                    outs = self._computed(eqn, args[0], outs, self.needs[before:])
             results = [v for each in eqns for v in each.outvars]
             values.update(zip(results, outs, strict=True))
         self._eqns = outer
@@ -163,24 +140,24 @@ class Forward:
     ) -> list[Argument]:
         name, is_live = name_of(eqn), any(flags)
         aval = next(map(aval_of, eqn.outvars), None)  # what prints has no result
-        is_call = _is_call(name)
+        enters = is_call(name)
 
         # 0. Rows that wait for their sum. They may wait in a call, too.
         if any(isinstance(x, bags.Rows) for x in args):
-            made = None if is_call or not is_live else bags.made_of_rows(eqn, name, args, scope)
+            made = None if enters or not is_live else bags.made_of_rows(eqn, name, args, scope)
             if isinstance(made, bags.Rows):
                 return [made]
             if made is not None:
                 return [self._looked_up(made, aval, taps)]
             args = [
                 self.array(x, taps, not is_live)
-                if isinstance(x, bags.Rows) and not (is_call and scope.is_alone(v))
+                if isinstance(x, bags.Rows) and not (enters and scope.is_alone(v))
                 else x
                 for x, v in zip(args, eqn.invars, strict=True)
             ]
 
         # 1. What runs other programs: views go in.
-        if is_call and any(isinstance(x, View | Computed) for x in args):
+        if enters and any(isinstance(x, View) for x in args):
             return self.run(called(eqn), args, taps, flags)
         x = next((x for x in args if isinstance(x, View)), None)
         if x is None:
@@ -245,36 +222,6 @@ class Forward:
         varies = x.varies | varies_of(aval)
         reading = lambda p: ([Part(x)], there)
         return dataclasses.replace(x, reading=reading, make=make, varies=varies, whole=None)
-
-    def _computed(
-        self,
-        eqn: JaxprEqn,
-        args: Sequence[Argument],
-        outs: list[Argument],
-        needs: Sequence[Need],
-    ) -> list[Argument]:
-        """Mark results that may have the rows of tables; note lookups in what is marked.
-
-        Products do not count: the labels' entries of logits are no rows looked up.
-        """
-        name = eqn.primitive.name
-        wholes = (n for n in needs if n.rows is None)
-        tables = {n.table for n in wholes if n.eqns[-1].primitive.name != "dot_general"}
-        tables = tables.union(*(x.tables for x in args if isinstance(x, Computed)))
-        names = ("dot_general", "scan", "while", "shard_map")
-        if not tables or name in names or _is_call(name):
-            return outs
-        if name in LOOKING_UP:
-            self.needs += [Need(t, self._eqns, 0, 0, True, True) for t in tables]
-            return outs
-
-        def keeps_rows(out: Argument, table: Shaped) -> bool:
-            rows, shape = tuple(getattr(out, "shape", ())), tuple(table.shape)
-            is_so = len(rows) == len(shape) > 1 and rows[1:] == shape[1:]
-            return is_so and rows[0] >= shape[0] and not isinstance(out, View)
-
-        kept = [frozenset(t for t in tables if keeps_rows(x, self.leaves[t])) for x in outs]
-        return [Computed(x, of) if of else x for x, of in zip(outs, kept, strict=True)]
 
     # --- lookups ------------------------------------------------------------------------
 
@@ -404,7 +351,7 @@ class Forward:
         return 8 * math.prod(x.shape) <= largest and self._reading_of_all(x) is not None
 
 
-def _is_call(name: str) -> bool:
+def is_call(name: str) -> bool:
     """Decide whether an equation is a call of a program, without rules of its derivative."""
     return name in CALLS and not name.startswith("custom")
 

@@ -46,10 +46,9 @@ from jmask._base.row_ids import canonical, id_dtype, widen
 from jmask._base.shardings import sharding_of_type
 from jmask._base.types import Argument, Function, Index, Shape, Shaped
 from jmask._kernels.bag_sum import BAG_SUM, BagSum
-from jmask._kernels.gather import SLOW_COPY, Gather, slow_copy_of
 from jmask._kernels.lines import LOOKUP as ROWS_OF_LINES
 from jmask._kernels.lines import is_packed
-from jmask._kernels.rows import add_rows
+from jmask._kernels.rows import SLOW_COPY, Gather, add_rows, slow_copy_of
 from jmask._kernels.sharded_rows import LOOKUP
 
 # --- sums of rows -------------------------------------------------------------------------
@@ -57,16 +56,13 @@ from jmask._kernels.sharded_rows import LOOKUP
 
 @dataclasses.dataclass(frozen=True)
 class BagsOfTable:
-    """Sums of rows of a table: entry i adds `weight[i]` times row `ids[i]` to bag `bag[i]`.
-
-    Attributes:
-        arrays: when it runs: ids, bag, weight (n,), canonical; weight None for ones.
-    """
+    """Sums of rows of a table: entry i adds `weight[i]` times row `ids[i]` to bag `bag[i]`."""
 
     table: View
     bags: int
     entries: int
     aval: Shaped
+    # When it runs: ids, bag, weight (n,), canonical; weight None for ones.
     arrays: Callable[[], tuple[jax.Array, jax.Array, jax.Array | None]]
 
     def lookup(self, sums: Callable[[], jax.Array]) -> Lookup:
@@ -209,27 +205,17 @@ def _in_bags(
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Windows of an array that an equation reads, one for each of the entries `batch`.
+    """Windows of an array that an equation reads, one for each of the entries `batch`."""
 
-    Attributes:
-        sizes: of a window along each dimension of the array.
-        single: the dimensions that the result does not have, of size 1.
-        batch: the shape of the entries.
-        offsets: the dimensions of the result that the others of a window are.
-        starts: by its dimension, where windows begin: (*batch,), or one number.
-        started: the dimensions that `starts` will have.
-        clips: whether windows that do not fit are moved; others do not count.
-        fill: what those are instead, or None: nothing is said of them.
-    """
-
-    sizes: Shape
-    single: frozenset[int]
-    batch: Shape
-    offsets: Sequence[int]
+    sizes: Shape  # of a window along each dimension of the array
+    single: frozenset[int]  # the dimensions that the result does not have, of size 1
+    batch: Shape  # the shape of the entries
+    offsets: Sequence[int]  # the dimensions of the result that the others of a window are
+    # By its dimension, where windows begin: (*batch,), or one number.
     starts: Callable[[], Mapping[int, Index]]
-    started: frozenset[int]
-    clips: bool = True
-    fill: Argument = None
+    started: frozenset[int]  # the dimensions that `starts` will have
+    clips: bool = True  # whether windows that do not fit are moved; others do not count
+    fill: Argument = None  # what those are instead, or None: nothing is said of them
 
     def leading(self, shape: Shape) -> int | None:
         """Return how many dimensions number the rows that it reads of an array.
@@ -261,11 +247,9 @@ class Windows:
         """Return where windows begin along each dimension, moved to where they fit."""
         begins: list[Index] = [0] * len(shape)
         for d, start in self.starts().items():
-            last = shape[d] - self.sizes[d]
-            if isinstance(start, int):  # of a slice, which fits
-                begins[d] = start
-            else:
-                begins[d] = jnp.clip(widen(start, shape[d]), 0, last)
+            if not isinstance(start, int):  # that of a slice fits
+                start = jnp.clip(widen(start, shape[d]), 0, shape[d] - self.sizes[d])
+            begins[d] = start
         return begins
 
     def entries(self, leading: int) -> Shape:
@@ -298,22 +282,16 @@ class Windows:
 
 def windows_of(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Windows:
     """Return the windows that a `gather`, a `slice` or a `dynamic_slice` reads."""
-    if name == "slice":
-        begin, end = parameter(eqn, "start_indices"), parameter(eqn, "limit_indices")
-        sizes = tuple(j - i for i, j in zip(begin, end, strict=True))
-        every = range(len(sizes))
-        at = lambda: dict(enumerate(begin))
+    if name not in WINDOWS:
+        starts = parameter(eqn, "start_indices") if name == "slice" else args[1:]
+        sizes, every = tuple(aval_of(eqn.outvars[0]).shape), range(len(starts))
+        at = lambda: dict(enumerate(starts))
         return Windows(sizes, frozenset(), (), every, at, frozenset(every))
-    if name == "dynamic_slice":
-        sizes, every = tuple(aval_of(eqn.outvars[0]).shape), range(len(args) - 1)
-        first = frozenset(every)
-        return Windows(sizes, frozenset(), (), every, lambda: dict(enumerate(args[1:])), first)
     gather, indices = gather_of(eqn), args[1]
     numbers = gather.dimension_numbers
     batch = tuple(indices.shape[:-1])
-    batching = dict(
-        zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    )
+    pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    batching = dict(pairs)
 
     def starts_of_gather() -> dict[int, jax.Array]:
         starts = {d: _column(indices, k) for k, d in enumerate(numbers.start_index_map)}
@@ -463,7 +441,7 @@ def _sharded_tap(x: TableView, ids: Shape, aval: Argument) -> Tap:
     """Return the tap of rows that are sharded as the type of the result says."""
     shape, sharding, varies = tuple(aval.shape), sharding_of_type(aval), varies_of(aval)
     count, ndim = math.prod(ids), len(ids)
-    return Tap(x.number, 1, shape, x.dtype, count, "placed", ndim, varies, sharding)
+    return Tap(x.number, 1, shape, x.dtype, count, "rows", ndim, varies, sharding)
 
 
 def _spec(x: Argument) -> tuple[object, ...]:

@@ -118,10 +118,6 @@ def _is_real(v: Atom) -> TypeGuard[Var]:
 # --- what runs other programs ---------------------------------------------------------------
 
 
-def _abstract(eqn: JaxprEqn) -> list[Argument]:
-    return [aval_of(v) for v in eqn.outvars]
-
-
 def _in_trial(args: Sequence[Argument], jaxpr: Jaxpr) -> list[Argument]:
     """Return views as they are, and the abstract arrays that a program has for the others."""
     pairs = zip(args, jaxpr.invars, strict=True)
@@ -206,7 +202,7 @@ def _scan(
     if taps.is_trial:
         _, (_, record) = step(init, (None, plain, None))
         of_rounds = lambda tap: dataclasses.replace(tap, batch=(length, *tap.batch))
-        outs, record = _abstract(eqn), jax.tree.map(of_rounds, record)
+        outs, record = [aval_of(v) for v in eqn.outvars], jax.tree.map(of_rounds, record)
     else:
         xs = lax.iota(id_dtype(length), length), plain, arrays
         carry, (ys, record) = lax.scan(step, init, xs, **scan.how)
@@ -234,7 +230,7 @@ def _cond(
     shared = [_shared(key, of_branches) for key in keys]
     if taps.is_trial:
         taps.record.append(shared)
-        return _abstract(eqn)
+        return [aval_of(v) for v in eqn.outvars]
     arrays = dict(zip(keys, taps.of_nested()[1], strict=True))
 
     # 2. Each with its part of the taps, and ids that are padded.
@@ -246,7 +242,7 @@ def _cond(
                 begin = used[tap.key]
                 used[tap.key] = begin + tap.count
                 rows = arrays[tap.key][begin : begin + tap.count]
-                return tap.sharded(rows.reshape(tap.whole_shape))
+                return tap.in_shape(rows)
 
             inside = taps.inside(specs, jax.tree.map(part, specs), rows_only=True)
             outs = forward.arrays(branch, operands, inside, flags)
@@ -274,6 +270,7 @@ def _shared(key: object, of_branches: Sequence[Sequence[Tap]]) -> Tap:
         shape=(count, *every[0].row),
         rows=count,
         kind="rows",
+        ids=1,
         varies=frozenset[str]().union(*(tap.varies for tap in every)),
         sharding=None,
         batch=(),
@@ -321,7 +318,7 @@ def _shard_map(
 
     if taps.is_trial:
         _, record = body(None, *_in_trial(inputs, form.body[0]))
-        outs, record = _abstract(eqn), jax.tree.map(of_all, record)
+        outs, record = [aval_of(v) for v in eqn.outvars], jax.tree.map(of_all, record)
     else:
         by_device = lambda tap: P(*(None,) * len(tap.batch), tuple(sorted(axes)))
         places = jax.tree.map(by_device, specs)

@@ -58,39 +58,27 @@ tapped.defjvp(_derivative, symbolic_zeros=True)
 
 @dataclasses.dataclass(frozen=True)
 class Tap:
-    """One lookup of a table: what is to be known of it before it runs.
+    """One lookup of a table: what is to be known of it before it runs."""
 
-    Attributes:
-        table: the number of the leaf.
-        leading: how many dimensions of the table the ids number.
-        shape: of the tap: rows (n, *row) of ids, or sums (bags, *row) of rows.
-        dtype: of the tap.
-        rows: how many rows of the gradient it makes.
-        ids: the number of dimensions of the ids.
-        kind: "rows"; "bags", whose ids are (ids, bag of each, weight of each or None);
-            "placed", where a type says how rows are sharded: (*ids.shape, *row).
-        varies: the axes of a `shard_map` over which it differs.
-        sharding: that its type names, or None.
-        batch: the lengths of the loops that it is in, outermost first.
-        width: of packed tables, how many entries of a line a row has; `leading` is 2 then.
-    """
-
-    table: int
-    leading: int
-    shape: Shape
-    dtype: DType
-    rows: int
-    kind: Literal["rows", "bags", "placed"] = "rows"
-    ids: int = 1
-    varies: frozenset[str] = frozenset()
-    sharding: NamedSharding | None = None
-    batch: Shape = ()
+    table: int  # the number of the leaf
+    leading: int  # how many dimensions of the table the ids number
+    shape: Shape  # of the tap: rows (n, *row) of ids, or sums (bags, *row) of rows
+    dtype: DType  # of the tap
+    rows: int  # how many rows of the gradient it makes
+    # "rows" (*ids.shape, *row); "bags", whose ids are (ids, bag of each, weight of each or
+    # None).
+    kind: Literal["rows", "bags"] = "rows"
+    ids: int = 1  # the number of dimensions of the ids
+    varies: frozenset[str] = frozenset()  # the axes of a `shard_map` over which it differs
+    sharding: NamedSharding | None = None  # that its type names, or None
+    batch: Shape = ()  # the lengths of the loops that it is in, outermost first
+    # Of packed tables, how many entries of a line a row has; `leading` is 2 then.
     width: int | None = None
 
     @property
     def row(self) -> Shape:
         """The shape of a row."""
-        return self.shape[1:] if self.kind != "placed" else self.shape[self.ids :]
+        return self.shape[self.ids :]
 
     @property
     def key(self) -> tuple[int, int, Shape, DType]:
@@ -110,15 +98,12 @@ class Tap:
 
     def zeros(self) -> jax.Array:
         """Return the array in which JAX differentiates."""
-        return varying_over(self.varies, self.sharded(jnp.zeros(self.whole_shape, self.dtype)))
+        shape = *self.batch, *self.shape
+        return varying_over(self.varies, self.in_shape(jnp.zeros(shape, self.dtype)))
 
-    @property
-    def whole_shape(self) -> Shape:
-        """The shape in all rounds of its loops."""
-        return *self.batch, *self.shape
-
-    def sharded(self, x: jax.Array) -> jax.Array:
-        """Return an array of that shape, sharded as the type of the tap says."""
+    def in_shape(self, x: jax.Array) -> jax.Array:
+        """Return an array in the shape of all rounds, sharded as the type of the tap says."""
+        x = x.reshape(*self.batch, *self.shape)
         if self.sharding is None:
             return x
         return resharded(x, self.sharding, (*(None,) * len(self.batch), *self.sharding.spec))
@@ -225,16 +210,11 @@ def _from_all_devices(
 def _flat(
     spec: Tap, table: jax.Array, ids: PyTree, rows: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    row = spec.shape[1:]
+    row = spec.row
     if spec.kind == "rows":
+        if ids.ndim != 1 and explicit_sharding(ids, rows) is not None:
+            return sharded_rows.flat(ids, rows, len(row))
         return ids.reshape(-1), rows.reshape(-1, *row)
-    if spec.kind == "placed":
-        row = rows.shape[ids.ndim :]
-        if ids.ndim == 1:
-            return ids, rows
-        if explicit_sharding(ids, rows) is None:
-            return ids.reshape(-1), rows.reshape(-1, *row)
-        return sharded_rows.flat(ids, rows, len(row))
     # All entries of a bag have the cotangent of its sum.
     ids, bag, weight = ids
     bags, rounds = spec.shape[0], math.prod(spec.batch)

@@ -6,7 +6,7 @@
 
 What a program needs of its tables is what a trial of it notes (`forward.Need`). A product with
 a one-hot matrix, which compares ids with the numbers of all rows, is a lookup that reads all
-of a table: it is found here.
+of a table: it is found here, and so is a lookup in what is computed of all of a table.
 """
 
 import math
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jmask._autodiff.forward import LOOKING_UP, Need
+from jmask._autodiff.forward import LOOKING_UP, Need, is_call
 from jmask._base.array_types import is_known
 from jmask._base.fallback import LARGE, Place, in_bytes, place_among, report_fallback
 from jmask._base.forms import (
@@ -30,6 +30,7 @@ from jmask._base.forms import (
     within,
 )
 from jmask._base.jaxprs import interpret
+from jmask._base.types import Shape
 
 MULTIPLIED = "multiplied by a one-hot matrix, which reads all of it"
 # What `custom_root` is: nobody sees what it runs.
@@ -92,14 +93,17 @@ def reason(
     # tags: a dense gradient costs no more than rows would.
     shares = [n.rows / n.of if is_known(n.rows) else 0.0 for n in lookups if n.rows and n.of]
     hidden = next((need for need in needs if _hides_lookups(need, size)), None)
-    if size < LARGE and hidden is None and not (shares and sum(shares) < 1):
+    is_small = size < LARGE and hidden is None and not (shares and sum(shares) < 1)
+    if not needs or is_small:
         return None
     others = [need for need in needs if not need.is_lookup]
     by_columns = [need for need in others if _name(need) in LOOKING_UP]
     whole = next((need for need in others if need not in by_columns), None)
     if whole is not None and whole.eqns and name_of(whole.eqns[-1]) != _name(whole):
         return what_is_unknown(whole.eqns[-1]), place_of(whole), "Please report it."
-    if is_multiplied_alone(jaxpr, needs):
+    labels = _Labels(jaxpr, needs)
+    lookups += labels.lookups
+    if all(any(n.eqns and n.eqns[-1] is eqn for eqn in labels.products) for n in needs):
         remedy = "`table[ids]` is the product `jax.nn.one_hot(ids, len(table)) @ table`."
         return MULTIPLIED, place_of(needs[0]), remedy
     if lookups and whole is not None:
@@ -107,10 +111,10 @@ def reason(
         looked_up = f"looked up ({where})" if where else "looked up"
         is_softmax = _name(whole) == "dot_general"
         remedy = _SOFTMAX if is_softmax else _PENALTY
-        if any(need.is_computed for need in lookups):
-            remedy = _LOOK_UP_FIRST
+        remedy = _LOOK_UP_FIRST if labels.lookups else remedy
         return f"{looked_up}, but `{_name(whole)}` needs all of it", place_of(whole), remedy
-    if hidden is not None and _name(hidden) == "shard_map" and any(_specs(hidden)):
+    is_map = hidden is not None and _name(hidden) == "shard_map"
+    if hidden is not None and is_map and any(map(any, shard_map_of(hidden.eqns[-1]).in_specs)):
         return "sharded by the `shard_map` that looks it up", place_of(hidden), _SHARDED
     if hidden is not None:
         why = f"looked up inside of `{_name(hidden)}`, which is not looked into"
@@ -143,10 +147,6 @@ def _name(need: Need) -> str:
     return need.eqns[-1].primitive.name if need.eqns else "return"
 
 
-def _specs(need: Need) -> list[bool]:
-    return [any(spec) for spec in shard_map_of(need.eqns[-1]).in_specs]
-
-
 def _hides_lookups(need: Need, size: float) -> bool:
     """Decide whether an equation that needs all of a table runs what looks rows up."""
     if need.rows is not None or not need.eqns:
@@ -158,34 +158,53 @@ def _hides_lookups(need: Need, size: float) -> bool:
     return any(e.primitive.name in LOOKING_UP for e in inner)
 
 
-# --- one-hot matrices ---------------------------------------------------------------------
+# --- what is computed before it is looked up ------------------------------------------------
 
 _STILL_THE_SAME = (
     "broadcast_in_dim concatenate convert_element_type copy copy_p expand_dims name neg pcast "
     "pvary reshape reshard rev sharding_constraint slice split squeeze stack stop_gradient "
     "transpose unstack"
 ).split()
+# Of products with a table entries are no rows looked up, as the logits of labels.
+_NOT_ROWS = ("dot_general", "scan", "shard_map", "while")
 
 
-def is_multiplied_alone(jaxpr: Jaxpr, needs: Sequence[Need]) -> bool:
-    """Decide whether a table is multiplied by one-hot matrices, and used in no other way."""
-    if not needs or {_name(need) for need in needs} != {"dot_general"}:
-        return False
-    products: list[JaxprEqn] = []
-    _note_one_hot_products(jaxpr, [""] * len(jaxpr.invars), products)
-    return all(any(need.eqns[-1] is eqn for eqn in products) for need in needs)
+class _Labels:
+    """Follows "numbers" of rows, "one-hot" matrices and what is "computed" of all of a table.
 
-
-def _note_one_hot_products(
-    jaxpr: Jaxpr, inputs: Sequence[str], products: list[JaxprEqn]
-) -> list[str]:
-    """Note products with one-hot matrices, made of comparisons with the numbers of rows.
-
-    Inputs and results are "numbers", "one-hot" or "".
+    Attributes:
+        products: those with one-hot matrices, made of comparisons with the numbers of rows.
+        lookups: in arrays that have the rows of what is computed, as `Need`.
     """
 
-    def rule(eqn: JaxprEqn, given: list[str]) -> list[str]:
+    def __init__(self, jaxpr: Jaxpr, needs: Sequence[Need]) -> None:
+        self._table = needs[0].table
+        self._shape = tuple(aval_of(jaxpr.invars[self._table]).shape)
+        self._wholes = {id(need.eqns[-1]) for need in needs if need.rows is None and need.eqns}
+        self.products: list[JaxprEqn] = []
+        self.lookups: list[Need] = []
+        self._run(jaxpr, [""] * len(jaxpr.invars), ())
+
+    def _run(
+        self, jaxpr: Jaxpr, inputs: Sequence[str], outer: tuple[JaxprEqn, ...]
+    ) -> list[str]:
+        rule = lambda eqn, given: self._results(eqn, given, (*outer, eqn))
+        return interpret(jaxpr, [""] * len(jaxpr.constvars), inputs, rule, lambda _: "")
+
+    def _results(
+        self, eqn: JaxprEqn, given: list[str], eqns: tuple[JaxprEqn, ...]
+    ) -> list[str]:
         name, result = eqn.primitive.name, ""
+        is_computed = id(eqn) in self._wholes or "computed" in given
+        if is_computed and name in LOOKING_UP:
+            self.lookups.append(Need(self._table, eqns, 0, 0, True))
+        elif is_computed and name not in _NOT_ROWS and not is_call(name):
+            rows, *row = self._shape
+            shapes: list[Shape] = [getattr(aval_of(v), "shape", ()) for v in eqn.outvars]
+            keep = [len(x) > 1 and [*x[1:]] == row and x[0] >= rows for x in shapes]
+            return ["computed" if kept else "" for kept in keep]
+        for body, _ in bodies_of(eqn):
+            return self._run(body, given[len(given) - len(body.invars) :], eqns)
         if name == "iota":
             result = "numbers"
         elif name == "eq" and "numbers" in given:
@@ -198,10 +217,5 @@ def _note_one_hot_products(
             (contracted, _), _ = parameter(eqn, "dimension_numbers")
             rows = math.prod(shape[d] for d in contracted)
             if math.prod(shape) < rows * rows:
-                products.append(eqn)
-        for body, _ in bodies_of(eqn):
-            first = len(given) - len(body.invars)
-            return _note_one_hot_products(body, given[first:], products)
+                self.products.append(eqn)
         return [result] * len(eqn.outvars)
-
-    return interpret(jaxpr, [""] * len(jaxpr.constvars), inputs, rule, lambda _: "")

@@ -18,10 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from jmask._autodiff.arguments import after_reading, argument_name, checked_loss
+from jmask._autodiff.arguments import Leaves, after_reading, argument_name, checked_loss
 from jmask._autodiff.forward import Forward, Need
 from jmask._autodiff.taps import Taps, gradients_of_tables
-from jmask._autodiff.tensors import Leaves
 from jmask._autodiff.uses import report_dense
 from jmask._autodiff.views import view_of_table
 from jmask._base.fallback import LARGE
@@ -52,7 +51,6 @@ P = ParamSpec("P")
 _MANY = 1000
 
 
-# A call without `has_aux` returns a number; of others a checker knows no more than of JAX's.
 @overload
 def value_and_grad(
     fun: Callable[P, PyTree],
@@ -61,6 +59,15 @@ def value_and_grad(
     holomorphic: bool = ...,
     allow_int: bool = ...,
 ) -> Callable[P, tuple[jax.Array, PyTree]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[P, PyTree],
+    argnums: int | Sequence[int] = ...,
+    *,
+    has_aux: Literal[True],
+    holomorphic: bool = ...,
+    allow_int: bool = ...,
+) -> Callable[P, tuple[tuple[jax.Array, PyTree], PyTree]]: ...
 @overload
 def value_and_grad(
     fun: Callable[P, PyTree],
@@ -141,6 +148,23 @@ def value_and_grad(
     return value_and_grad_of_fun
 
 
+@overload
+def grad(
+    fun: Callable[P, PyTree],
+    argnums: int | Sequence[int] = ...,
+    *,
+    has_aux: Literal[True],
+    holomorphic: bool = ...,
+    allow_int: bool = ...,
+) -> Callable[P, tuple[PyTree, PyTree]]: ...
+@overload
+def grad(
+    fun: Callable[P, PyTree],
+    argnums: int | Sequence[int] = ...,
+    has_aux: bool = ...,
+    holomorphic: bool = ...,
+    allow_int: bool = ...,
+) -> Callable[P, PyTree]: ...
 def grad(
     fun: Callable[P, PyTree],
     argnums: int | Sequence[int] = 0,

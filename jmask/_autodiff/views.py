@@ -25,7 +25,7 @@ from jmask._base.array_types import trailing
 from jmask._base.row_ids import id_dtype, most_rows, numbered
 from jmask._base.shardings import axes_of_type
 from jmask._base.types import Argument, ArrayFunction, DType, PyTree, Shape
-from jmask._kernels.gather import Gather
+from jmask._kernels.rows import Gather
 
 Lookup = tuple[list[Tap], Callable[[Taps], jax.Array]]
 """The taps of a lookup, and its result with these taps."""
@@ -34,19 +34,13 @@ Valid = jax.Array | None
 
 
 class Positions(NamedTuple):
-    """Entries of an array, by indices along its first dimensions, in range.
+    """Entries of an array, by indices along its first dimensions, in range."""
 
-    Attributes:
-        along: the indices, each (*entries,) or a number; unknown while a read is planned.
-        entries: their shape.
-        valid: where they count.
-        name: reads of one name are at the same positions.
-    """
-
+    # The indices, each (*entries,) or a number; unknown while a read is planned.
     along: Sequence[Argument]
-    entries: Shape
-    valid: Valid = None
-    name: Hashable = None
+    entries: Shape  # their shape
+    valid: Valid = None  # where they count
+    name: Hashable = None  # reads of one name are at the same positions
 
     @classmethod
     def of_all(cls, shape: Shape) -> "Positions":
@@ -73,34 +67,26 @@ Reading = tuple[Sequence[Part], ArrayFunction]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class View:
-    """An array that is made of tables: how to read some of it, and how to make it.
+    """An array that is made of tables: how to read some of it, and how to make it."""
 
-    Attributes:
-        shape, dtype: of the array.
-        reading: positions -> how they are read; None if they are not by rows of tables.
-        make: (how operands are made) -> the array.
-        tables: the numbers of the leaves that it has a gradient for.
-        equations: how many make it, each counted wherever it is used.
-        is_lookup: whether its rows are decided when it runs, as those of a `dynamic_slice`.
-        is_stopped: whether it is behind a `stop_gradient`.
-        varies: the axes of a `shard_map` over which it differs.
-        whole: the taps and the result of one equation that reads all of it, if there is one.
-        computed_by: the first equation that computes it or looks it up, and does not only
-            move it, after those that run the program that this is in; or nothing.
-        transpose_of: the view that it is a transpose of, and the order of its dimensions.
-    """
-
-    shape: Shape
+    shape: Shape  # of the array
     dtype: DType
+    # Positions -> how they are read; None if they are not by rows of tables.
     reading: Callable[[Positions], Reading | None]
+    # (how operands are made) -> the array.
     make: Callable[[Callable[["View"], jax.Array]], jax.Array] | None = None
-    tables: frozenset[int] = frozenset()
-    equations: int = 0
+    tables: frozenset[int] = frozenset()  # the numbers of the leaves that it has a gradient for
+    equations: int = 0  # how many make it, each counted wherever it is used
+    # Whether its rows are decided when it runs, as those of a `dynamic_slice`.
     is_lookup: bool = False
-    is_stopped: bool = False
-    varies: frozenset[str] = frozenset()
+    is_stopped: bool = False  # whether it is behind a `stop_gradient`
+    varies: frozenset[str] = frozenset()  # the axes of a `shard_map` over which it differs
+    # The taps and the result of one equation that reads all of it, if there is one.
     whole: Lookup | None = None
+    # The first equation that computes it or looks it up, and does not only move it, after those
+    # that run the program that this is in; or nothing.
     computed_by: tuple[JaxprEqn, ...] = ()
+    # The view that it is a transpose of, and the order of its dimensions.
     transpose_of: "tuple[View, Sequence[int]] | None" = None
 
     @property
@@ -115,17 +101,11 @@ class View:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableView(View):
-    """A table: a leaf that is differentiated, or what is the same for readers.
+    """A table: a leaf that is differentiated, or what is the same for readers."""
 
-    Attributes:
-        number: of the leaf.
-        array: its value; of a trial its abstract value.
-        width: of the lines of a packed table in another shape, (V, width).
-    """
-
-    number: int = -1
-    array: Argument = None
-    width: int | None = None
+    number: int = -1  # of the leaf
+    array: Argument = None  # its value; of a trial its abstract value
+    width: int | None = None  # of the lines of a packed table in another shape, (V, width)
 
     def tap(self, shape: Shape, rows: int, leading: int = 1, dtype: DType | None = None) -> Tap:
         """Return a tap of this shape for so many rows."""

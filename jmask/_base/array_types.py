@@ -58,11 +58,7 @@ def real_dtype(dtype: DTypeLike) -> DType:
 
 
 def complex_dtype(dtype: DTypeLike) -> DType:
-    """Return the dtype of pairs of `dtype`: complex64 for two numbers of float32.
-
-    Raises:
-        TypeError: if no dtype holds such pairs.
-    """
+    """Return the dtype of pairs of `dtype`: complex64 for two numbers of float32."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return jnp.dtype(dtype)
     if jnp.dtype(dtype).itemsize < 4 or not jnp.issubdtype(dtype, jnp.floating):

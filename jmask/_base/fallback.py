@@ -54,17 +54,11 @@ class Place(NamedTuple):
 
 
 class Fallback(NamedTuple):
-    """A report that sparse storage was left.
+    """A report that sparse storage was left."""
 
-    Attributes:
-        message: what became dense and why.
-        place: where.
-        remedy: what to write instead, a sentence, or nothing.
-    """
-
-    message: str
-    place: Place | None
-    remedy: str = ""
+    message: str  # what became dense and why
+    place: Place | None  # where
+    remedy: str = ""  # what to write instead, a sentence, or nothing
 
 
 class StorageFallbackWarning(UserWarning):

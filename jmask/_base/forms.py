@@ -17,6 +17,7 @@ To take on a new JAX, run `tests/base/test_forms.py`: it says which primitive ha
 
 import dataclasses
 import operator
+import re
 from collections.abc import Callable, Sequence
 
 import jax
@@ -27,13 +28,8 @@ from jmask._base.types import Argument, Atom, Options, Shaped
 
 # Equations that do no more than run a jaxpr.
 CALLS = (
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
+    *("jit", "pjit", "closed_call", "core_call"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
 )
 # The same, recomputed in the backward pass: the name differs between JAX versions.
 REMATS = ("remat2", "remat", "checkpoint")
@@ -44,22 +40,14 @@ Opened = tuple[Jaxpr, Sequence[jax.Array]]
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Known parameters of a primitive.
+    """Known parameters of a primitive."""
 
-    Attributes:
-        read: parameters that rules read.
-        beside: others that may occur. No rule reads them: they are passed on unchanged, or do
-            not change what is computed.
-        holds: whether what the parameters are is known too; None if that is no matter.
-    """
-
-    read: frozenset[str]
+    read: frozenset[str]  # parameters that rules read
+    # Others that may occur. No rule reads them: they are passed on unchanged, or do not change
+    # what is computed.
     beside: frozenset[str] = frozenset()
+    # Whether what the parameters are is known too; None if that is no matter.
     holds: Callable[[JaxprEqn], bool] | None = None
-
-
-def _form(read: str, beside: str = "", holds: Callable[[JaxprEqn], bool] | None = None) -> Form:
-    return Form(frozenset(read.split()), frozenset(beside.split()), holds)
 
 
 aval_of: Callable[[Atom], Shaped] = operator.attrgetter("aval")
@@ -222,12 +210,9 @@ _OF_A_GATHER = frozenset(
 _MODES = ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")
 
 
-def _has_known_dimensions(fields: frozenset[str]) -> Callable[[JaxprEqn], bool]:
-    def holds(eqn: JaxprEqn) -> bool:
-        numbers = eqn.params["dimension_numbers"]
-        return set(numbers._fields) == fields and eqn.params["mode"].name in _MODES
-
-    return holds
+def _is_known_gather(eqn: JaxprEqn) -> bool:
+    fields = set(eqn.params["dimension_numbers"]._fields)
+    return fields == _OF_A_GATHER and eqn.params["mode"].name in _MODES
 
 
 # --- the table ---------------------------------------------------------------------------
@@ -238,74 +223,55 @@ _CALL = (
     "in_layouts in_shardings inline jvp_jaxpr_fun keep_unused name num_consts out_layouts "
     "out_shardings out_trees symbolic_zeros"
 )
-
-FORMS: dict[str, Form] = (
-    {name: _form("", _CALL, _runs_on_all) for name in CALLS}
-    | {
-        name: _form("jaxpr prevent_cse differentiated", "policy", _runs_on_all)
-        for name in REMATS
-    }
-    | {
-        "scan": _form(
-            "jaxpr length reverse unroll",
-            "num_consts num_carry ft_in ft_out linear _split_transpose",
-            _is_known_scan,
-        ),
-        "while": _form("cond_jaxpr body_jaxpr cond_nconsts body_nconsts"),
-        "cond": _form("branches", "", _runs_on_all),
-        "shard_map": _form(
-            "jaxpr mesh in_specs out_specs check_vma",
-            "newly_manual_axes manual_axes",
-            _runs_on_all,
-        ),
-        "expand_dims": _form("", "dimensions"),
-        "gather": _form(
-            "dimension_numbers slice_sizes mode fill_value indices_are_sorted unique_indices",
-            "",
-            _has_known_dimensions(_OF_A_GATHER),
-        ),
-        "bcoo_dot_general": _form("dimension_numbers lhs_spinfo", "preferred_element_type"),
-        "bcsr_dot_general": _form("dimension_numbers lhs_spinfo", "preferred_element_type"),
-        "broadcast_in_dim": _form("broadcast_dimensions shape", "sharding"),
-        "concatenate": _form("dimension"),
-        "conj": _form("", "input_dtype"),
-        "convert_element_type": _form("new_dtype", "weak_type sharding"),
-        "dot_general": _form(
-            "dimension_numbers", "precision preferred_element_type out_sharding"
-        ),
-        "dynamic_slice": _form("", "slice_sizes"),
-        "integer_pow": _form("y"),
-        "mul": _form("", "out_dtype", lambda eqn: eqn.params.get("out_dtype") is None),
-        "optimization_barrier": _form(""),
-        "pad": _form("padding_config"),
-        "pvary": _form("", "axes axis_index_groups"),
-        "pcast": _form("", "axes from to"),
-        "reduce_precision": _form("", "exponent_bits mantissa_bits"),
-        "reshape": _form(
-            "",
-            "new_sizes dimensions sharding",
-            lambda eqn: eqn.params.get("dimensions") is None,
-        ),
-        "reshard": _form("", "dst_sharding concrete_mesh"),
-        "sharding_constraint": _form("", "context_mesh layout sharding unconstrained_dims"),
-        "rev": _form("dimensions"),
-        "slice": _form("start_indices limit_indices strides"),
-        "split": _form("axis sizes"),
-        "squeeze": _form("", "dimensions"),
-        "stack": _form("axis"),
-        "tile": _form("reps"),
-        "transpose": _form("permutation"),
-        "unstack": _form("axis"),
-        "name": _form("", "name"),
-    }
-    | {
-        name: _form("axes", "out_sharding")
-        for name in "reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or".split()
-    }
-    | dict.fromkeys(
-        "add add_any sub neg div select_n copy copy_p complex real imag".split(), _form("")
-    )
-)
+_GATHER = "dimension_numbers slice_sizes mode fill_value indices_are_sorted unique_indices"
+# Primitives: parameters that rules read | others that may occur.
+_TABLE = f"""
+{" ".join(CALLS)}: | {_CALL}
+{" ".join(REMATS)}: jaxpr prevent_cse differentiated | policy
+scan: jaxpr length reverse unroll | num_consts num_carry ft_in ft_out linear _split_transpose
+while: cond_jaxpr body_jaxpr cond_nconsts body_nconsts |
+cond: branches |
+shard_map: jaxpr mesh in_specs out_specs check_vma | newly_manual_axes manual_axes
+gather: {_GATHER} |
+bcoo_dot_general bcsr_dot_general: dimension_numbers lhs_spinfo | preferred_element_type
+dot_general: dimension_numbers | precision preferred_element_type out_sharding
+reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or: axes | out_sharding
+add add_any sub neg div select_n copy copy_p complex real imag optimization_barrier: |
+mul: | out_dtype
+conj: | input_dtype
+integer_pow: y |
+convert_element_type: new_dtype | weak_type sharding
+reduce_precision: | exponent_bits mantissa_bits
+broadcast_in_dim: broadcast_dimensions shape | sharding
+reshape: | new_sizes dimensions sharding
+expand_dims squeeze: | dimensions
+concatenate: dimension |
+dynamic_slice: | slice_sizes
+slice: start_indices limit_indices strides |
+pad: padding_config |
+rev: dimensions |
+split: axis sizes |
+stack unstack: axis |
+tile: reps |
+transpose: permutation |
+pvary: | axes axis_index_groups
+pcast: | axes from to
+reshard: | dst_sharding concrete_mesh
+sharding_constraint: | context_mesh layout sharding unconstrained_dims
+name: | name
+"""
+_HOLDS: dict[str, Callable[[JaxprEqn], bool]] = {
+    **dict.fromkeys((*CALLS, *REMATS, "cond", "shard_map"), _runs_on_all),
+    "scan": _is_known_scan,
+    "gather": _is_known_gather,
+    "mul": lambda eqn: eqn.params.get("out_dtype") is None,
+    "reshape": lambda eqn: eqn.params.get("dimensions") is None,
+}
+FORMS: dict[str, Form] = {
+    name: Form(frozenset(read.split()), frozenset(beside.split()), _HOLDS.get(name))
+    for names, read, beside in (re.split("[:|]", line) for line in _TABLE.split("\n")[1:-1])
+    for name in names.split()
+}
 
 
 def name_of(eqn: JaxprEqn) -> str:

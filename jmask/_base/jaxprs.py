@@ -96,9 +96,8 @@ def interpret(
 ) -> list[_Value]:
     """Return the outputs of a jaxpr on values of any kind.
 
-    Args:
-        rule: (equation, values of its operands) -> values of its results.
-        literal: the value that stands for a number in the program.
+    `rule(equation, values of its operands)` returns those of its results; `literal` the value
+    that stands for a number in the program.
     """
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
     run(jaxpr.eqns, values, rule, literal)

@@ -119,11 +119,7 @@ def most_rows() -> int:
 
 
 def id_dtype(rows: int) -> DType:
-    """Return the integer dtype that holds the ids and the padding of a table of `rows` rows.
-
-    Raises:
-        ValueError: if that is int64 and 64-bit types are disabled in JAX.
-    """
+    """Return the integer dtype that holds the ids and the padding of a table of `rows` rows."""
     if rows <= INT32_MAX:
         return np.dtype(np.int32)
     if rows > most_rows():

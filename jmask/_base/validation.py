@@ -101,12 +101,7 @@ def refuse_scipy(name: str, value: object) -> None:
 
 
 def naming_arguments(**instead: str) -> Callable[[_F], _F]:
-    """Make a decorator that refuses names of other libraries, and says the names here.
-
-    Args:
-        **instead: for each name that another library gives an argument, what to do instead.
-            Arguments that the function has are taken.
-    """
+    """Make a decorator that refuses other libraries' names of arguments and says why."""
 
     def decorated(function: _F) -> _F:
         refused = instead.keys() - inspect.signature(function).parameters.keys()

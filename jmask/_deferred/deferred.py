@@ -26,8 +26,7 @@ from jax import lax
 
 from jmask._base.array_types import trailing, wide
 from jmask._base.row_ids import Order, id_dtype
-from jmask._base.shardings import automatically, explicit_sharding
-from jmask._base.shards import Shards, entry
+from jmask._base.shardings import Shards, automatically, entry, explicit_sharding
 from jmask._base.types import Function, Gradient, KeyPath, PyTree, PyTreeDef
 from jmask._base.validation import checked_integer
 from jmask._deferred.measured import (

@@ -22,8 +22,7 @@ from jax.typing import DTypeLike
 from jmask._base.array_types import fewer, real_dtype, trailing, wide
 from jmask._base.hashed import COLUMNS, position_of
 from jmask._base.row_ids import canonical, id_dtype, widen
-from jmask._base.shardings import flat, spec_of, with_whole_rows
-from jmask._base.shards import Shards
+from jmask._base.shardings import Shards, flat, spec_of, with_whole_rows
 from jmask._base.types import Argument, HostArray, Ids, Numbers, Scalar, Table
 from jmask._base.validation import (
     as_table,
@@ -35,9 +34,8 @@ from jmask._base.validation import (
 )
 from jmask._kernels import sharded_rows
 from jmask._kernels.coalesce import unique_slots
-from jmask._kernels.gather import Gather
 from jmask._kernels.lines import LANES, rows_of_lines
-from jmask._kernels.rows import gather_rows, set_rows
+from jmask._kernels.rows import Gather, gather_rows, set_rows
 from jmask._ops.norms import shortened
 from jmask._tables.packed import slot_of
 from jmask._tables.quantized import QuantizedRows

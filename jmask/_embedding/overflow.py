@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jmask._base.shardings import flat
-from jmask._base.shards import Shards
+from jmask._base.shardings import Shards, flat
 from jmask._base.types import Numbers
 from jmask._base.validation import as_table
 from jmask._embedding.lookup import (

@@ -1,7 +1,6 @@
 """The only gathers, scatters and de-duplications of rows: arrays in, arrays out.
 
-rows                    gathers and scatters of whole rows
-gather                  a lookup as XLA's CPU compiler vectorizes it
+rows                    gathers and scatters of whole rows, and how a lookup is vectorized
 coalesce                rows of equal ids summed, into as many slots as there are ids
 sharded_rows            lookups in sharded tables, and rows sent to their shards
 gathered_rows           rows of another array, scaled, that are not materialised

@@ -11,7 +11,6 @@ differentiated as a gather and a sum.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -23,9 +22,8 @@ from jmask._base.array_types import is_known, trailing, wide
 from jmask._base.lowering import GroupedPrimitive, Results, calls_of
 from jmask._base.types import Argument, Arrays, PyTreeDef, Shaped
 from jmask._kernels import tuning
-from jmask._kernels.gather import Gather
 from jmask._kernels.row_blocks import BlockLoop, block_size, run_side_by_side
-from jmask._kernels.rows import add_rows
+from jmask._kernels.rows import Gather, add_rows
 
 _Read = Callable[[Gather, jax.Array, jax.Array], jax.Array]
 
@@ -40,34 +38,24 @@ class BagSum:
     """Sums (bags, *row) of the rows of each bag, in float32 at least.
 
     No array is sharded over devices by its type, or differs from one to the other.
-
-    Attributes:
-        table (V, *row): floating; not empty.
-        positions (n,): canonical ids, n > 0; V reads `fill`. (bags, k) if the bags have equal
-            lengths.
-        bag_of_entry (n,): canonical: `bags` where an entry is in none. None if the bags have
-            equal lengths.
-        weights: of the entries, of the same shape, in the dtype of the sums; None for ones.
-        valid: a boolean; where it is False all sums begin with nan. None for True.
-        bags: how many, > 0.
-        fill: 0 or nan.
     """
 
-    table: Argument
+    table: Argument  # (V, *row): floating; not empty
+    # (n,): canonical ids, n > 0; V reads `fill`. (bags, k) if the bags have equal lengths.
     positions: jax.Array
+    # (n,): canonical: `bags` where an entry is in none. None if the bags have equal lengths.
     bag_of_entry: jax.Array | None
+    # Of the entries, of the same shape, in the dtype of the sums; None for ones.
     weights: jax.Array | None
+    # A boolean; where it is False all sums begin with nan. None for True.
     valid: jax.Array | None
-    bags: int
-    fill: float
+    bags: int  # how many, > 0
+    fill: float  # 0 or nan
 
     def start(self) -> jax.Array:
         """Return the sums (bags, *row) of nothing."""
-        dtype = wide(self.table.dtype)
-        zero = (
-            0 if self.valid is None else jnp.where(self.valid, 0, jnp.asarray(jnp.nan, dtype))
-        )
-        return jnp.full((self.bags, *self.table.shape[1:]), zero, dtype)
+        zeros = jnp.zeros((self.bags, *self.table.shape[1:]), wide(self.table.dtype))
+        return zeros if self.valid is None else jnp.where(self.valid, zeros, jnp.nan)
 
     def by_parts(self, linear: bool = False) -> jax.Array:
         """Return the sums by definition; if `linear`, in operations that JAX can transpose."""
@@ -75,8 +63,11 @@ class BagSum:
         return self.combined(self.rows(read))
 
     def rows(self, read: _Read = Gather.__call__) -> jax.Array:
-        """Return the rows (*entries, *row), without their weights."""
-        return _read_rows(self.table, self.positions, None, self.fill, read)
+        """Return the rows (*entries, *row) in float32 at least, without their weights."""
+        fills, batch = lax.GatherScatterMode.FILL_OR_DROP, self.positions.ndim
+        gather = Gather.rows_of(self.table.shape, fills, batch, fill_value=self.fill)
+        rows = read(gather, self.table, self.positions[..., None])
+        return rows.astype(wide(self.table.dtype))
 
     def combined(self, rows: jax.Array) -> jax.Array:
         """Return the sums of the rows (*entries, *row) that were read, times weights."""
@@ -107,11 +98,9 @@ class BagSum:
         def block(number: jax.Array, carried: tuple[jax.Array, None]) -> tuple[jax.Array, None]:
             first = jnp.minimum(number, blocks) * size
 
-            def part(x: jax.Array) -> jax.Array:
-                return lax.dynamic_slice_in_dim(x, first, size)
-
-            block_weights = None if weights is None else part(weights)
-            rows = _read_rows(self.table, part(positions), block_weights, self.fill)
+            part = lambda x: lax.dynamic_slice_in_dim(x, first, size)
+            rows = dataclasses.replace(self, positions=part(positions)).rows()
+            rows = _weighted(rows, None if weights is None else part(weights))
             return add_rows(carried[0], part(bag_of_entry), rows), None
 
         return BlockLoop((self.start(), None), block, blocks, blocks)
@@ -129,20 +118,6 @@ def bag_sum(*operands: Argument) -> jax.Array:
 def are_many(entries: int) -> bool:
     """Decide whether so many rows are better not materialised."""
     return entries > tuning.MATERIALISED_ROWS
-
-
-def _read_rows(
-    table: jax.Array,
-    positions: jax.Array,
-    weights: jax.Array | None,
-    fill: float,
-    read: _Read = Gather.__call__,
-) -> jax.Array:
-    """Return rows (*entries, *row) in float32 at least, times weights; V reads `fill`."""
-    fills = lax.GatherScatterMode.FILL_OR_DROP
-    gather = Gather.rows_of(table.shape, fills, positions.ndim, fill_value=fill)
-    rows = read(gather, table, positions[..., None]).astype(wide(table.dtype))
-    return _weighted(rows, weights)
 
 
 def _weighted(rows: jax.Array, weights: jax.Array | None) -> jax.Array:
@@ -202,12 +177,8 @@ ad.primitive_jvps[BAG_SUM.primitive] = _derivative
 def _on_one_cpu(sums: Sequence[BagSum]) -> Results:
     # Bags of all tables advance in one loop, so that the blocks of all fit into the cache
     # together.
-    size = block_size([_bytes_of_row(x.table) for x in sums])
+    size = block_size([x.start().nbytes // x.bags for x in sums])
     return [[x] for x in run_side_by_side([x.loop(size) for x in sums])]
-
-
-def _bytes_of_row(table: jax.Array) -> int:
-    return math.prod(table.shape[1:]) * wide(table.dtype).itemsize
 
 
 # Where arrays are sharded over devices, each block would go between them.

@@ -24,15 +24,9 @@ from jmask._kernels.rows import add_rows, entries_of, gather_rows, set_rows, sor
 
 
 def coalesce_rows(ids: jax.Array, values: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Coalesce entries into min(n, rows) slots.
+    """Coalesce values (n, *row) of canonical ids (n,) into min(n, rows) slots.
 
-    Args:
-        ids (n,): canonical ids.
-        values (n, *row): one row for each id; ignored where the id is padding.
-        rows: V, the number of rows of the table.
-
-    Returns:
-        ids (m,), sorted, unique, padding last, and values (m, *row), zero at padding.
+    Returns ids (m,), sorted, unique, padding last, and values (m, *row), zero at padding.
     """
     ids, values = with_whole_rows(ids), with_whole_rows(values)
     slots = fewer(ids.shape[0], rows)
@@ -149,17 +143,11 @@ def in_stable_order(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 class Runs(NamedTuple):
-    """Sorted ids, equal ones of which are a run.
+    """Sorted ids, equal ones of which are a run."""
 
-    Attributes:
-        ids (n,): sorted, n > 0.
-        entries (n,): which entry each of them was, int32.
-        starts (n,): whether it is the first of its run.
-    """
-
-    ids: jax.Array
-    entries: jax.Array
-    starts: jax.Array
+    ids: jax.Array  # (n,): sorted, n > 0
+    entries: jax.Array  # (n,): which entry each of them was, int32
+    starts: jax.Array  # (n,): whether it is the first of its run
 
     @classmethod
     def of(cls, ids: jax.Array, entries: jax.Array) -> "Runs":
@@ -201,12 +189,7 @@ def summed_where_first(
     as long for rows that it drops as for others (libtpu 0.0.50): it is given those that there
     are, in blocks.
 
-    Args:
-        ids, values, rows: as of `coalesce_rows`; n > 0.
-
-    Returns:
-        ids (n,), `rows` but for the first entry of each id, and values (n, *row), of no meaning
-        there.
+    Returns ids (n,), `rows` but for the first entry of each id, and values (n, *row).
     """
     count, entries = ids.shape[0], entries_of(ids)
     runs = Runs.of(*in_stable_order(ids))

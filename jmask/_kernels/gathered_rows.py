@@ -26,25 +26,18 @@ from jmask._base.array_types import is_known, joint_dtype, trailing
 from jmask._base.shardings import varying_alike
 from jmask._base.types import DType
 from jmask._kernels import tuning
-from jmask._kernels.gather import Gather
+from jmask._kernels.rows import Gather
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GatheredRows:
-    """The rows source[index] * weight (n, *row), cast to `dtype`.
+    """The rows source[index] * weight (n, *row), cast to `dtype`."""
 
-    Attributes:
-        source (m, *row): inexact.
-        index (n,): int32, canonical: m stands for a row of zeros.
-        weight (n,): inexact, or None for ones.
-        dtype: of the rows.
-    """
-
-    source: jax.Array
-    index: jax.Array
-    weight: jax.Array | None
-    dtype: DType = dataclasses.field(metadata={"static": True})
+    source: jax.Array  # (m, *row): inexact
+    index: jax.Array  # (n,): int32, canonical: m stands for a row of zeros
+    weight: jax.Array | None  # (n,): inexact, or None for ones
+    dtype: DType = dataclasses.field(metadata={"static": True})  # of the rows
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,15 +52,11 @@ class GatheredRows:
         source, index = varying_alike(self.source, self.index)
         fills = lax.GatherScatterMode.FILL_OR_DROP
         gather = Gather.rows_of(source.shape, fills, fill_value=0)
-        return _weighted(gather(source, index[:, None]), self.weight).astype(self.dtype)
-
-    def take(self, entries: jax.Array) -> jax.Array:
-        """Return the rows (k, *row) of the entries (k,)."""
-        # Index and weight are read at these entries first, so that the rows are never all
-        # there.
-        weight = None if self.weight is None else rows_at(self.weight, entries)
-        index = rows_at(self.index, entries)
-        return GatheredRows(self.source, index, weight, self.dtype).array()
+        rows = gather(source, index[:, None])
+        if self.weight is not None:
+            dtype = joint_dtype(rows, self.weight)
+            rows = rows.astype(dtype) * trailing(self.weight, rows.ndim).astype(dtype)
+        return rows.astype(self.dtype)
 
     def scaled(self, function: Callable[[jax.Array], jax.Array]) -> "GatheredRows":
         """Multiply all rows by one number, as `function` multiplies an array."""
@@ -171,13 +160,6 @@ def joined_rows(parts: Sequence[Rows]) -> GatheredRows | None:
     )
 
 
-def _weighted(rows: jax.Array, weight: jax.Array | None) -> jax.Array:
-    if weight is None:
-        return rows
-    dtype = joint_dtype(rows, weight)
-    return rows.astype(dtype) * trailing(weight, rows.ndim).astype(dtype)
-
-
 def as_array(rows: Rows) -> jax.Array:
     """Return the rows as one array."""
     return rows.array() if isinstance(rows, GatheredRows) else rows
@@ -185,7 +167,9 @@ def as_array(rows: Rows) -> jax.Array:
 
 def rows_at(rows: Rows, entries: jax.Array) -> jax.Array:
     """Return the rows of the entries (k,), all of which exist."""
-    if isinstance(rows, GatheredRows):
-        return rows.take(entries)
+    if isinstance(rows, GatheredRows):  # index and weight are read first: few rows are written
+        index = rows_at(rows.index, entries)
+        weight = None if rows.weight is None else rows_at(rows.weight, entries)
+        return GatheredRows(rows.source, index, weight, rows.dtype).array()
     clips = lax.GatherScatterMode.CLIP
     return Gather.rows_of(rows.shape, clips)(rows, entries[:, None])

@@ -32,7 +32,7 @@ from jmask._base.array_types import is_complex, wide
 from jmask._base.lowering import lower, primitive
 from jmask._base.shardings import explicit_sharding, varying_alike
 from jmask._base.types import Arrays, DType, Shape, Shaped
-from jmask._kernels.gather import Gather
+from jmask._kernels.rows import Gather
 
 LANES = 128
 
@@ -138,9 +138,8 @@ def masked_lines(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Place rows (n, width) in lines; ids are sorted, and unique apart from padding.
 
-    Returns:
-        For each entry (n,) the line that it writes, unique, or `lines` if it writes none; what
-        all entries of that line write to it (n, 128); and where one does, booleans (n, 128).
+    Returns for each entry (n,) the line that it writes, unique, or `lines` if it writes none;
+    what all entries of that line write to it (n, 128); and where one does, booleans (n, 128).
     """
     if is_complex(rows):  # they have no bits of their own
         target, real, mask = masked_lines(ids, rows.real, lines)
@@ -200,14 +199,8 @@ def inserted(
 ) -> tuple[jax.Array, jax.Array]:
     """Insert entries (n,) in the lines (n, 128) that were read at `ids // 128`.
 
-    Args:
-        lines: as read.
-        ids (n,): sorted, and unique apart from padding, `count` and more.
-        count: of the entries that lines hold.
-
-    Returns:
-        The line (n,) that each entry writes, as of `writers`, with that line (n, 128), in which
-        are all entries of it.
+    Ids are sorted, and unique apart from padding, `count` and more. Returns the line (n,) that
+    each entry writes, as of `writers`, with that line (n, 128), in which are all entries of it.
     """
     n = ids.shape[0]
     nowhere = -(-count // LANES)
@@ -233,12 +226,9 @@ def joined_in_lines(
 ) -> Arrays:
     """Join what sorted entries write to the same line, at most `rows_per_line` of them.
 
-    Args:
-        line (n,): of each entry, sorted; `lines` where there is none.
-        words: arrays (n, m) of integers, zero in bits that an entry does not write.
-
-    Returns:
-        The line (n,) that each entry writes, as of `writers`, and the words of that line.
+    `line` (n,) is sorted, and `lines` where there is none; words (n, m) are integers, zero in
+    bits that an entry does not write. Returns the line (n,) that each entry writes, as of
+    `writers`, and the words of that line.
     """
     return writers(line, lines), *(_joined(x, line, rows_per_line) for x in words)
 

@@ -22,6 +22,7 @@ the loop: small operations in it would delay other tables.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -41,28 +42,17 @@ from jmask._kernels.rows import add_rows
 
 @dataclasses.dataclass(frozen=True)
 class BlockLoop:
-    """A loop over blocks, which are as many as are needed.
+    """A loop over blocks, which are as many as are needed."""
 
-    Attributes:
-        start: what is carried: (results, anything else).
-        block: (number, carried) -> carried. Blocks from `count` on are empty: they change no
-            result.
-        count: of blocks, a number or a scalar.
-        at_most: the greatest count that there can be.
-    """
-
-    start: tuple[PyTree, PyTree]
+    start: tuple[PyTree, PyTree]  # what is carried: (results, anything else)
+    # (number, carried) -> carried. Blocks from `count` on are empty: they change no result.
     block: Callable[[jax.Array, tuple[PyTree, PyTree]], tuple[PyTree, PyTree]]
-    count: Index
-    at_most: int
+    count: Index  # of blocks, a number or a scalar
+    at_most: int  # the greatest count that there can be
 
 
 def block_size(bytes_of_rows: Sequence[int]) -> int:
-    """Return how many rows a block has.
-
-    Args:
-        bytes_of_rows: the bytes of a row, of each loop.
-    """
+    """Return how many rows a block has, given the bytes of a row of each loop."""
     least, most = tuning.BLOCK_ROWS
     in_work = sum(sorted(bytes_of_rows)[-tuning.LOOPS_TOGETHER :])
     return min(max(tuning.BYTES_IN_WORK // max(in_work, 1), least), most)
@@ -76,20 +66,16 @@ def run_side_by_side(loops: Sequence[BlockLoop]) -> list[PyTree]:
         longest = loops[order[0]].at_most
         chosen = [i for i in order[: tuning.LOOPS_TOGETHER] if 2 * loops[i].at_most >= longest]
         order = order[len(chosen) :]
-        for i, result in zip(chosen, _run([loops[i] for i in chosen]), strict=True):
+        together = {i: loops[i] for i in chosen}
+
+        def blocks(number: jax.Array, carried: PyTree, together: PyTree = together) -> PyTree:
+            return {i: loop.block(number, carried[i]) for i, loop in together.items()}
+
+        count = functools.reduce(jnp.maximum, [loop.count for loop in together.values()])
+        start = {i: loop.start for i, loop in together.items()}
+        for i, (result, _) in lax.fori_loop(0, count, blocks, start).items():
             results[i] = result
     return results
-
-
-def _run(loops: Sequence[BlockLoop]) -> list[PyTree]:
-    def blocks(number: jax.Array, carried: list[PyTree]) -> list[PyTree]:
-        return [loop.block(number, x) for loop, x in zip(loops, carried, strict=True)]
-
-    count = loops[0].count
-    for loop in loops[1:]:
-        count = jnp.maximum(count, loop.count)
-    carried = lax.fori_loop(0, count, blocks, [loop.start for loop in loops])
-    return [result for result, _ in carried]
 
 
 # --- rows of equal ids --------------------------------------------------------------------
@@ -103,14 +89,8 @@ def sums_in_blocks(
 ) -> BlockLoop:
     """Return a loop that updates tables with the sums of the rows of equal ids.
 
-    Args:
-        update: (tables, ids (k,), rows (k, *row)) -> tables; ids ascending and unique, with
-            padding among them.
-        tables: arrays (V, ...).
-        ids (n,): canonical; n > 0.
-        values (n, *row): one row for each id. Equal ids are summed in the order in which they
-            come, 16-bit values in float32.
-        size: of a block.
+    `update(tables, ids, rows)` gets ids (k,), ascending and unique, with padding among them.
+    Equal ids are summed in the order in which they come, 16-bit values in float32.
     """
     plan = _plan(ids, tables[0].shape[0], min(size, ids.shape[0]))
     at_most, size = plan.entries.shape[0] - 1, plan.entries.shape[1]
@@ -135,21 +115,15 @@ def sums_in_blocks(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """The slots at which the rows of each block are added.
+    """The slots at which the rows of each block are added."""
 
-    Attributes:
-        entries (blocks, size): which rows they are.
-        slots (blocks, size): where each is added: 0 is the sum that the block before left
-            open, and i + 1 a sum that begins with the row i.
-        ids (blocks, size + 1): of the sums that are complete after the block; others are
-            padding.
-        count: of blocks that are needed.
-    """
-
-    entries: jax.Array
+    entries: jax.Array  # (blocks, size): which rows they are
+    # (blocks, size): where each is added: 0 is the sum that the block before left open, and i +
+    # 1 a sum that begins with the row i.
     slots: jax.Array
+    # (blocks, size + 1): of the sums that are complete after the block; others are padding.
     ids: jax.Array
-    count: jax.Array
+    count: jax.Array  # of blocks that are needed
 
 
 def _plan(ids: jax.Array, rows: int, size: int) -> _Plan:
@@ -170,38 +144,16 @@ def _plan(ids: jax.Array, rows: int, size: int) -> _Plan:
     return _Plan(
         entries=entries,
         # Entries of one sum have the slot at which it begins, the greatest so far.
-        slots=_running_max(slots),
+        slots=lax.cummax(slots, axis=1),
         ids=jnp.where(sum_ids == last, rows, sum_ids),
         count=jnp.sum(last < rows, dtype=jnp.int32) + 1,
     )
 
 
-def _running_max(x: jax.Array) -> jax.Array:
-    """Return the greatest so far along each line of numbers (k, size), none below 0.
-
-    XLA compiles this loop five times faster than `lax.cummax`, which becomes two kernels for
-    each power of two, and runs it two to five times faster (jaxlib 0.12.0).
-    """
-    size = x.shape[1]
-
-    def twice_as_far(carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        distance, x = carried
-        padded = jnp.concatenate([jnp.zeros_like(x), x], 1)
-        before = lax.dynamic_slice_in_dim(padded, size - distance, size, 1)
-        return 2 * distance, jnp.maximum(x, before)
-
-    start = jnp.int32(1), x
-    return lax.while_loop(lambda carried: carried[0] < size, twice_as_far, start)[1]
-
-
 def rows_in_blocks(
     update: OnRows, tables: Tables, ids: jax.Array, values: Rows, size: int
 ) -> BlockLoop:
-    """Return a loop that updates tables with rows as they come, of equal ids too.
-
-    Args:
-        update, tables, ids, values, size: as in `sums_in_blocks`; ids are given as they come.
-    """
+    """Return a loop that updates tables with rows as they come, of equal ids too."""
     rows, count = tables[0].shape[0], ids.shape[0]
     size = min(size, count)
     blocks = -(-count // size)

@@ -44,16 +44,8 @@ def update_elementwise(
 ) -> RowUpdate:
     """Make the update that applies `combiner` to the rows `ids`, in one pass if XLA allows.
 
-    Args:
-        combiner: (*table entries, grad entry, *scalars) -> new table entries, elementwise.
-        tables: arrays (V, *row).
-        ids (n,): canonical.
-        grad (n, *row): the gradient of these rows; rows of equal ids are summed first.
-        scalars: what else the combiner takes.
-        order: of the ids.
-
-    Returns:
-        What `updated` makes the new tables of; rows that are not in `ids` keep their bits.
+    `combiner(*table entries, grad entry, *scalars)` returns new table entries, elementwise.
+    Rows of equal ids are summed first; rows that are not in `ids` keep their bits.
     """
     dtypes = [x.dtype for x in tables]
     others = [jnp.asarray(x) for x in scalars]

@@ -25,8 +25,16 @@ from jax.sharding import PartitionSpec as P
 from jmask._base.array_types import fewer, is_known, trailing
 from jmask._base.lowering import primitive
 from jmask._base.row_ids import id_dtype
-from jmask._base.shardings import resharded, spec_of, without_repetition
-from jmask._base.shards import Shards, Spec, all_gathered, entry, names
+from jmask._base.shardings import (
+    Shards,
+    Spec,
+    all_gathered,
+    entry,
+    names,
+    resharded,
+    spec_of,
+    without_repetition,
+)
 from jmask._base.types import (
     Argument,
     ArrayFunction,
@@ -53,12 +61,7 @@ from jmask._kernels.rows import add_rows, gather_rows, set_rows
 
 
 def capacity_of(shards: Shards, batch: MeshAxes, count: int) -> int | None:
-    """Return how many entries a device sends to each shard; None if they are all-gathered.
-
-    Args:
-        batch: the axes over which entries are sharded.
-        count: the number of entries of all devices.
-    """
+    """Return how many entries a device sends to each shard; None if they are all-gathered."""
     axes, many = names(batch), tuning.EXCHANGED_IDS
     if not set(shards.rows) <= set(axes) or shards.count < 2 or not is_known(count):
         return None
@@ -69,17 +72,12 @@ def capacity_of(shards: Shards, batch: MeshAxes, count: int) -> int | None:
 
 
 class _Outbox(NamedTuple):
-    """Entries of a device, in the order of the shards that they go to.
+    """Entries of a device, in the order of the shards that they go to."""
 
-    Attributes:
-        entries (S, capacity): the entries that fit; m, the number of all, where there is none.
-        places (S, capacity): of their rows on the shard, R for none.
-        excess: how many of all devices do not fit.
-    """
-
+    # (S, capacity): the entries that fit; m, the number of all, where there is none.
     entries: jax.Array
-    places: jax.Array
-    excess: jax.Array
+    places: jax.Array  # (S, capacity): of their rows on the shard, R for none
+    excess: jax.Array  # how many of all devices do not fit
 
 
 def _outbox(
@@ -144,12 +142,9 @@ def with_own_rows(
 ) -> PyTree:
     """Call `function(ids, rows, *operands)` with what a device needs of the entries of all.
 
-    Args:
-        batch: the axes over which entries are sharded; None if each device has what it needs.
-        ids, rows: entries (m,) of this device, canonical, and arrays (m, *row).
-        size: R, the rows of a shard.
-        count: the number of entries of all devices.
-        function: its results are of the same shapes for any number of entries.
+    Entries are `ids` (m,) of this device, canonical, and `rows` (m, *row), `count` on all; they
+    are sharded over `batch`, None if each device has what it needs. A shard has `size` rows.
+    Results of the function have the same shapes for any number of entries.
     """
 
     def by_all_gather(*operands: PyTree) -> PyTree:
@@ -349,13 +344,8 @@ _define_linear(ADD, 1, lambda table, ids, rows: _bound(_shards(table), table, id
 def routed(table: jax.Array, ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Bring the rows of a gradient to the shards that they live on, equal ids summed.
 
-    Args:
-        table (V, *row): sharded by rows, by its type.
-        ids, values: (n,), canonical, and (n, *row).
-
-    Returns:
-        ids and values (S m,), (S m, *row), where m is min(n, V / S): entries [s m, (s + 1) m)
-        belong to shard s, where they are. They are sorted there, and unique but for padding.
+    Returns ids (S m,) and values, where m is min(n, V / S): entries [s m, (s + 1) m) belong to
+    shard s, where they are. They are sorted there, and unique but for padding.
     """
     shards, count = _shards(table), table.shape[0]
     batch, size, entries = shards.batch(ids), table.shape[0] // shards.count, ids.shape[0]

@@ -36,9 +36,8 @@ BLOCK_ROWS = 256, 4096
 # Rows of the table for each id below which marking rows, O(V), is used in place of sorting ids,
 # O(n log n). They are level at 8 to 10.
 MARKED_ROWS_FOR_EACH_ID = 4
-# Bytes of rows from which a TPU does not sum rows of equal ids by one scatter of all. By the
-# estimates for a v5e (libtpu 0.0.50) that takes 5 ns a row in a batch of 4 MB and 15 in one of
-# 32 MB, and XLA sorts ids for it a second time, which takes as long to compile as all the rest.
+# Bytes of rows from which a TPU does not sum rows of equal ids by one scatter of all: by the
+# estimates for a v5e (libtpu 0.0.50) 5 ns a row in a batch of 4 MB are 15 in one of 32 MB.
 LARGE_SUMS = 2**24
 # Rows of ids that come again that are then added in one round of a loop, and rounds in which
 # that would be all rows. A row takes 25 ns in rounds of 2048, and 57 in rounds of 256.
@@ -58,24 +57,20 @@ DENSE_ROWS_FOR_EACH_LOOKUP = 1.5
 
 # --- gathered rows ("sums of lookups") --------------------------------------------------------
 
-# Entries for each row of the source from which gathered rows are worth keeping apart: rows that
-# do not repeat are read once in either form.
+# Entries for each row of the source from which gathered rows are worth keeping apart.
 REPEATS = 2
-# Bytes of rows below which they are materialised though they repeat, since they stay in
-# second-level caches. Materialising makes a step .75 to 1.05 times as long and compiling .3 s
-# shorter; from 4 MB of rows on it makes a step 1.1 times as long or longer.
+# Bytes of rows below which they are materialised though they repeat, which makes a step .75 to
+# 1.05 times as long and compiling .3 s shorter; from 4 MB on a step is 1.1 times as long.
 SMALL_ROWS = 2**20
 
 # --- tables computed on before they are looked up ---------------------------------------------
 
-# Equations up to which a lookup in an array made of tables is read through them. An array that
-# is used twice in each of n steps (`x = x + 0.1 * roll(x)`) has 2^n. A judgement: 256 are
-# traced in 0.1 s.
+# Equations up to which a lookup in an array made of tables is read through them: what is used
+# twice in each of n steps has 2^n. A judgement: 256 are traced in 0.1 s.
 VIEW_EQUATIONS = 256
 
 # --- several devices -----------------------------------------------------------------------
 
-# Rows of a sharded table go to their owners alone where a batch has so many ids. Fewer are
-# all-gathered, which needs no sorting before ids are sent: with 4,096 ids of 32 columns on 8
-# devices that moves 0.6 MB, with these 10 MB in place of 3.
+# Ids from which rows of a sharded table go to their owners alone. Fewer are all-gathered, which
+# needs no sort: 4,096 ids of 32 columns move 0.6 MB on 8 devices; these would move 10, not 3.
 EXCHANGED_IDS = 2**16

@@ -27,12 +27,10 @@ from jax import lax
 
 from jmask._base.lowering import CallDefinition, GroupedPrimitive, Results, switched_on
 from jmask._base.row_ids import Order
-from jmask._base.shardings import spec_of, varying_alike
-from jmask._base.shards import Shards, entry
+from jmask._base.shardings import Shards, entry, spec_of, varying_alike
 from jmask._base.types import PyTreeDef
 from jmask._kernels._tpu import choice, narrow_rows, row_updates  # noqa: F401
 from jmask._kernels.coalesce import are_large, coalesce_rows, summed_where_first
-from jmask._kernels.gather import zero_of
 from jmask._kernels.gathered_rows import GatheredRows, Rows, as_array
 from jmask._kernels.row_blocks import (
     BlockLoop,
@@ -41,7 +39,7 @@ from jmask._kernels.row_blocks import (
     run_side_by_side,
     sums_in_blocks,
 )
-from jmask._kernels.rows import add_rows, is_routed
+from jmask._kernels.rows import add_rows, is_routed, zero_of
 from jmask._kernels.sharded_rows import routed, with_own_rows
 
 Tables = Sequence[jax.Array]
@@ -53,20 +51,15 @@ Form = Callable[["RowUpdate"], list[jax.Array]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Update:
-    """A function of the rows of a gradient, in one or more forms.
+    """A function of the rows of a gradient, in one or more forms."""
 
-    Attributes:
-        definition: in operations that can be batched and differentiated.
-        fused: the same for XLA's compilers for CPUs and TPUs, if there is another form.
-        kernel: the same as a kernel for one TPU, if there is one; see `_tpu.row_updates`.
-        captures: whether it holds tracers, which no primitive may keep.
-        additive: whether ids need not be unique: rows of equal ids may come one at a time.
-    """
-
-    definition: Form
+    definition: Form  # in operations that can be batched and differentiated
+    # The same for XLA's compilers for CPUs and TPUs, if there is another form.
     fused: Form | None = None
+    # The same as a kernel for one TPU, if there is one; see `_tpu.row_updates`.
     kernel: Form | None = None
-    captures: bool = False
+    captures: bool = False  # whether it holds tracers, which no primitive may keep
+    # Whether ids need not be unique: rows of equal ids may come one at a time.
     additive: bool = False
 
     @property
@@ -81,24 +74,16 @@ class Update:
 )
 @dataclasses.dataclass(frozen=True)
 class RowUpdate:
-    """An update to be done.
+    """An update to be done."""
 
-    Attributes:
-        update: what is done.
-        tables: arrays (V, ...).
-        ids (n,): canonical.
-        values (n, *row): one row for each id; rows of equal ids are summed.
-        scalars: passed on to the update. If ids are unique, there may be arrays among them
-            that belong to the entries, which then stay where they are.
-        order: of the ids.
-    """
-
-    update: Update
-    tables: Tables
-    ids: jax.Array
-    values: Rows
+    update: Update  # what is done
+    tables: Tables  # arrays (V, ...)
+    ids: jax.Array  # (n,): canonical
+    values: Rows  # (n, *row): one row for each id; rows of equal ids are summed
+    # Passed on to the update. If ids are unique, there may be arrays among them that belong to
+    # the entries, which then stay where they are.
     scalars: Sequence[jax.Array]
-    order: Order
+    order: Order  # of the ids
 
     @property
     def rows(self) -> jax.Array:
@@ -117,25 +102,16 @@ class RowUpdate:
         ids, rows = coalesce_rows(self.ids, self.rows, self.tables[0].shape[0])
         return dataclasses.replace(self, ids=ids, values=rows, order="sorted")
 
-    def done_by(self, form: Form, duplicates: bool = False) -> list[jax.Array]:
-        """Return the tables, updated in a form of the update.
-
-        Args:
-            form: a form of `Update`.
-            duplicates: whether an additive update may take equal ids as they come.
-        """
-        return form(self if duplicates and self.update.additive else self.summed())
+    def as_needed(self) -> "RowUpdate":
+        """Return the same update; an additive one may take equal ids as they come."""
+        return self if self.update.additive else self.summed()
 
 
 def updated(updates: Sequence[RowUpdate | list[jax.Array]]) -> list[list[jax.Array]]:
     """Return the tables of each update, all done together; lists are results already there."""
     results = [x if isinstance(x, list) else _without_primitive(x) for x in updates]
-    calls = [
-        _prepared(x)
-        for x, result in zip(updates, results, strict=True)
-        if isinstance(x, RowUpdate) and result is None
-    ]
-    tables = iter(_update_rows(calls))
+    calls = [x for x, y in zip(updates, results, strict=True) if y is None]
+    tables = iter(_update_rows([_prepared(x) for x in calls if isinstance(x, RowUpdate)]))
     return [next(tables) if result is None else result for result in results]
 
 
@@ -239,11 +215,11 @@ ADDITION = Update(_added, kernel=_added_by_kernel, additive=True)
 
 
 def _defined(x: RowUpdate) -> list[jax.Array]:
-    return x.done_by(x.update.definition, duplicates=True)
+    return x.update.definition(x.as_needed())
 
 
 def _fused(x: RowUpdate) -> list[jax.Array]:
-    return x.done_by(x.update.fastest, duplicates=True)
+    return x.update.fastest(x.as_needed())
 
 
 def _each(form: Form) -> CallDefinition[RowUpdate]:
@@ -260,7 +236,7 @@ def _on_a_tpu(x: RowUpdate) -> list[jax.Array]:
     if x.order == "any" and are_large(x.values) and choice.accepts(x.tables[:1], x.ids, []):
         ids, rows = summed_where_first(x.ids, x.rows, x.tables[0].shape[0])
         x = dataclasses.replace(x, ids=ids, values=rows, order="unique")
-    return x.done_by(x.update.kernel or x.update.fastest)
+    return (x.update.kernel or x.update.fastest)(x.summed())
 
 
 def _on_one_gpu(x: RowUpdate) -> list[jax.Array]:
@@ -275,7 +251,8 @@ def _on_one_cpu(updates: Sequence[RowUpdate]) -> Results:
         for i, x in enumerate(updates)
         if x.order == "any" and isinstance(x.values, GatheredRows)
     ]
-    size = block_size([_bytes_of_row(updates[i].values) for i in in_blocks])
+    rows = (updates[i].values for i in in_blocks)
+    size = block_size([math.prod(x.shape[1:]) * x.dtype.itemsize for x in rows])
     tables = run_side_by_side([_loop(updates[i], size) for i in in_blocks])
     results = dict(zip(in_blocks, tables, strict=True))
     return [results[i] if i in results else _in_one_round(x) for i, x in enumerate(updates)]
@@ -291,10 +268,6 @@ def _loop(x: RowUpdate, size: int) -> BlockLoop:
 
     kind = rows_in_blocks if x.update.additive else sums_in_blocks
     return kind(block, list(x.tables), x.ids, x.values, size)
-
-
-def _bytes_of_row(values: Rows) -> int:
-    return math.prod(values.shape[1:]) * values.dtype.itemsize
 
 
 # --- several tables, each in a buffer of its own --------------------------------------------
@@ -332,10 +305,10 @@ def _in_one_round(x: RowUpdate) -> list[jax.Array]:
 # On several devices equal ids are summed first. XLA would add sharded rows that come one at a
 # time to a table of zeros on each device, and sum these tables over devices: it moves as much
 # as the table holds.
-_summed = _each(lambda x: x.done_by(x.update.definition))
+_summed = _each(lambda x: x.update.definition(x.summed()))
 # XLA cannot shard a kernel over devices, and it is believed to add rows faster that are
 # promised to be distinct.
-_summed_and_fused = _each(lambda x: x.done_by(x.update.fastest))
+_summed_and_fused = _each(lambda x: x.update.fastest(x.summed()))
 _summed_in_one_round = _each(lambda x: _in_one_round(x.summed()))
 _on_one_tpu = _each(_on_a_tpu)
 

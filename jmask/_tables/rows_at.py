@@ -11,8 +11,7 @@ from jax.typing import ArrayLike
 
 from jmask._base.array_types import is_complex, is_narrow, joint_dtype, wide
 from jmask._base.row_ids import hide, id_dtype
-from jmask._base.shardings import spec_of
-from jmask._base.shards import Shards
+from jmask._base.shardings import Shards, spec_of
 from jmask._base.types import Ids, Numbers
 from jmask._kernels.rows import gather_unique_rows, is_routed, set_rows
 from jmask._kernels.sharded_rows import routed

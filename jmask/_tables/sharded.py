@@ -17,8 +17,7 @@ from jax.sharding import Mesh
 
 from jmask._base.hashed import COLUMNS, id_of
 from jmask._base.row_ids import id_dtype
-from jmask._base.shardings import automatically, by_rows, explicit_sharding
-from jmask._base.shards import entry
+from jmask._base.shardings import automatically, by_rows, entry, explicit_sharding
 from jmask._base.types import Argument, Numbers
 from jmask._base.validation import as_table, check_flag, shown
 from jmask._tables.packed import check_floating

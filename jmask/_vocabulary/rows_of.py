@@ -17,8 +17,7 @@ import numpy as np
 from jax import lax
 
 from jmask._base.row_ids import id_dtype
-from jmask._base.shardings import explicit_sharding, resharded, spec_of
-from jmask._base.shards import Shards
+from jmask._base.shardings import Shards, explicit_sharding, resharded, spec_of
 from jmask._base.types import Numbers, StorageLike
 from jmask._base.validation import checked_array
 from jmask._kernels.rows import gather_rows, ids_after_reading

@@ -21,8 +21,7 @@ from jax import export
 from jax.sharding import Mesh
 
 from jmask._base.row_ids import id_dtype
-from jmask._base.shardings import by_rows
-from jmask._base.shards import entry
+from jmask._base.shardings import by_rows, entry
 from jmask._base.validation import checked_choice, checked_integer
 from jmask._tables.sharded import checked_axes
 

@@ -18,7 +18,7 @@ from jax import lax
 import jmask
 from jmask._kernels import tuning
 from jmask._kernels.bag_sum import BagSum, bag_sum
-from jmask._kernels.gather import Gather
+from jmask._kernels.rows import Gather
 from tests.expressions import functions
 from tests.oracle import assert_close
 from tests.stored_tables import bits

@@ -65,9 +65,7 @@ def accepts(
 ) -> bool:
     """Decide whether the kernel can be used, by the switch, the shapes and the arithmetic.
 
-    Args:
-        tables, ids, rows, scalars: as of `update`.
-        program: the arithmetic on single entries; None if it is an addition or a copy.
+    `program` is the arithmetic on single entries; None if it is an addition or a copy.
     """
     return (
         _fits(tables[0], ids, len(tables) + len(rows))

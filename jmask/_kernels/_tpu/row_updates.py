@@ -51,26 +51,16 @@ Unit = Literal["row", "line", "pair"]
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """The static part of a call.
+    """The static part of a call."""
 
-    Attributes:
-        body: (*table rows, *rows, *scalars) -> new table rows, elementwise.
-        tables, rows: how many of each there are.
-        scalars: their dtypes.
-        read: the tables whose old rows the body depends on.
-        block: rows of a block.
-        padding_last: whether padding comes after all other ids.
-        unit: what an id names, and a row of a block holds.
-    """
-
-    body: Body
-    tables: int
+    body: Body  # (*table rows, *rows, *scalars) -> new table rows, elementwise
+    tables: int  # how many of each there are
     rows: int
-    scalars: tuple[DType, ...]
-    read: tuple[int, ...]
-    block: int
-    padding_last: bool
-    unit: Unit
+    scalars: tuple[DType, ...]  # their dtypes
+    read: tuple[int, ...]  # the tables whose old rows the body depends on
+    block: int  # rows of a block
+    padding_last: bool  # whether padding comes after all other ids
+    unit: Unit  # what an id names, and a row of a block holds
 
 
 def update(
@@ -136,7 +126,8 @@ def update(
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     one = pl.BlockSpec(memory_space=pltpu.SMEM)
     tables = [_kept_in_hbm(x) for x in tables]
-    arguments: list[jax.Array] = [valid, numbers, *map(_one_word, scalars), *rows, *tables]
+    words = (x.astype(jnp.float32 if x.dtype.itemsize == 2 else x.dtype) for x in scalars)
+    arguments = [valid, numbers, *(x.reshape(1) for x in words), *rows, *tables]
     return pl.pallas_call(
         functools.partial(_kernel, plan),
         out_shape=[_like(x) for x in tables],
@@ -197,10 +188,6 @@ def _kept_in_hbm(table: jax.Array) -> jax.Array:
 
     kept: jax.Array = pltpu.with_memory_space_constraint(table, pltpu.HBM)
     return kept
-
-
-def _one_word(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32 if x.dtype.itemsize == 2 else x.dtype).reshape(1)
 
 
 def _kernel(plan: _Plan, valid: Argument, numbers: Argument, *refs: Argument) -> None:
