@@ -47,7 +47,7 @@ def coalesce_rows(ids: jax.Array, values: jax.Array, rows: int) -> tuple[jax.Arr
         sums = zeros().at[slot].add(ordered, mode="drop", indices_are_sorted=True)
         return runs.distinct(slots, rows), sums.astype(values.dtype)
 
-    if not are_large(values) or are_marked(ids, rows):
+    if not are_large(values):
         return rows_as_they_come(ids, values)
     slot_ids, summed = lax.platform_dependent(
         ids, values, tpu=rows_in_order, default=rows_as_they_come
@@ -61,12 +61,6 @@ def are_large(values: Shaped) -> bool:
     return is_known(bytes_of_rows) and bytes_of_rows >= tuning.LARGE_SUMS
 
 
-def are_marked(ids: jax.Array, rows: int) -> bool:
-    """Decide whether ids are found by marking the rows of the table."""
-    count = ids.shape[0]
-    return is_known(count, rows) and rows <= tuning.MARKED_ROWS_FOR_EACH_ID * count
-
-
 # --- which ids there are ------------------------------------------------------------------
 
 
@@ -76,24 +70,6 @@ def unique_slots(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.
     Entries whose id is padding get slot = `slots`, which writes drop.
     """
     ids = with_whole_rows(ids)  # JAX sorts along no dimension that is sharded
-    # Both are exact; the choice is by sizes alone, so that a step compiles once.
-    find = _slots_by_marking if are_marked(ids, rows) else _slots_by_sorting
-    slot_ids, slot_of_entry = find(ids, slots, rows)
-    return slot_ids, jnp.where(ids < rows, slot_of_entry, slots)
-
-
-def _slots_by_marking(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.Array]:
-    # Padding is V, which a write to V rows drops.
-    unmarked = jnp.zeros((rows,), jnp.int32)
-    marked = set_rows(unmarked, ids, jnp.ones_like(ids))
-    slot_of_row = jnp.cumsum(marked) - 1
-    place = jnp.where(marked > 0, slot_of_row, slots)
-    every = lax.iota(ids.dtype, rows)
-    slot_ids = set_rows(_padding(slots, rows, ids), place, every)
-    return slot_ids, gather_rows(slot_of_row, ids)
-
-
-def _slots_by_sorting(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.Array]:
     runs = Runs.of(*in_order(ids))
     # Back to the entries: on TPUs a sort is faster than a scatter, see `Runs.distinct`.
     slot_of_entry = lax.platform_dependent(
@@ -104,11 +80,7 @@ def _slots_by_sorting(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array,
             jnp.zeros_like(slot).at[entries].set(slot, unique_indices=True)
         ),
     )
-    return runs.distinct(slots, rows), slot_of_entry
-
-
-def _padding(slots: int, rows: int, ids: jax.Array) -> jax.Array:
-    return jnp.full((slots,), rows, ids.dtype)
+    return runs.distinct(slots, rows), jnp.where(ids < rows, slot_of_entry, slots)
 
 
 # --- sorted ids ---------------------------------------------------------------------------
@@ -166,7 +138,7 @@ class Runs(NamedTuple):
             return lax.sort(jnp.where(runs.starts, runs.ids, padding), is_stable=False)[:slots]
 
         def by_scatter(runs: Runs) -> jax.Array:
-            return set_rows(_padding(slots, rows, runs.ids), runs.slots(), runs.ids)
+            return set_rows(jnp.full((slots,), rows, runs.ids.dtype), runs.slots(), runs.ids)
 
         # Of 8192 ids a TPU takes 3 us for a sort and 50 for a scatter, by its compiler. A CPU
         # takes 100 us longer for a sort than for a scatter, and an H100 40 us for 3, of 65,536.

@@ -33,9 +33,6 @@ BLOCK_ROWS = 256, 4096
 
 # --- equal ids --------------------------------------------------------------------------------
 
-# Rows of the table for each id below which marking rows, O(V), is used in place of sorting ids,
-# O(n log n). They are level at 8 to 10.
-MARKED_ROWS_FOR_EACH_ID = 4
 # Bytes of rows from which a TPU does not sum rows of equal ids by one scatter of all: by the
 # estimates for a v5e (libtpu 0.0.50) 5 ns a row in a batch of 4 MB are 15 in one of 32 MB.
 LARGE_SUMS = 2**24

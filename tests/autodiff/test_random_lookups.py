@@ -137,7 +137,6 @@ THRESHOLDS = {
     "SMALL_ROWS": (0, 2**20),
     "MATERIALISED_ROWS": (0, 4096),
     "BLOCK_ROWS": ((2, 2), (7, 7)),
-    "MARKED_ROWS_FOR_EACH_ID": (0, 4),
     "DENSE_ROWS_FOR_EACH_LOOKUP": (0, 1.5),
 }
 thresholds = st.tuples(*map(st.sampled_from, THRESHOLDS.values()))

@@ -28,7 +28,7 @@ from tests.stored_tables import STEPS
 
 pytestmark = pytest.mark.dtype_promotion
 
-# Equal ids are found by sorting in large tables, by marking in small ones.
+# Rows of a large table and of a small one, whose ids nearly all come again.
 LARGE_TABLE, SMALL_TABLE, WIDTH = 40, 8, 4
 
 
