@@ -143,13 +143,14 @@ def argument_name(fun: Function, number: int) -> str:
 
 
 class Leaves:
-    """The arrays in which arguments are differentiated: of a tensor two.
+    """The arrays in which arguments are differentiated: of a tensor its values and placeholder.
 
     Attributes:
         given: arrays, in the order of the arguments; the shape of a placeholder that nobody
             gave.
-        placeholders: the numbers of placeholders.
+        owners: the number of the leaf that each is of.
         of_tensors: the numbers of arrays that are of tensors, which are no tables.
+        placeholders: those of placeholders.
         everywhere: whether tensors have their placeholders: at first only those that have
             them of a gradient program around this one.
     """
@@ -158,38 +159,23 @@ class Leaves:
         self._tree: PyTreeDef
         leaves, self._tree = jax.tree.flatten(list(arguments), is_leaf=is_tensor)
         self._leaves = [_coalesced(x) for x in leaves]
-        self.given: list[Argument] = []
-        self.placeholders, self.of_tensors = set[int](), set[int]()
-        self.owners: list[int] = []
+        parts = [_arrays_of(x) for x in self._leaves]
+        self.given = [x for part in parts for x in part]
+        self.owners = [number for number, part in enumerate(parts) for _ in part]
+        self.of_tensors = {i for i, n in enumerate(self.owners) if len(parts[n]) > 1}
+        second = (i for i, n in enumerate(self.owners) if i and n == self.owners[i - 1])
+        self.placeholders = set(second)
         self.everywhere = any(placeholder_of(x) is not None for x in self._leaves)
-        for number, x in enumerate(self._leaves):
-            if not is_tensor(x):
-                self._add(number, x if np.ndim(x) == 0 else jnp.asarray(x))
-                continue
-            self.of_tensors |= {len(self.given), len(self.given) + 1}
-            self._add(number, values_of(x))
-            self.placeholders.add(len(self.given))
-            # One that has a placeholder is of a gradient program around this one.
-            placeholder = placeholder_of(x)
-            shape = jax.ShapeDtypeStruct(tuple(x.shape), x.dtype)
-            self._add(number, shape if placeholder is None else placeholder)
-
-    def _add(self, number: int, x: Argument) -> None:
-        self.owners.append(number)
-        self.given.append(x)
 
     def rebuilt(self, arrays: Sequence[jax.Array]) -> list[PyTree]:
         """Return the arguments with other arrays."""
         rest, leaves = iter(arrays), []
         for x in self._leaves:
+            new: Argument = next(rest)
             if is_tensor(x):
-                tensor: Argument = with_values_of(x, next(rest))
-                placeholder = next(rest)
-                leaves.append(
-                    with_placeholder(tensor, placeholder) if self.everywhere else tensor
-                )
-            else:
-                leaves.append(next(rest))
+                new, placeholder = with_values_of(x, new), next(rest)
+                new = with_placeholder(new, placeholder) if self.everywhere else new
+            leaves.append(new)
         return self._tree.unflatten(leaves)
 
     def arrays(self, jaxpr: Jaxpr) -> list[jax.Array]:
@@ -225,6 +211,14 @@ class Leaves:
         if not self.of_tensors or any(placeholder_of(x) is not None for x in self._leaves):
             return value
         return jax.tree.map(without_placeholder, value, is_leaf=is_tensor)
+
+
+def _arrays_of(x: TensorLike) -> list[Argument]:
+    if not is_tensor(x):
+        return [x if np.ndim(x) == 0 else jnp.asarray(x)]
+    placeholder = placeholder_of(x)
+    shape = jax.ShapeDtypeStruct(tuple(x.shape), x.dtype)
+    return [values_of(x), shape if placeholder is None else placeholder]
 
 
 def _coalesced(x: TensorLike) -> TensorLike:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import jax
@@ -87,9 +87,8 @@ class Tap:
 
     def rows_of(self, table: Shape) -> int:
         """Return how many rows a table of this shape has, which is the id of padding."""
-        return (
-            math.prod(table) // self.width if self.width else math.prod(table[: self.leading])
-        )
+        first = math.prod(table[: self.leading])
+        return math.prod(table) // self.width if self.width else first
 
     @property
     def count(self) -> int:
@@ -136,22 +135,22 @@ class Taps:
         self._given: Iterator[PyTree] = iter(zip(specs or (), arrays or (), strict=True))
 
     def take(
-        self, spec: Tap, rows: jax.Array, ids: PyTree, as_result: ArrayFunction | None = None
+        self,
+        read: Callable[[], jax.Array],
+        ids: Callable[[], PyTree],
+        as_result: ArrayFunction = lambda tap: tap,
     ) -> jax.Array:
-        """Return rows with the next tap, which is like `spec`, at `ids`.
-
-        `as_result` makes of the tap, linearly, what has the shape of the rows.
-        """
+        """Return rows that are read with the next tap, of which `as_result` makes the like."""
+        rows = read()
         if self.is_without:
             return rows
         _, tap = next(self._given)
-        tap = tap if as_result is None else as_result(tap)
-        rows, tap = varying_alike(rows, tap.reshape(rows.shape))
+        rows, tap = varying_alike(rows, as_result(tap).reshape(rows.shape))
         # Also between axes that are explicit and those that are automatic for a while.
         there, here = (getattr(jax.typeof(x), "sharding", None) for x in (rows, tap))
         if there != here and isinstance(there, NamedSharding):
             tap = jax.sharding.reshard(tap, there)
-        self.record.append(ids)
+        self.record.append(ids())
         return tapped(rows, tap)
 
     def of_nested(self) -> tuple[PyTree, PyTree]:
@@ -213,7 +212,7 @@ def _flat(
     row = spec.row
     if spec.kind == "rows":
         if ids.ndim != 1 and explicit_sharding(ids, rows) is not None:
-            return sharded_rows.flat(ids, rows, len(row))
+            return sharded_rows.flat(ids, rows)
         return ids.reshape(-1), rows.reshape(-1, *row)
     # All entries of a bag have the cotangent of its sum.
     ids, bag, weight = ids

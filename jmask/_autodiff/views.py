@@ -110,9 +110,8 @@ class TableView(View):
     def tap(self, shape: Shape, rows: int, leading: int = 1, dtype: DType | None = None) -> Tap:
         """Return a tap of this shape for so many rows."""
         dtype, leading = dtype or self.dtype, 2 if self.width else leading
-        return Tap(
-            self.number, leading, shape, dtype, rows, varies=self.varies, width=self.width
-        )
+        tap = Tap(self.number, leading, shape, dtype, rows, varies=self.varies)
+        return dataclasses.replace(tap, width=self.width)
 
     def tap_of_rows(self, leading: int, entries: Shape) -> Tap:
         """Return the tap of rows that `leading` dimensions number."""
@@ -123,10 +122,8 @@ class TableView(View):
         """Return rows, or entries of rows, with their tap."""
         leading, lead = numbered_dimensions(self.shape, len(p.along)), len(p.entries)
         first = p._replace(along=p.along[:leading])
-        rows = gathered(self.array, first)
-        if not taps.is_without:
-            tap = self.tap_of_rows(leading, p.entries)
-            rows = taps.take(tap, rows, ids_at(first, self.shape[:leading]))
+        ids = lambda: ids_at(first, self.shape[:leading])
+        rows = taps.take(lambda: gathered(self.array, first), ids)
         for position in p.along[leading:]:  # of a table of so many entries
             index = trailing(jnp.broadcast_to(position, p.entries), rows.ndim)
             index = jnp.broadcast_to(index, (*p.entries, 1, *rows.shape[lead + 1 :]))
@@ -168,27 +165,18 @@ def with_tap(
     tap: Tap,
     result: Callable[[], jax.Array],
     ids: Callable[[], PyTree],
-    as_result: ArrayFunction | None = None,
+    as_result: ArrayFunction = lambda tap: tap,
 ) -> Lookup:
     """Return the lookup that is a result, computed of a table itself, with a tap."""
 
-    def run(taps: Taps) -> jax.Array:
-        out = result()
-        return out if taps.is_without else taps.take(tap, out, ids(), as_result)
-
-    return [tap], run
+    return [tap], lambda taps: taps.take(result, ids, as_result)
 
 
 # --- reads --------------------------------------------------------------------------------
 
 
 class Reader:
-    """Reads entries of views, or only plans it; those at the same positions once.
-
-    Attributes:
-        taps: of the read; None of a plan.
-        plan: the taps that it takes, in order.
-    """
+    """Reads entries of views with taps, or only plans these; at the same positions once."""
 
     def __init__(self, taps: Taps | None = None) -> None:
         self.taps, self.plan = taps, list[Tap]()

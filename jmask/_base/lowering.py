@@ -26,7 +26,6 @@ from jmask._base.types import (
     ArraysFunction,
     Function,
     Options,
-    PyTree,
     PyTreeDef,
     Shaped,
 )
@@ -125,7 +124,7 @@ CallDefinition = Callable[[Sequence[Call]], Results]
 class GroupedPrimitive(Generic[Call]):
     """A primitive for several calls in one equation, as `primitive` for one.
 
-    Its one parameter, `trees`, holds the structures of the calls; `shapes` are of one call.
+    Its one parameter, `tree`, is the structure of the list of calls; `shapes` are of one call.
     """
 
     def __init__(
@@ -134,8 +133,8 @@ class GroupedPrimitive(Generic[Call]):
         definition: CallDefinition[Call],
         shapes: Callable[[Call], list[Shaped]],
     ) -> None:
-        def all_shapes(*avals: Shaped, trees: tuple[PyTreeDef, ...]) -> list[Shaped]:
-            return [x for call in calls_of(trees, avals) for x in shapes(call)]
+        def all_shapes(*avals: Shaped, tree: PyTreeDef) -> list[Shaped]:
+            return [x for call in tree.unflatten(avals) for x in shapes(call)]
 
         self.shapes = shapes
         self.primitive = primitive(name, _flat(definition), all_shapes)
@@ -144,18 +143,17 @@ class GroupedPrimitive(Generic[Call]):
         """Bind one equation for all calls."""
         if not calls:
             return []
-        # A parameter must be hashable and an array is not: structures go there, arrays are
-        # operands.
-        flattened = [jax.tree.flatten(call) for call in calls]
-        trees = tuple(tree for _, tree in flattened)
-        operands = [x for leaves, _ in flattened for x in leaves]
-        results = iter(self.primitive.bind(*operands, trees=trees))
-        abstract = calls_of(trees, list(map(jax.typeof, operands)))
+        # A parameter must be hashable and an array is not: the structure goes there.
+        tree: PyTreeDef
+        operands, tree = jax.tree.flatten(list(calls))
+        results = iter(self.primitive.bind(*operands, tree=tree))
+        abstract = tree.unflatten(map(jax.typeof, operands))
         return [list(itertools.islice(results, len(self.shapes(x)))) for x in abstract]
 
     def calls(self, params: Options, operands: Sequence[jax.Array]) -> list[Call]:
         """Return the calls of an equation with these parameters."""
-        return calls_of(params["trees"], operands)
+        calls: list[Call] = params["tree"].unflatten(operands)
+        return calls
 
     def lower(
         self,
@@ -168,14 +166,8 @@ class GroupedPrimitive(Generic[Call]):
         lower(self.primitive, _flat(on_one), several, platform)
 
 
-def calls_of(trees: Sequence[PyTreeDef], operands: Sequence[Argument]) -> list[PyTree]:
-    """Return the calls of an equation: its operands in their structures."""
-    remaining = iter(operands)
-    return [tree.unflatten(itertools.islice(remaining, tree.num_leaves)) for tree in trees]
-
-
 def _flat(definition: CallDefinition[Call]) -> ArraysFunction:
-    def flat(*operands: jax.Array, trees: tuple[PyTreeDef, ...]) -> list[jax.Array]:
-        return [x for results in definition(calls_of(trees, operands)) for x in results]
+    def flat(*operands: jax.Array, tree: PyTreeDef) -> list[jax.Array]:
+        return [x for results in definition(tree.unflatten(operands)) for x in results]
 
     return flat

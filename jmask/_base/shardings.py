@@ -260,8 +260,12 @@ class Shards:
 
     def batch(self, ids: jax.Array) -> MeshAxes:
         """Return the axes over which ids (n,) are sharded and columns are not."""
-        taken = {axis for axes in self.columns for axis in names(axes)}
-        return entry([axis for axis in names(spec_of(ids)[0]) if axis not in taken])
+        return self.without_columns(spec_of(ids)[0])
+
+    def without_columns(self, axes: MeshAxes) -> MeshAxes:
+        """Return those of some axes that columns are not sharded over."""
+        taken = {axis for of_column in self.columns for axis in names(of_column)}
+        return entry([axis for axis in names(axes) if axis not in taken])
 
     def local(self, ids: jax.Array, block: int) -> jax.Array:
         """Return the places of ids in the block of this device, R where a row is not there."""

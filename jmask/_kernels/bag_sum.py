@@ -19,7 +19,7 @@ from jax import lax
 from jax.interpreters import ad
 
 from jmask._base.array_types import is_known, trailing, wide
-from jmask._base.lowering import GroupedPrimitive, Results, calls_of
+from jmask._base.lowering import GroupedPrimitive, Results
 from jmask._base.types import Argument, Arrays, PyTreeDef, Shaped
 from jmask._kernels import tuning
 from jmask._kernels.row_blocks import BlockLoop, block_size, run_side_by_side
@@ -140,15 +140,15 @@ BAG_SUM: GroupedPrimitive[BagSum] = GroupedPrimitive("jmask_bag_sum", _by_parts,
 
 
 def _derivative(
-    primals: Arrays, tangents: Arrays, *, trees: tuple[PyTreeDef, ...]
+    primals: Arrays, tangents: Arrays, *, tree: PyTreeDef
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    sums, along = calls_of(trees, primals), calls_of(trees, tangents)
+    sums, along = tree.unflatten(primals), tree.unflatten(tangents)
     if any(_has_weight_tangent(x, t) for x, t in zip(sums, along, strict=True)):
         # The derivative by the weights needs the rows themselves: they are read once for both.
         rows = [x.rows() for x in sums]
         values = [x.combined(y) for x, y in zip(sums, rows, strict=True)]
         return values, list(map(_tangent, sums, along, rows))
-    values = BAG_SUM.primitive.bind(*primals, trees=trees)
+    values = BAG_SUM.primitive.bind(*primals, tree=tree)
     return values, [_tangent(x, t, None) for x, t in zip(sums, along, strict=True)]
 
 

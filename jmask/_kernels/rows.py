@@ -325,12 +325,7 @@ def is_routed(shards: Shards, ids: jax.Array, order: Order) -> bool:
 
 
 def _written_on_shards(
-    shards: Shards,
-    kind: Kind,
-    table: jax.Array,
-    ids: jax.Array,
-    rows: jax.Array,
-    order: Order,
+    shards: Shards, kind: Kind, table: jax.Array, ids: jax.Array, rows: jax.Array, order: Order
 ) -> jax.Array:
     """Return the table with rows written by each shard where they live."""
     is_there = is_routed(shards, ids, order)

@@ -194,27 +194,17 @@ def looked_up(table: jax.Array, ids: jax.Array) -> jax.Array:
 
     The rows lie where their ids do, as far as their columns are not sharded over these axes.
     """
-    shards = Shards.of(table, ids)
-    assert shards is not None
+    shards = _shards(table, ids)
     like = NamedSharding(shards.mesh, P())
     wanted = without_repetition((*spec_of(ids), *shards.columns))
-    return resharded(
-        _bound(shards, table, resharded(ids, like, _spec_of_ids(shards, spec_of(ids)))),
-        like,
-        wanted,
-    )
+    ids = resharded(ids, like, [shards.without_columns(axes) for axes in spec_of(ids)])
+    return resharded(_bound(shards, table, ids), like, wanted)
 
 
 def _bound(shards: Shards, table: jax.Array, ids: jax.Array) -> jax.Array:
     where = NamedSharding(shards.mesh, P(*spec_of(ids), *shards.columns))
     (rows,) = LOOKUP.bind(table, ids, sharding=where)
     return rows
-
-
-def _spec_of_ids(shards: Shards, spec: Spec) -> Spec:
-    """Return the spec of ids without the axes that columns are sharded over."""
-    taken = {axis for axes in shards.columns for axis in names(axes)}
-    return tuple(entry([axis for axis in names(x) if axis not in taken]) for x in spec)
 
 
 def _lookup(table: jax.Array, ids: jax.Array, *, sharding: NamedSharding) -> list[jax.Array]:
@@ -271,9 +261,7 @@ def _add(
     ids: jax.Array, rows: jax.Array, *, shape: Shape, sharding: NamedSharding
 ) -> list[jax.Array]:
     zeros = resharded(jnp.zeros(shape, rows.dtype), sharding, tuple(sharding.spec))
-    row = shape[1:]
-    ids, rows = flat(ids, rows, len(row))
-    return [add_rows(zeros, ids, rows)]
+    return [add_rows(zeros, *flat(ids, rows))]
 
 
 def _shapes_of_table(
@@ -288,7 +276,7 @@ ADD = primitive("jmask_add_on_shards", _add, _shapes_of_table)
 """A table of zeros, of a shape and a sharding, plus rows (*n, *row) at ids (*n,)."""
 
 
-def flat(ids: jax.Array, rows: jax.Array, row: int) -> tuple[jax.Array, jax.Array]:
+def flat(ids: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return ids (n,) and rows (n, *row), sharded if the first dimension of both alone is."""
     batch = ids.ndim
     if batch == 0:
