@@ -28,15 +28,19 @@ from jmask._base.array_types import trailing, wide
 from jmask._base.row_ids import Order, id_dtype
 from jmask._base.shardings import automatically, explicit_sharding
 from jmask._base.shards import Shards, entry
-from jmask._base.types import Function, Gradient, KeyPath, PyTree, PyTreeDef
+from jmask._base.types import Function, Gradient, KeyPath, MeshAxes, PyTree, PyTreeDef
 from jmask._base.validation import checked_integer
 from jmask._deferred.measured import (
     Found,
     NotDeferrableError,
     Probes,
+    by_table,
     forms_of_steps,
     one_row_of,
+    replaced,
+    row_shapes,
     unrounded,
+    with_rows,
 )
 from jmask._deferred.missed_steps import Form, Step, advanced, caught_up
 from jmask._deferred.row_numbers import chosen_rows
@@ -309,36 +313,28 @@ def _scalars(step: LazyStep, forms: Sequence[Found]) -> list[Step | None]:
         form = forms[i]
         if not isinstance(form, Form):
             raise form or NotDeferrableError("a number has no rows")
-        slots = [x for x in step.leaves if x.table == i and x.kind == "state"]
-        probes[i] = Probes(form, [x.seen.shape[1:] for x in (step.gradients[i], *slots)])
+        probes[i] = Probes(form, row_shapes(step, i))
+    rows = with_rows(step, {i: x.rows for i, x in probes.items()})
     alone = not proof.sums_over_rows()
-    replaced = step.leaves[: len(proof.program.out_avals)]
-    tables = [leaf.table for leaf in replaced if leaf.table is not None]
 
-    def probed(*given: jax.Array) -> list[jax.Array]:
+    def probed(*arrays: jax.Array) -> list[jax.Array]:
         """Return what becomes of the probes, beside the rows of the batch or alone."""
-        rows, sizes = list(given), {}
-        slots = {i: iter(x.rows[1:]) for i, x in probes.items()}
-        for k, leaf in enumerate(step.leaves):
+        sizes, arrays = {}, [*arrays]
+        for k, (leaf, x) in enumerate(zip(step.leaves, rows, strict=True)):
             if leaf.table is not None:
-                param = probes[leaf.table].rows[0]
-                numbers = next(slots[leaf.table]) if leaf.kind == "state" else param
-                numbers = 0 * numbers if leaf.kind == "gradient" else numbers
-                more = jnp.asarray(numbers, wide(leaf.value.dtype))
-                rows[k] = more if alone else jnp.concatenate([rows[k].astype(more.dtype), more])
-                sizes[leaf.table] = rows[k].shape[0]
-        pairs = zip(replaced, unrounded(proof.at(sizes))(*rows), strict=True)
-        return [x[-probes[i].count :] for leaf, x in pairs if (i := leaf.table) is not None]
+                if not alone:
+                    arrays[k] = jnp.concatenate([arrays[k].astype(x.dtype), x])
+                sizes[leaf.table] = len(arrays[k])
+        new = zip(step.leaves, unrounded(proof.at(sizes))(*arrays), rows, strict=False)
+        return [y[-len(x) :] for leaf, y, x in new if leaf.table is not None]
 
-    zero = lambda leaf: jnp.zeros((), leaf.value.dtype)
-    alike = [leaf.value if leaf.table is None else zero(leaf) for leaf in step.leaves]
-    rows = alike if alone else step.rows()
-    sharding = explicit_sharding(*rows)
+    given = rows if alone else step.rows()
+    sharding = explicit_sharding(*given)
     if sharding is None:
-        new = probed(*rows)
+        made = by_table(step, probed(*given))
     else:
-        new = automatically(probed, *rows, like=sharding, spec=[()] * len(tables))
-    made = {i: [y for table, y in zip(tables, new, strict=True) if table == i] for i in probes}
+        spec: list[tuple[MeshAxes, ...]] = [()] * len(replaced(step))
+        made = by_table(step, automatically(probed, *given, like=sharding, spec=spec))
     return [probes[i].step(made[i]) if i in probes else None for i in range(len(forms))]
 
 
