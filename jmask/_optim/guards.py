@@ -11,7 +11,6 @@ A step that is not taken is a step of padding: it has no control flow, and copie
     state           arrays that a step without rows changes: jnp.where(take, new, old)
 """
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -48,49 +47,29 @@ from jmask._updates.state_rows import check_state_type, one_step
 Decide = Callable[[PyTree, PyTree, PyTree], tuple[jax.Array, PyTree, PyTree]]
 
 
-class Guard(OnePassTransformation):
-    """A transformation that takes a step of another one only where a predicate holds.
-
-    Attributes:
-        decide: (gradients, state, params) -> (whether to take a step, the gradients for it,
-            the new state but for `inner_state`).
-        guarded: the other one, which may be a guard, too.
-    """
-
-    decide: Decide
-    guarded: optax.GradientTransformationExtraArgs
-
-
-def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide) -> Guard:
+def guarded(
+    inner: optax.GradientTransformation, init: Function, decide: Decide
+) -> OnePassTransformation:
     """Return a transformation that takes a step of `inner` where `decide` says so.
 
     Args:
         init: makes a named tuple with an `inner_state`.
-        decide: see `Guard`.
+        decide: (gradients, state, params) -> (whether to take a step, the gradients for it,
+            the new state but for `inner_state`).
     """
+    inner = optax.with_extra_args_support(inner)
 
     def step(gradients, state, params, extra):
-        tx: optax.GradientTransformationExtraArgs = guard
-        take, states = jnp.ones((), bool), []
-        while isinstance(tx, Guard):
-            wanted, gradients, new = tx.decide(gradients, state, params)
-            states.append(new)
-            if tx is not guard:  # it counts what comes to it
-                states[-1] = jax.tree.map(
-                    functools.partial(_where, take), new, state._replace(inner_state=None)
-                )
-            take, tx, state = take & wanted, tx.guarded, state.inner_state
-        result, state = _step_where(take, tx, gradients, state, params, extra)
-        for new in reversed(states):
-            state = new._replace(inner_state=state)
-        return result, state
+        take, gradients, new = decide(gradients, state, params)
+        old = state.inner_state
+        result, inner_state = _step_where(take, inner, gradients, old, params, extra)
+        return result, new._replace(inner_state=inner_state)
 
     def update(updates, state, params=None, **extra_args):
         return step(updates, state, params, extra_args)
 
-    guard = Guard(init, update)
+    guard = OnePassTransformation(init, update)
     guard.apply_gradients = lambda grads, state, params: step(grads, state, params, None)
-    guard.decide, guard.guarded = decide, optax.with_extra_args_support(inner)
     return guard
 
 
@@ -398,6 +377,6 @@ def max_row_norm(
 def _bounded(rows: jax.Array, max_norm: Scalar, order: float) -> jax.Array:
     """Return rows (n, *row), in float32 at least, scaled to a norm of at most `max_norm`."""
     rows = rows.astype(wide(rows.dtype))
-    return (
-        shortened(rows, max_norm, order) if rows.ndim else jnp.clip(rows, -max_norm, max_norm)
-    )
+    if not rows.ndim:
+        return jnp.clip(rows, -max_norm, max_norm)
+    return shortened(rows, max_norm, order)
