@@ -36,8 +36,7 @@ from jmask._base.forms import aval_of, holds_jaxprs, within
 from jmask._base.jaxprs import ARITHMETIC, bound, needed_for, read, run
 from jmask._base.types import Argument, Atom, Function, PyTree, Table
 from jmask._kernels.update_rows import updated
-from jmask._lazy.row_local import ELEMENTWISE, RowLocal
-from jmask._lazy.sizes import sized
+from jmask._lazy.row_local import ELEMENTWISE, RowLocal, sized
 from jmask._lazy.step import LazyStep, Leaf, with_row
 from jmask._tensors.storage import stored_values
 from jmask._updates.checks import keep_valid, unchanged_where_masked

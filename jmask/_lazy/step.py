@@ -26,11 +26,10 @@ from jax import lax
 from jmask._base.array_types import has_8_bits
 from jmask._base.jaxprs import evaluate, origins
 from jmask._base.row_ids import hide
-from jmask._base.shardings import automatically, explicit_sharding, spec_of
+from jmask._base.shardings import automatically, explicit_sharding, spec_of, varying_axes
 from jmask._base.types import Argument, Gradient, PyTree, PyTreeDef, Shape, Table
 from jmask._kernels.rows import gather_unique_rows, ids_after_reading, set_rows
 from jmask._lazy import row_local
-from jmask._lazy.over_shards import is_block
 from jmask._lazy.row_local import RowLocal, RowWise
 from jmask._tables.rows_at import as_one_table, fitted, shape_of
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
@@ -263,7 +262,7 @@ class LazyStep:
             if same_dtypes and is_number and old.dtype != new.dtype:
                 raise TypeError(f"update makes a state of {new.dtype} of one of {old.dtype}")
         params = [leaf.value for leaf in self.leaves if leaf.kind == "param"]
-        blocks = [params[i] for i in step.proof.rows if params and is_block(params[i], params)]
+        blocks = [params[i] for i in step.proof.rows if params and _is_block(params[i], params)]
         if blocks and step.proof.sums_over_rows():
             raise NotRowLocalError(
                 "it sums over rows, and in this shard_map every device has other rows of a "
@@ -367,6 +366,19 @@ class LazyStep:
 def with_row(rows: jax.Array, row: Shape) -> jax.Array:
     """Return rows (n, ...) reshaped to (n, *row)."""
     return rows if rows.shape[1:] == row else jnp.reshape(rows, (rows.shape[0], *row))
+
+
+def _is_block(table: jax.Array, params: Sequence[jax.Array]) -> bool:
+    """Decide whether a table is a block of one device, by the types of all parameters.
+
+    It differs over an axis of a `shard_map` over which another parameter is the same. What an
+    optimizer makes of all rows (a global norm) it would make of those of one device. Where all
+    parameters differ, each device trains a model of its own.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return False
+    common = frozenset.intersection(*map(varying_axes, jax.tree.leaves(params)))
+    return any(varying_axes(x) - common for x in jax.tree.leaves(table))
 
 
 # --- single entries -----------------------------------------------------------------------
