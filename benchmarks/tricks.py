@@ -16,7 +16,7 @@ import jax
 from jmask._autodiff import bags as _bags
 from jmask._kernels import bag_sum as _bag_sum
 from jmask._kernels import gather as _gather
-from jmask._updates import row_update as _row_update
+from jmask._lazy import one_pass as _one_pass
 
 # The name in a `works.Task`: what holds the decision, its name there, and what it is without.
 TRICKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
@@ -24,7 +24,7 @@ TRICKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "bags by column": (_bag_sum.BagSum, "is_short", lambda *_: False),
     # `table[ids].sum(1)` in a loss is then a lookup and a sum.
     "sums of lookups": (_bags, "rows_of", lambda *_: None),
-    "whole small tables": (_row_update, "is_saturated", lambda *_: False),
+    "whole small tables": (_one_pass, "is_saturated", lambda *_: False),
 }
 # The tricks that some program has been made without.
 _asked: set[str] = set()
