@@ -392,12 +392,10 @@ def _fits(step: LazyStep, parts: Parts, combiner: Combiner) -> bool:
 
 # --- ways to update rows, read from the top ------------------------------------------------
 #
-# | way     | where                                    | what is done                            |
-# |---------|------------------------------------------|-----------------------------------------|
-# | ADD     | linear in the gradient, and of its dtype | an accumulating scatter                 |
-# | DENSE   | few rows for each lookup                 | the table, kept where no row is touched |
-# | ROWS    | not entry by entry                       | gather, compute, scatter of unique rows |
-# | SCATTER | anything else                            | one scatter, the update its combiner    |
+#     ADD      linear in the gradient, and of its dtype an accumulating scatter
+#     DENSE    few rows for each lookup                 the table, kept where not touched
+#     ROWS     not entry by entry                       gather, compute, scatter of unique rows
+#     SCATTER  anything else                            one scatter, the update its combiner
 #
 # How a device does ADD, ROWS and SCATTER is found in `_kernels.update_rows`.
 #
@@ -424,12 +422,9 @@ def update_rows(
 
     Args:
         combiner: (*tables, gradient, *scalars) -> one array for each table: entries to entries
-            if it is elementwise, rows (n, ...) to rows if not.
-        tables: with the same rows.
-        gradient: of such a table; rows of equal ids are summed first.
-        scalars: what else the combiner takes.
+            if it is elementwise, rows (n, ...) to rows if not. Rows of equal ids are summed
+            first.
         are_steps: of which tables the combiner returns what is added; else what is put there.
-        is_elementwise: whether entries of all tables correspond one to one.
         linear: rows of the gradient -> what is added to the only table, if that is all.
         valid (n, *row): which entries of a masked gradient exist; its ids are unique. The
             others keep what they have.
@@ -473,21 +468,21 @@ def update_rows(
     if valid is None:
         return update_elementwise(new_entries, tables, ids, rows, scalars, order)
 
+    # Lines have their mask in their bits. It is a number else: a scatter takes one dtype.
+    has_marks = order == "unique" and not is_complex(gradient)
+
     def new_valid_entries(*entries: jax.Array) -> list[jax.Array]:
         *given, mask = entries
+        if has_marks:
+            given, (given[count], mask) = [*entries], unmarked(entries[count])
+            mask = mask.astype(jnp.int32)
         pairs = zip(new_entries(*given), given, strict=False)
         return [jnp.where(mask != 0, x, y) for x, y in pairs]
 
-    def new_marked_entries(*entries: jax.Array) -> list[jax.Array]:
-        values, mask = unmarked(entries[count])
-        others = entries[count + 1 :]
-        return new_valid_entries(*entries[:count], values, *others, mask.astype(jnp.int32))
-
-    if order == "unique" and not is_complex(gradient):  # lines, with the mask in their bits
-        lines = marked(gradient.values, valid)
-        return update_elementwise(new_marked_entries, tables, ids, lines, scalars, order)
-    # A number, as a scatter takes arrays of one dtype.
-    others = [*scalars, valid.astype(gradient.dtype)]
+    if has_marks:
+        rows, others = marked(gradient.values, valid), [*scalars]
+    else:
+        others = [*scalars, valid.astype(gradient.dtype)]
     return update_elementwise(new_valid_entries, tables, ids, rows, others, order)
 
 

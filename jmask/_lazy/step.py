@@ -110,7 +110,6 @@ class LazyStep:
     """The arguments of one `update`.
 
     Attributes:
-        inner: the transformation.
         leaves: of the gradient, then of the state, of the parameters if they were given, and
             of the arrays among extra arguments. So leaf i of gradient and state is what output
             i of the update replaces.
