@@ -34,11 +34,9 @@ from jmask._deferred.measured import (
     Found,
     NotDeferrableError,
     Probes,
-    by_table,
     forms_of_steps,
     one_row_of,
-    replaced,
-    row_shapes,
+    places_of_tables,
     unrounded,
     with_rows,
 )
@@ -310,13 +308,15 @@ def _scalars(step: LazyStep, forms: Sequence[Found]) -> list[Step | None]:
     if proof is None:
         return [None] * len(forms)
     probes: dict[int, Probes] = {}
-    for i in proof.rows:
+    places = places_of_tables(step)
+    for i, at in places.items():
         form = forms[i]
         if not isinstance(form, Form):
             raise form or NotDeferrableError("a number has no rows")
-        probes[i] = Probes(form, row_shapes(step, i))
+        probes[i] = Probes(form, [step.leaves[k].seen.shape[1:] for k in at])
     rows = with_rows(step, {i: x.rows for i, x in probes.items()})
     alone = not proof.sums_over_rows()
+    results = [(i, k) for i, at in places.items() for k in at]
 
     def probed(*given: jax.Array) -> list[jax.Array]:
         """Return what becomes of the probes, beside the rows of the batch or alone."""
@@ -326,17 +326,21 @@ def _scalars(step: LazyStep, forms: Sequence[Found]) -> list[Step | None]:
                 if not alone:
                     arrays[k] = jnp.concatenate([arrays[k].astype(x.dtype), x])
                 sizes[leaf.table] = len(arrays[k])
-        new = zip(step.leaves, unrounded(proof.at(sizes))(*arrays), rows, strict=False)
-        return [y[-len(x) :] for leaf, y, x in new if leaf.table is not None]
+        new = unrounded(proof.at(sizes))(*arrays)
+        return [new[k][-len(rows[k]) :] for _, k in results]
 
     given = rows if alone else step.rows()
     sharding = explicit_sharding(*given)
     if sharding is None:
-        made = by_table(step, probed(*given))
+        new = probed(*given)
     else:
-        spec: list[tuple[MeshAxes, ...]] = [()] * len(replaced(step))
-        made = by_table(step, automatically(probed, *given, like=sharding, spec=spec))
-    return [probes[i].step(made[i]) if i in probes else None for i in range(len(forms))]
+        spec: list[tuple[MeshAxes, ...]] = [()] * len(results)
+        new = automatically(probed, *given, like=sharding, spec=spec)
+    steps: list[Step | None] = [None] * len(forms)
+    for i, x in probes.items():
+        made = [y for (table, _), y in zip(results, new, strict=True) if table == i]
+        steps[i] = x.step(made)
+    return steps
 
 
 # --- rows as they are now -----------------------------------------------------------------

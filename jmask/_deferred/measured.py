@@ -217,10 +217,16 @@ def one_row_of(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((1,) * (like.ndim - len(row)) + row, like.dtype)
 
 
-def row_shapes(step: LazyStep, table: int) -> list[Shape]:
-    """Return the shapes of a row of parameter and state, as the optimizer sees them."""
-    of_table = [x for x in step.leaves if x.table == table and x.kind != "param"]
-    return [x.seen.shape[1:] for x in of_table]
+def places_of_tables(step: LazyStep) -> dict[int, list[int]]:
+    """Return where among the leaves, and results, of a step those of each table are.
+
+    First its gradient, or update, then its state.
+    """
+    places: dict[int, list[int]] = {}
+    for k, leaf in enumerate(step.leaves):
+        if leaf.table is not None and leaf.kind != "param":
+            places.setdefault(leaf.table, []).append(k)
+    return places
 
 
 def with_rows(step: LazyStep, rows: Mapping[int, Sequence[HostArray]]) -> list[jax.Array]:
@@ -229,28 +235,13 @@ def with_rows(step: LazyStep, rows: Mapping[int, Sequence[HostArray]]) -> list[j
     Args:
         rows: of each table parameter and state, each (n, *row).
     """
-    slots = {i: iter(x[1:]) for i, x in rows.items()}
-    arrays = []
-    for leaf in step.leaves:
-        x = leaf.value
-        if leaf.table is not None:
-            param = rows[leaf.table][0]
-            numbers = next(slots[leaf.table]) if leaf.kind == "state" else param
-            numbers = 0 * numbers if leaf.kind == "gradient" else numbers
-            x = jnp.asarray(numbers, wide(x.dtype))
-        arrays.append(x)
+    arrays = [leaf.value for leaf in step.leaves]
+    params = {leaf.table: k for k, leaf in enumerate(step.leaves) if leaf.kind == "param"}
+    for i, (gradient, *slots) in places_of_tables(step).items():
+        numbers = 0 * rows[i][0], *rows[i]
+        for k, x in zip((gradient, params[i], *slots), numbers, strict=True):
+            arrays[k] = jnp.asarray(x, wide(arrays[k].dtype))
     return arrays
-
-
-def replaced(step: LazyStep) -> list[int]:
-    """Return which tables the results of a step that have rows are of: updates, then state."""
-    return [x.table for x in step.leaves if x.table is not None and x.kind != "param"]
-
-
-def by_table(step: LazyStep, new: Sequence[jax.Array]) -> dict[int, list[jax.Array]]:
-    """Return the update and the new state of each table, of those of all."""
-    pairs = list(zip(replaced(step), new, strict=True))
-    return {i: [x for table, x in pairs if table == i] for i, _ in pairs}
 
 
 def forms_of_steps(
@@ -289,39 +280,37 @@ def forms_of_steps(
                 found[i] = error
         tables = [i for i in tables if found[i] is None]
         step = of_tables(tables)
-    rows = {i: row_shapes(step, i) for i in tables}
-    asked = {i: questions(len(shapes)) for i, shapes in rows.items()}
-    filled = lambda x, row: np.broadcast_to(trailing(x, 1 + len(row)), (len(x), *row))
-    filled_rows = {i: list(map(filled, asked[i].T, shapes)) for i, shapes in rows.items()}
-    steps: dict[int, list[HostArray]] = {i: [] for i in tables}
+    rows: dict[int, list[HostArray]] = {}
+    steps: dict[int, list[HostArray]] = {}
+    places = places_of_tables(step)
+    for i, at in places.items():
+        shapes = [step.leaves[k].seen.shape[1:] for k in at]
+        columns = zip(questions(len(at)).T, shapes, strict=True)
+        rows[i] = [np.broadcast_to(trailing(x, 1 + len(y)), (len(x), *y)) for x, y in columns]
+        steps[i] = []
+    shared = [k for k, x in enumerate(step.leaves) if x.kind == "state" and x.table is None]
     with jax.ensure_compile_time_eval():
-        arrays = with_rows(step, filled_rows)
-        pairs = list(zip(step.leaves, arrays, strict=True))
+        arrays = with_rows(step, rows)
+        pairs = zip(step.leaves, arrays, strict=True)
         opened = [leaf.seen.update(shape=x.shape) for leaf, x in pairs]
         run = jax.jit(unrounded(jax.make_jaxpr(step.flat_update)(*opened)))
         for later in (0, 0, 0, *_LATER):
-            given = [
-                x + later if leaf.kind == "state" and _is_count(x) else x
-                for leaf, x in zip(step.leaves, arrays, strict=True)
-            ]
-            pairs = list(zip(step.leaves, run(*given), strict=False))
-            made = by_table(step, [x for leaf, x in pairs if leaf.table is not None])
-            for i, new in made.items():
-                first = [np.asarray(x).reshape(len(x), -1)[:, 0] for x in new]
+            for k in shared:
+                if arrays[k].ndim == 0 and jnp.issubdtype(arrays[k].dtype, jnp.integer):
+                    arrays[k] = arrays[k] + later
+            new = run(*arrays)
+            for i, at in places.items():
+                first = [np.asarray(new[k]).reshape(len(new[k]), -1)[:, 0] for k in at]
                 steps[i].append(np.stack(first, 1))
-            for k, (leaf, x) in enumerate(pairs):
-                if leaf.kind == "state" and leaf.table is None:
-                    arrays[k] = x
-    for i in tables:
+            for k in shared:
+                arrays[k] = new[k]
+    for i in places:
+        per_row = [x.shape[1:] != rows[i][0].shape[1:] for x in rows[i]]
         try:
-            found[i] = form_of(steps[i], [row != rows[i][0] for row in rows[i]])
+            found[i] = form_of(steps[i], per_row)
         except NotDeferrableError as error:
             found[i] = error
     return found
-
-
-def _is_count(x: jax.Array) -> bool:
-    return x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer)
 
 
 # --- the numbers of a step ----------------------------------------------------------------

@@ -52,7 +52,7 @@ from jmask._base.forms import (
     while_of,
     within,
 )
-from jmask._base.jaxprs import ARITHMETIC, inlined, needed_for, run
+from jmask._base.jaxprs import ARITHMETIC, inlined, interpret, needed_for, run
 from jmask._base.types import Argument, ArraysFunction, Atom, Function, Scalar
 from jmask._ops.rows import trial
 from jmask._updates.checks import NotRowLocalError
@@ -117,8 +117,7 @@ class RowLocal:
     def at(self, sizes: Mapping[int, int]) -> ClosedJaxpr:
         """Return the update for tables of these numbers of rows."""
         numbers = {self.rows[i]: size for i, size in sizes.items()}
-        jaxpr = with_sizes(self.traced.jaxpr, numbers)
-        return ClosedJaxpr(jaxpr, self.traced.consts)
+        return ClosedJaxpr(with_sizes(self.traced.jaxpr, numbers), self.traced.consts)
 
     def owner(self, v: Var) -> int | None:
         """Return the table whose rows a variable has: their open number is in its shape."""
@@ -161,13 +160,9 @@ def proved(
 
     Args:
         function: arrays -> updates and state, in the order of the first of its arguments.
-        shapes: of the arguments, of whole tables.
         tables: whose rows each argument has along its first axis, or None.
         are_gradients: which arguments are 0 in untouched rows.
         is_row_wise: whether code of `function` asks for no number of rows.
-
-    Raises:
-        NotRowLocalError: with the first operation that mixes or counts rows.
     """
     rows, opened = open_shapes(shapes, tables)
     dense = None
@@ -244,9 +239,8 @@ def known_in(program: ClosedJaxpr, inputs: Sequence[Known]) -> dict[Var, Known]:
 
 def _outputs(opened: Opened, inputs: Sequence[Known]) -> list[Known]:
     program = inlined(ClosedJaxpr(*opened))
-    known = known_in(program, inputs)
-    outputs = program.jaxpr.outvars
-    return [_of_literal(v.val) if isinstance(v, Literal) else known[v] for v in outputs]
+    consts: list[Known] = [None] * len(program.consts)
+    return interpret(program.jaxpr, consts, inputs, _rule, _of_literal)
 
 
 def _of_literal(x: Argument) -> Known:

@@ -304,17 +304,14 @@ def _step(
     old = [grad, *slots]
     if are_pairs:
         grad, param, *slots = map(_pairs, (grad, param, *slots))
-    floats = [x for x in (grad, param, *slots) if x is not None and _is_float(x)]
+    arrays = [x for x in (grad, param, *slots) if x is not None]
+    floats = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
     dtype = joint_dtype(*floats) if floats else None
     # But for counts, which no floating dtype holds all of.
     is_count = lambda x: not isinstance(x, jax.Array) or x.dtype == jnp.int32
     new = rule(grad, param, *slots, *(x if is_count(x) else x.astype(dtype) for x in scalars))
     step, *new_slots = map(_unpaired, new, old) if are_pairs else new
     return [step, *(x.astype(y.dtype) for x, y in zip(new_slots, entries[2:], strict=True))]
-
-
-def _is_float(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _pairs(x: Argument) -> Argument:
