@@ -17,7 +17,7 @@ fixed rate needs two scalars, and a scatter of parameter and both moments takes 
 are compiled in and need none. A value made of the gradient alone (clipped by the norm of all
 gradients) can replace the gradient, which saves its scalars. A mask is one operand more.
 
-Everything else is computed on gathered rows; see `update_rows`.
+Everything else is computed on gathered rows; see `_update_of_rows`.
 """
 
 import functools
@@ -113,25 +113,16 @@ def applied_in_one_pass(step: LazyStep) -> tuple[PyTree, PyTree] | None:
     # --- the pass
     started = []
     for table, c in combiners.items():
-        leaf, steps, replaced = leaves[table], c.steps, [leaves[i] for i in c.places]
+        leaf, steps = leaves[table], c.steps
         gradient, scalars = leaf.value, [known[v] for v in c.scalars]
         # Rows of equal ids are summed here only if something is computed of the sums. Then
         # nothing is gained by adding them one at a time.
         if c.source in computed or table in parts.reduced:
             gradient = leaf.summed.with_values(leaf.stored(known[c.source]))
             steps = None
-        started.append(
-            update_rows(
-                c.function,
-                [x.value for x in replaced],
-                gradient,
-                scalars,
-                are_steps=[x.kind == "param" for x in replaced],
-                is_elementwise=table not in parts.by_rows,
-                linear=steps and functools.partial(steps, scalars),
-                valid=leaf.valid,
-            )
-        )
+        replaced, is_elementwise = [leaves[i] for i in c.places], table not in parts.by_rows
+        update = _update_of_rows(c, replaced, gradient, scalars, is_elementwise, steps)
+        started.append(update)
     results: dict[int, Table] = {}
     for c, new in zip(combiners.values(), updated(started), strict=True):
         results.update((i, leaves[i].stacked(x)) for i, x in zip(c.places, new, strict=True))
@@ -407,37 +398,32 @@ def _fits(step: LazyStep, parts: Parts, combiner: Combiner) -> bool:
 # bit for bit the old table in the rows that no id names.
 
 
-def update_rows(
-    combiner: Function,
-    tables: Sequence[jax.Array],
+def _update_of_rows(
+    combiner: Combiner,
+    leaves: Sequence[Leaf],
     gradient: RowSparse,
     scalars: Sequence[jax.Array],
-    *,
-    are_steps: Sequence[bool],
-    is_elementwise: bool = True,
-    linear: Callable[[jax.Array], jax.Array] | None = None,
-    valid: jax.Array | None = None,
+    is_elementwise: bool,
+    steps: Function | None,
 ) -> RowUpdate | list[jax.Array]:
     """Make an update of the rows of a gradient; `updated` runs it.
 
     Args:
-        combiner: (*tables, gradient, *scalars) -> one array for each table: entries to entries
-            if it is elementwise, rows (n, ...) to rows if not. Rows of equal ids are summed
-            first.
-        are_steps: of which tables the combiner returns what is added; else what is put there.
-        linear: rows of the gradient -> what is added to the only table, if that is all.
-        valid (n, *row): which entries of a masked gradient exist; its ids are unique. The
-            others keep what they have.
+        leaves: those that the combiner replaces.
+        gradient: rows of equal ids are summed first.
+        steps: see `Combiner`; None if it may not be used.
     """
-    table, count = tables[0], len(tables)
+    tables, are_steps = [x.value for x in leaves], [x.kind == "param" for x in leaves]
+    valid, table, count = leaves[0].valid, tables[0], len(tables)
     # The gradient is opened once: what follows takes canonical ids, rows, and their order.
     ids, rows, order = gradient.row_ids(), gradient.rows(), gradient.order
-    if linear is not None and table.dtype == gradient.dtype and not is_narrow(table.dtype):
-        steps = unchanged_where_masked(scaled(gradient.values, linear), valid)
-        return RowUpdate(ADDITION, tables, ids, gathered(steps), [], order)
+    if steps is not None and table.dtype == gradient.dtype and not is_narrow(table.dtype):
+        added_rows = scaled(gradient.values, functools.partial(steps, scalars))
+        added_rows = unchanged_where_masked(added_rows, valid)
+        return RowUpdate(ADDITION, tables, ids, gathered(added_rows), [], order)
 
     def new_entries(*entries: jax.Array) -> list[jax.Array]:
-        made = zip(entries, combiner(*entries), are_steps, strict=False)
+        made = zip(entries, combiner.function(*entries), are_steps, strict=False)
         return [(added(x, y) if is_step else y).astype(x.dtype) for x, y, is_step in made]
 
     if valid is None and is_saturated(gradient, tables):
@@ -451,8 +437,8 @@ def update_rows(
         *others, mask = x.scalars if valid is not None else (*x.scalars, None)
         old = [gather_unique_rows(table, x.ids, x.order) for table in x.tables]
         new = []
-        made = zip(x.tables, old, combiner(*old, x.rows, *others), are_steps, strict=True)
-        for table, before, y, is_step in made:
+        made = combiner.function(*old, x.rows, *others)
+        for table, before, y, is_step in zip(x.tables, old, made, are_steps, strict=True):
             y = unchanged_where_masked(y, mask) if is_step else keep_valid(y, before, mask)
             if is_step and table.dtype == joint_dtype(table, y):
                 # Without reading the old rows.
@@ -472,10 +458,12 @@ def update_rows(
     has_marks = order == "unique" and not is_complex(gradient)
 
     def new_valid_entries(*entries: jax.Array) -> list[jax.Array]:
-        *given, mask = entries
         if has_marks:
-            given, (given[count], mask) = [*entries], unmarked(entries[count])
+            given = [*entries]
+            given[count], mask = unmarked(given[count])
             mask = mask.astype(jnp.int32)
+        else:
+            *given, mask = entries
         pairs = zip(new_entries(*given), given, strict=False)
         return [jnp.where(mask != 0, x, y) for x, y in pairs]
 

@@ -11,6 +11,7 @@ A step that is not taken is a step of padding: it has no control flow, and copie
     state           arrays that a step without rows changes: jnp.where(take, new, old)
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -48,29 +49,52 @@ from jmask._updates.state_rows import check_state_type, one_step
 Decide = Callable[[PyTree, PyTree, PyTree], tuple[jax.Array, PyTree, PyTree]]
 
 
-def guarded(
-    inner: optax.GradientTransformation, init: Function, decide: Decide
-) -> OnePassTransformation:
+class Guard(OnePassTransformation):
+    """A transformation that takes a step of another one only where a predicate holds.
+
+    Attributes:
+        decide: (gradients, state, params) -> (whether to take a step, the gradients for it,
+            the new state but for `inner_state`).
+        guarded: the other one, which may be a guard, too.
+    """
+
+    decide: Decide
+    guarded: optax.GradientTransformationExtraArgs
+
+
+def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide) -> Guard:
     """Return a transformation that takes a step of `inner` where `decide` says so.
+
+    Guards of guards decide first, and then there is one step: in that of the outer one, taken
+    without rows, an inner `multi_steps` would have the rows that it keeps.
 
     Args:
         init: makes a named tuple with an `inner_state`.
-        decide: (gradients, state, params) -> (whether to take a step, the gradients for it,
-            the new state but for `inner_state`).
+        decide: see `Guard`.
     """
-    inner = optax.with_extra_args_support(inner)
 
     def step(gradients, state, params, extra):
-        take, gradients, new = decide(gradients, state, params)
-        old = state.inner_state
-        result, inner_state = _step_where(take, inner, gradients, old, params, extra)
-        return result, new._replace(inner_state=inner_state)
+        tx: optax.GradientTransformationExtraArgs = guard
+        take, states = jnp.ones((), bool), []
+        while isinstance(tx, Guard):
+            wanted, gradients, new = tx.decide(gradients, state, params)
+            states.append(new)
+            if tx is not guard:  # it counts what comes to it
+                states[-1] = jax.tree.map(
+                    functools.partial(_where, take), new, state._replace(inner_state=None)
+                )
+            take, tx, state = take & wanted, tx.guarded, state.inner_state
+        result, state = _step_where(take, tx, gradients, state, params, extra)
+        for new in reversed(states):
+            state = new._replace(inner_state=state)
+        return result, state
 
     def update(updates, state, params=None, **extra_args):
         return step(updates, state, params, extra_args)
 
-    guard = OnePassTransformation(init, update)
+    guard = Guard(init, update)
     guard.apply_gradients = lambda grads, state, params: step(grads, state, params, None)
+    guard.decide, guard.guarded = decide, optax.with_extra_args_support(inner)
     return guard
 
 
