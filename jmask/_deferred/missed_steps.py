@@ -77,10 +77,6 @@ class Step(NamedTuple):
     e: Argument = None
     sign: Argument = None
 
-    def decay(self, i: int) -> Scalar:
-        """Return the factor of entry i: A[i, i]."""
-        return 1 + self.changes.get((i, i), 0.0)
-
 
 @dataclasses.dataclass(frozen=True)
 class Form:
@@ -172,7 +168,8 @@ def advanced(
     if form.quotient is not None:
         a, b = form.quotient
         # For rows caught up just before this step it is the first one.
-        first = _spread(step.decay(a), step.decay(b), clock.astype(dtype)) * step.e
+        b1, b2 = (1 + step.changes.get((i, i), 0.0) for i in (a, b))
+        first = _spread(b1, b2, clock.astype(dtype)) * step.e
         shift = [jnp.where(slot == clock % ring, first, shift[0])]
         factors = old[a, a], old[b, b]
         values = step.c * _at_nodes(form.terms, *factors, shift[0], step.e)

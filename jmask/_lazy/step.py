@@ -36,7 +36,6 @@ from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values
 from jmask._updates.checks import (
     NotRowLocalError,
-    dense_gradient,
     gradient_and_valid,
     is_gradient_leaf,
     keep_valid,
@@ -189,14 +188,6 @@ class LazyStep:
     def gradients(self) -> list[Leaf]:
         """The leaves of the gradient."""
         return self.leaves[: self.trees[0].num_leaves]
-
-    def of_all_rows(self) -> "LazyStep":
-        """Return the step on whole tables, with dense gradients."""
-        leaves = [
-            dataclasses.replace(leaf, value=dense_gradient(leaf.value), table=None)
-            for leaf in self.leaves
-        ]
-        return dataclasses.replace(self, leaves=leaves)
 
     def flat_update(self, *inputs: jax.Array) -> list[jax.Array]:
         """Run `inner.update` from leaves to updates and state, all flat."""
