@@ -167,32 +167,29 @@ class Parts(NamedTuple):
 def _taken_apart(step: LazyStep) -> Parts | None:
     """Return the parts of an update, or None if it computes something shared of old rows."""
     assert step.proof is not None
-    jaxpr, owners = step.proof.program.jaxpr, step.proof.owners
-    parts = Parts(tables_by_rows(step), {}, set(), set(), set())
-    for v, leaf in zip(jaxpr.invars, step.leaves, strict=True):
-        if leaf.table is not None:
-            parts.table_of[v] = leaf.table
-            parts.from_gradient.update([v] if leaf.kind == "gradient" else ())
+    jaxpr, owners, by_rows = step.proof.program.jaxpr, step.proof.owners, tables_by_rows(step)
+    from_gradient = {jaxpr.invars[i] for i in step.proof.rows}
+    filled: set[Var] = set()
+    reduced: set[int] = set()
     for eqn in jaxpr.eqns:
         operands = {v for v in eqn.invars if isinstance(v, Var) and v in owners}
-        from_gradient = operands <= parts.from_gradient | parts.filled
+        is_from_gradient = operands <= from_gradient | filled
         if not owners.keys() & {*eqn.outvars}:
-            if not from_gradient:
+            if not is_from_gradient:
                 return None
-            parts.reduced.update(owners[v] for v in operands)
+            reduced.update(owners[v] for v in operands)
             continue
         is_mixed = len({owners.get(v) for v in (*operands, *eqn.outvars)}) > 1
         if is_mixed or eqn.effects or holds_jaxprs(eqn):
             return None
-        table = owners[eqn.outvars[0]]
-        if operands <= parts.filled and table not in parts.by_rows:
+        if operands <= filled and owners[eqn.outvars[0]] not in by_rows:
             if eqn.primitive.name not in (*ARITHMETIC, _FILL):
                 return None
-            parts.filled.update(eqn.outvars)
-        else:
-            parts.table_of.update(dict.fromkeys(eqn.outvars, table))
-            parts.from_gradient.update(eqn.outvars if from_gradient else ())
-    return parts
+            filled.update(eqn.outvars)
+        elif is_from_gradient:
+            from_gradient.update(eqn.outvars)
+    table_of = {v: i for v, i in owners.items() if v not in filled}
+    return Parts(by_rows, table_of, from_gradient, filled, reduced)
 
 
 def tables_by_rows(step: LazyStep) -> set[int]:
