@@ -13,7 +13,6 @@ The one pass makes its combiner of the equations of the same program.
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -113,7 +112,7 @@ class LazyStep:
             of the arrays among extra arguments. So leaf i of gradient and state is what output
             i of the update replaces.
         trees: structures of gradient, state, parameters and extra arguments.
-        others: extra arguments that are no arrays, by their position among all.
+        others: extra arguments that are no arrays, by their position among all leaves.
         proof: the program of `inner` from leaves to updates and state, if it was proved.
     """
 
@@ -180,8 +179,9 @@ class LazyStep:
         leaves += [leaf(x, "state", i, row) for (i, row), x in zip(owners, states, strict=True)]
         leaves += of_params
         extra, extra_tree = jax.tree.flatten(extra_args)
-        others = {i: x for i, x in enumerate(extra) if not hasattr(x, "__array__")}
-        leaves += [Leaf(x, "extra") for i, x in enumerate(extra) if i not in others]
+        numbered = list(enumerate(extra, start=len(leaves)))
+        others = {i: x for i, x in numbered if not hasattr(x, "__array__")}
+        leaves += [Leaf(x, "extra") for i, x in numbered if i not in others]
         return cls(inner, leaves, (gradient_tree, state_tree, param_tree, extra_tree), others)
 
     @property
@@ -193,28 +193,19 @@ class LazyStep:
         """Run `inner.update` from leaves to updates and state, all flat."""
         # Rows of 8 bits, which JAX promotes to nothing, are computed with in 32 and stored in
         # their own dtype again.
-        wide = [
+        wide = (
             x.astype(jnp.float32) if leaf.table is not None and has_8_bits(x) else x
             for leaf, x in zip(self.leaves, inputs, strict=True)
-        ]
-        gradient_tree, state_tree, param_tree, extra_tree = self.trees
-        first, second, third, _ = itertools.accumulate(tree.num_leaves for tree in self.trees)
-        arrays = iter(wide[third:])
-        extra = [
-            self.others[i] if i in self.others else next(arrays)
-            for i in range(extra_tree.num_leaves)
-        ]
-        updates, new_state = self.inner.update(
-            gradient_tree.unflatten(wide[:first]),
-            state_tree.unflatten(wide[first:second]),
-            param_tree.unflatten(wide[second:third]),
-            **extra_tree.unflatten(extra),
         )
-        pairs = ("updates", updates, gradient_tree), ("state", new_state, state_tree)
-        for name, tree, expected in pairs:
-            if jax.tree.structure(tree) != expected:
+        tree: PyTreeDef = jax.tree_util.treedef_tuple(self.trees)
+        every = range(tree.num_leaves)
+        leaves = [self.others[i] if i in self.others else next(wide) for i in every]
+        updates, state, params, extra = tree.unflatten(leaves)
+        results = self.inner.update(updates, state, params, **extra)
+        for name, new, expected in zip(("updates", "state"), results, self.trees, strict=False):
+            if jax.tree.structure(new) != expected:
                 raise NotRowLocalError(f"update changes the structure of its {name}")
-        return [*jax.tree.leaves(updates), *jax.tree.leaves(new_state)]
+        return jax.tree.leaves(results)
 
     # --- its proof -----------------------------------------------------------------------
 
