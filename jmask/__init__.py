@@ -31,6 +31,9 @@ from jmask._ops.contractions import square_sum as square_sum
 from jmask._ops.indexing import retain as retain
 from jmask._ops.products import dot as dot
 from jmask._optim import exported as _exported  # noqa: F401
+from jmask._optim.adam import adam as adam
+from jmask._optim.adam import adamw as adamw
+from jmask._optim.adam import rowwise_adam as rowwise_adam
 from jmask._optim.ema import ema as ema
 from jmask._optim.explain import explain as explain
 from jmask._optim.guards import clip_by_row_norm as clip_by_row_norm
@@ -39,11 +42,8 @@ from jmask._optim.guards import max_row_norm as max_row_norm
 from jmask._optim.guards import skip_nonfinite as skip_nonfinite
 from jmask._optim.microbatches import multi_steps as multi_steps
 from jmask._optim.named import adagrad as adagrad
-from jmask._optim.named import adam as adam
-from jmask._optim.named import adamw as adamw
 from jmask._optim.named import ftrl as ftrl
 from jmask._optim.named import rowwise_adagrad as rowwise_adagrad
-from jmask._optim.named import rowwise_adam as rowwise_adam
 from jmask._optim.named import sgd as sgd
 from jmask._optim.torch_state import from_torch_state as from_torch_state
 from jmask._optim.torch_state import to_torch_state as to_torch_state

@@ -1,7 +1,7 @@
 """The optimizers by name, what is wrapped around them, and `explain`.
 
 row_rule                    an optimizer as arithmetic on a row; hyperparameters, checked
-named                       the optimizers by name
+named, adam                 the optimizers by name
 ema                         averages of the parameters
 touched                     the rows that have moved since a step
 microbatches                `multi_steps`: one step for the gradients of k microbatches

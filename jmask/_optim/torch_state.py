@@ -12,7 +12,8 @@ import numpy as np
 
 from jmask._base.types import HostArray, PyTree
 from jmask._base.validation import leaf_name
-from jmask._optim.named import AdagradState, AdamState
+from jmask._optim.adam import AdamState
+from jmask._optim.named import AdagradState
 from jmask._updates.state_rows import states_of
 
 # The fields of a state after `count`, by the keys that torch gives them.
