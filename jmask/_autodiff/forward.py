@@ -50,7 +50,7 @@ from jmask._autodiff.views import (
 )
 from jmask._base.array_types import is_known
 from jmask._base.forms import CALLS, Opened, aval_of, called, name_of, within
-from jmask._base.jaxprs import bound, read, side_by_side
+from jmask._base.jaxprs import bound, bound_to_differentiate, read, side_by_side
 from jmask._base.shardings import varying_like
 from jmask._base.types import Argument, Shaped
 from jmask._kernels.bag_sum import BAG_SUM
@@ -208,7 +208,7 @@ class Forward:
             return [gather_of(eqn)(*args)]
         if name in ("jit", "pjit") and any(map(_is_slow, within(called(eqn)[0].eqns))):
             return self.run(called(eqn), args, taps, [True] * len(eqn.outvars))
-        return bound(eqn, args)
+        return bound_to_differentiate(eqn, args)
 
     def _same(self, eqn: JaxprEqn, x: View, taps: Taps) -> View:
         """Return a table, or what is made of tables, as it is on other devices."""

@@ -7,15 +7,15 @@
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmask._base.forms import CALLS, REMATS, called, name_of, names_in
 from jmask._base.shardings import varying_alike
-from jmask._base.types import Argument, Atom
+from jmask._base.types import Argument, ArrayFunction, Atom
 
 _Value = TypeVar("_Value")
 
@@ -85,6 +85,31 @@ def bound(eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> list[jax.Array]:
         inputs = varying_alike(*inputs)
     outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+
+def bound_to_differentiate(eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> list[jax.Array]:
+    """Bind an equation as `jax.numpy` does its operations, under `jax.jit`, to be inlined.
+
+    JAX keeps the linearization of what is jitted: tracing the gradient of many layers of the
+    same shapes takes two thirds of the time.
+    """
+    # What has several results may call functions of the user's, which are not to be kept.
+    is_kept = not (eqn.primitive.multiple_results or eqn.effects)
+    if is_kept and not jax.sharding.get_abstract_mesh().manual_axes:
+        try:
+            jitted = _jitted(eqn.primitive, tuple(eqn.params.items()))
+        except TypeError:  # parameters that are not hashable
+            return bound(eqn, inputs)
+        return [jitted(*inputs)]
+    return bound(eqn, inputs)
+
+
+@functools.lru_cache(1024)
+def _jitted(primitive: Primitive, params: tuple[tuple[str, Hashable], ...]) -> ArrayFunction:
+    def bind(*inputs: jax.Array) -> jax.Array:
+        return primitive.bind(*inputs, **primitive.get_bind_params(dict(params)))
+
+    return jax.jit(bind, inline=True)
 
 
 def interpret(

@@ -27,7 +27,7 @@ from jax import lax
 from jmask._base.array_types import trailing, wide
 from jmask._base.row_ids import Order, id_dtype
 from jmask._base.shardings import Shards, automatically, entry, explicit_sharding
-from jmask._base.types import Function, Gradient, KeyPath, PyTree, PyTreeDef
+from jmask._base.types import Function, KeyPath, MeshAxes, PyTree, PyTreeDef
 from jmask._base.validation import checked_integer
 from jmask._deferred.measured import (
     Found,
@@ -35,7 +35,9 @@ from jmask._deferred.measured import (
     Probes,
     forms_of_steps,
     one_row_of,
+    places_of_tables,
     unrounded,
+    with_rows,
 )
 from jmask._deferred.missed_steps import Form, Step, advanced, caught_up
 from jmask._deferred.row_numbers import chosen_rows
@@ -187,10 +189,14 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
             errors = [form for form in forms if isinstance(form, Exception)]
             raise errors[0] if errors else NotDeferrableError("no table is among `params`")
         tree: PyTreeDef = jax.tree.structure(params)
-        tables = [
-            _begun(form, x, window) if isinstance(form, Form) else ()
-            for form, x in zip(forms, jax.tree.leaves(params), strict=True)
-        ]
+        tables: list[PyTree] = [()] * len(forms)
+        for i, (form, x) in enumerate(zip(forms, jax.tree.leaves(params), strict=True)):
+            if isinstance(form, Form):
+                fresh = form.line(wide(x.dtype))
+                last = jnp.zeros_like(x[..., 0] if x.ndim > 1 else x, jnp.int32)  # as it lies
+                carry = jnp.zeros((window, form.sums), fresh.dtype)
+                swept = jnp.zeros((), jnp.int32)
+                tables[i] = TableState(last, jnp.tile(fresh, (window, 1)), carry, swept)
         clock = jnp.zeros((), jnp.int32)
         return DeferredState(inner.init(params), clock, tree.unflatten(tables))
 
@@ -205,7 +211,9 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         _check_state(state)
         fit, forms = Fit.of(grads, params), forms_of(params)
         tree: PyTreeDef = jax.tree.structure(fit.gradients, is_leaf=is_gradient_leaf)
-        gradients = jax.tree.map(_filled, fit.gradients, is_leaf=is_gradient_leaf)
+        # 0 where they were masked, as they are to dense optimizers.
+        filled = lambda x: gradient_and_valid(x)[0] if isinstance(x, MaskedTensor) else x
+        gradients = jax.tree.map(filled, fit.gradients, is_leaf=is_gradient_leaf)
         # A dense step moves all rows of a line.
         gradients = with_whole_rows(gradients, lines=True)
         step = step_of(inner, gradients, state.inner, fit.params, extra_args)
@@ -263,11 +271,6 @@ def _check_state(state: object) -> None:
         )
 
 
-def _filled(gradient: Gradient) -> Gradient:
-    """Return a gradient that is 0 where it was masked, as it is to dense optimizers."""
-    return gradient_and_valid(gradient)[0] if isinstance(gradient, MaskedTensor) else gradient
-
-
 def _noted(
     form: Form, table: TableState, clock: jax.Array, leaf: Leaf, step: Step | None
 ) -> tuple[Leaf, TableState]:
@@ -304,56 +307,42 @@ def _scalars(step: LazyStep, forms: Sequence[Found]) -> list[Step | None]:
     if proof is None:
         return [None] * len(forms)
     probes: dict[int, Probes] = {}
-    for i in proof.rows:
+    places = places_of_tables(step)
+    for i, at in places.items():
         form = forms[i]
         if not isinstance(form, Form):
             raise form or NotDeferrableError("a number has no rows")
-        slots = [x for x in step.leaves if x.table == i and x.kind == "state"]
-        probes[i] = Probes(form, [x.seen.shape[1:] for x in (step.gradients[i], *slots)])
+        probes[i] = Probes(form, [step.leaves[k].seen.shape[1:] for k in at])
+    rows = with_rows(step, {i: x.rows for i, x in probes.items()})
     alone = not proof.sums_over_rows()
-    replaced = step.leaves[: len(proof.program.out_avals)]
-    tables = [leaf.table for leaf in replaced if leaf.table is not None]
+    results = [(i, k) for i, at in places.items() for k in at]
 
     def probed(*given: jax.Array) -> list[jax.Array]:
         """Return what becomes of the probes, beside the rows of the batch or alone."""
-        rows, sizes = list(given), {}
-        slots = {i: iter(x.rows[1:]) for i, x in probes.items()}
-        for k, leaf in enumerate(step.leaves):
+        arrays, sizes = list(given), {}
+        for k, (leaf, x) in enumerate(zip(step.leaves, rows, strict=True)):
             if leaf.table is not None:
-                param = probes[leaf.table].rows[0]
-                numbers = next(slots[leaf.table]) if leaf.kind == "state" else param
-                numbers = 0 * numbers if leaf.kind == "gradient" else numbers
-                more = jnp.asarray(numbers, wide(leaf.value.dtype))
-                rows[k] = more if alone else jnp.concatenate([rows[k].astype(more.dtype), more])
-                sizes[leaf.table] = rows[k].shape[0]
-        pairs = zip(replaced, unrounded(proof.at(sizes))(*rows), strict=True)
-        return [x[-probes[i].count :] for leaf, x in pairs if (i := leaf.table) is not None]
+                if not alone:
+                    arrays[k] = jnp.concatenate([arrays[k].astype(x.dtype), x])
+                sizes[leaf.table] = len(arrays[k])
+        new = unrounded(proof.at(sizes))(*arrays)
+        return [new[k][-len(rows[k]) :] for _, k in results]
 
-    zero = lambda leaf: jnp.zeros((), leaf.value.dtype)
-    alike = [leaf.value if leaf.table is None else zero(leaf) for leaf in step.leaves]
-    rows = alike if alone else step.rows()
-    sharding = explicit_sharding(*rows)
+    given = rows if alone else step.rows()
+    sharding = explicit_sharding(*given)
     if sharding is None:
-        new = probed(*rows)
+        new = probed(*given)
     else:
-        new = automatically(probed, *rows, like=sharding, spec=[()] * len(tables))
-    made = {i: [y for table, y in zip(tables, new, strict=True) if table == i] for i in probes}
-    return [probes[i].step(made[i]) if i in probes else None for i in range(len(forms))]
+        spec: list[tuple[MeshAxes, ...]] = [()] * len(results)
+        new = automatically(probed, *given, like=sharding, spec=spec)
+    steps: list[Step | None] = [None] * len(forms)
+    for i, x in probes.items():
+        made = [y for (table, _), y in zip(results, new, strict=True) if table == i]
+        steps[i] = x.step(made)
+    return steps
 
 
 # --- rows as they are now -----------------------------------------------------------------
-
-
-def _begun(form: Form, table: jax.Array, window: int) -> TableState:
-    """Return what is kept of a table before its first step, each row where it lives."""
-    fresh = form.line(wide(table.dtype))
-    rows = table[..., 0] if table.ndim > 1 else table
-    return TableState(
-        jnp.zeros_like(rows, jnp.int32),
-        jnp.tile(fresh, (window, 1)),
-        jnp.zeros((window, form.sums), fresh.dtype),
-        jnp.zeros((), jnp.int32),
-    )
 
 
 def _caught_up(
@@ -366,65 +355,66 @@ def _caught_up(
     """Return parameter and state with rows as they are now: those of ids (n,), None for all."""
     arrays, shared = [*slots, table.last], [table.lines, clock, table.swept]
     shards = Shards.of(slots[0], *([] if ids is None else [ids]))
-    if shards is None:
-        *new, last, swept = _block_caught_up(form, arrays, shared, ids)
-        return new, table._replace(last=last, swept=swept)
 
     def on_block(
-        shared: list[jax.Array], ids: jax.Array | None, *arrays: jax.Array
+        shared: Sequence[jax.Array], ids: jax.Array | None, *arrays: jax.Array
     ) -> list[jax.Array]:
-        """Catch rows of the block of this device up."""
-        here = None if ids is None else shards.local(ids, math.prod(arrays[-1].shape))
-        return _block_caught_up(form, list(arrays), shared, here)
+        """Catch rows up, of the block of one device where there are several."""
+        lines, clock, swept = shared
+        kept = arrays[-1].shape
+        count = math.prod(kept)
+        if not count:
+            return [*arrays, swept]
+        flat = [x.reshape(count, *x.shape[len(kept) :]) for x in arrays]
+        dtype = id_dtype(count)
+        if ids is None:
+            size = min(count, _BLOCK)
 
-    rows = (entry(shards.rows),)
-    specs = [shards.spec if x.shape == slots[0].shape else rows for x in arrays]
-    given, out = [(), (), *specs], [*specs, ()]
-    *new, last, swept = shards.run(on_block, shared, ids, *arrays, specs=given, out=out)
+            def block(i: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
+                first = jnp.minimum(i.astype(dtype) * size, count - size)
+                ids = first + jnp.arange(size, dtype=dtype)
+                return _caught_up_at(form, lines, clock, ids, arrays, "sorted")
+
+            flat = lax.fori_loop(0, -(-count // size), block, flat)
+        else:
+            ids = ids if shards is None else shards.local(ids, count)
+            each = -(-count // (lines.shape[0] - 1))
+            more = (swept.astype(dtype) + jnp.arange(each, dtype=dtype)) % count
+            ids = jnp.concatenate([ids.astype(dtype), more])
+            flat = _caught_up_at(form, lines, clock, ids, flat, "any")
+            swept = ((swept + each) % count).astype(jnp.int32)
+        return [*(x.reshape(y.shape) for x, y in zip(flat, arrays, strict=True)), swept]
+
+    if shards is None:
+        *new, last, swept = on_block(shared, ids, *arrays)
+    else:
+        rows = (entry(shards.rows),)
+        specs = [shards.spec if x.shape == slots[0].shape else rows for x in arrays]
+        given, out = [(), (), *specs], [*specs, ()]
+        *new, last, swept = shards.run(on_block, shared, ids, *arrays, specs=given, out=out)
     return new, table._replace(last=last, swept=swept)
 
 
-def _block_caught_up(
-    form: Form, arrays: list[jax.Array], shared: Sequence[jax.Array], ids: jax.Array | None
+def _caught_up_at(
+    form: Form,
+    lines: jax.Array,
+    clock: jax.Array,
+    ids: jax.Array,
+    arrays: list[jax.Array],
+    order: Order,
 ) -> list[jax.Array]:
-    """Return parameter, state, `last` and `swept`; see `_caught_up`."""
-    lines, clock, swept = shared
-    shapes, kept, window = [x.shape for x in arrays], arrays[-1].shape, lines.shape[0]
-    count = math.prod(kept)
-    if not count:
-        return [*arrays, swept]
-
-    def at(ids: jax.Array, arrays: list[jax.Array], order: Order) -> list[jax.Array]:
-        *entries, last = (gather_rows(x, ids) for x in arrays)
-        # Without the barrier XLA gathers the lines again for each entry.
-        since = gather_rows(lines, last % window)
-        *entries, since = lax.optimization_barrier((*entries, since))
-        new = caught_up(form, since, [x.astype(since.dtype) for x in entries])
-        waited = trailing(clock - last, new[0].ndim)
-        new[0] = jnp.where(waited < window, new[0], jnp.nan)
-        # Both: JAX 0.10 reads what it may from a copy.
-        ids = ids_after_reading(ids_after_reading(ids, entries[0]), last)
-        # XLA's CPU compiler would compute the rows inside of the scatters, in one thread and
-        # once for each: a step took 1.4 times as long (jaxlib 0.12).
-        rows = lax.optimization_barrier([*new, jnp.full_like(last, clock)])
-        return [
-            set_rows(x, ids, y.astype(x.dtype), order)
-            for x, y in zip(arrays, rows, strict=True)
-        ]
-
-    flat = [x.reshape(count, *x.shape[len(kept) :]) for x in arrays]
-    dtype = id_dtype(count)
-    if ids is None:
-        size = min(count, _BLOCK)
-
-        def block(i: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
-            first = jnp.minimum(i.astype(dtype) * size, count - size)
-            return at(first + jnp.arange(size, dtype=dtype), arrays, "sorted")
-
-        flat = lax.fori_loop(0, -(-count // size), block, flat)
-    else:
-        each = -(-count // (window - 1))
-        more = (swept.astype(dtype) + jnp.arange(each, dtype=dtype)) % count
-        flat = at(jnp.concatenate([ids.astype(dtype), more]), flat, "any")
-        swept = ((swept + each) % count).astype(jnp.int32)
-    return [*(x.reshape(shape) for x, shape in zip(flat, shapes, strict=True)), swept]
+    """Return parameter, state and `last`, with rows of ids as they are now."""
+    *entries, last = (gather_rows(x, ids) for x in arrays)
+    # Without the barrier XLA gathers the lines again for each entry.
+    since = gather_rows(lines, last % lines.shape[0])
+    *entries, since = lax.optimization_barrier((*entries, since))
+    new = caught_up(form, since, [x.astype(since.dtype) for x in entries])
+    waited = trailing(clock - last, new[0].ndim)
+    new[0] = jnp.where(waited < lines.shape[0], new[0], jnp.nan)
+    # Both: JAX 0.10 reads what it may from a copy.
+    ids = ids_after_reading(ids_after_reading(ids, entries[0]), last)
+    # XLA's CPU compiler would compute the rows inside of the scatters, in one thread and
+    # once for each: a step took 1.4 times as long (jaxlib 0.12).
+    rows = lax.optimization_barrier([*new, jnp.full_like(last, clock)])
+    pairs = zip(arrays, rows, strict=True)
+    return [set_rows(x, ids, y.astype(x.dtype), order) for x, y in pairs]

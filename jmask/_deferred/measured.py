@@ -19,7 +19,7 @@ does beyond that structure makes rows that wait read as nan.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +27,14 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from jmask._base.array_types import is_narrow, wide
+from jmask._base.array_types import is_narrow, trailing, wide
 from jmask._base.forms import aval_of, name_of
 from jmask._base.jaxprs import bound, inlined, interpret
 from jmask._base.types import Argument, ArraysFunction, HostArray, PyTreeDef, Shape
 from jmask._deferred.missed_steps import Form, Pair, Step, terms_for
-from jmask._tables.rows_at import shape_of
+from jmask._lazy.step import LazyStep
+from jmask._tensors.row_sparse import RowSparse
 from jmask._updates.checks import NotRowLocalError
-from jmask._updates.state_rows import rows_of_state
 
 # The greatest difference of a step from its prediction: relative to the terms of its sum, and
 # to what it is added to.
@@ -205,7 +205,7 @@ def _candidates(width: int) -> Iterator[tuple[Form, int]]:
         yield Form(width, tuple(every - {(0, a)}), quotient=(a, b)), at_e
 
 
-# --- small tables, to ask an optimizer ------------------------------------------------------
+# --- rows, to ask an optimizer --------------------------------------------------------------
 
 Found = Form | NotDeferrableError | NotRowLocalError | None
 """The structure of steps without a gradient, or why there is none; None of a number."""
@@ -215,6 +215,33 @@ def one_row_of(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Return a shape that is the same for all numbers of rows, with the dimensions it had."""
     row = like.shape[-1:] if like.ndim > 1 else ()
     return jax.ShapeDtypeStruct((1,) * (like.ndim - len(row)) + row, like.dtype)
+
+
+def places_of_tables(step: LazyStep) -> dict[int, list[int]]:
+    """Return where among the leaves, and results, of a step those of each table are.
+
+    First its gradient, or update, then its state.
+    """
+    places: dict[int, list[int]] = {}
+    for k, leaf in enumerate(step.leaves):
+        if leaf.table is not None and leaf.kind != "param":
+            places.setdefault(leaf.table, []).append(k)
+    return places
+
+
+def with_rows(step: LazyStep, rows: Mapping[int, Sequence[HostArray]]) -> list[jax.Array]:
+    """Return the arrays of a step with other rows in its tables, and a gradient of zero.
+
+    Args:
+        rows: of each table parameter and state, each (n, *row).
+    """
+    arrays = [leaf.value for leaf in step.leaves]
+    params = {leaf.table: k for k, leaf in enumerate(step.leaves) if leaf.kind == "param"}
+    for i, (gradient, *slots) in places_of_tables(step).items():
+        numbers = 0 * rows[i][0], *rows[i]
+        for k, x in zip((gradient, params[i], *slots), numbers, strict=True):
+            arrays[k] = jnp.asarray(x, wide(arrays[k].dtype))
+    return arrays
 
 
 def forms_of_steps(
@@ -230,103 +257,60 @@ def forms_of_steps(
         likes: of the parameters, each with `one_row_of` it.
     """
     found: list[Found] = [None] * len(likes)
-    owners = _owners(inner, tree, likes, found)
-    places: dict[int, list[int]] = {
-        i: [k for k, owner in enumerate(owners) if owner == i]
-        for i, like in enumerate(likes)
-        if _is_table(like) and found[i] is None
-    }
-    asked = {i: questions(1 + len(slots)) for i, slots in places.items()}
-    rows = max(map(len, asked.values()), default=1)
-
-    def small(i: int, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        axis = max(like.ndim - 2, 0)
-        sizes = (rows if i in places and k == axis else n for k, n in enumerate(like.shape))
-        return like.update(shape=tuple(sizes))
-
-    def filled(like: jax.ShapeDtypeStruct, i: int, column: int) -> jax.Array:
-        numbers = np.zeros(rows)
-        numbers[: len(asked[i])] = asked[i][:, column]
-        numbers = numbers[:, None] if like.ndim > 1 else numbers
-        return jnp.asarray(np.broadcast_to(numbers, like.shape), wide(like.dtype))
-
-    def step(
-        grads: Sequence[jax.Array], params: Sequence[jax.Array], slots: Sequence[jax.Array]
-    ) -> list[list[jax.Array]]:
-        trees = tree.unflatten(grads), slot_tree.unflatten(slots), tree.unflatten(params)
-        return list(map(jax.tree.leaves, inner.update(*trees)))
-
     with jax.ensure_compile_time_eval():
-        shapes = [small(i, like) for i, like in enumerate(likes)]
-        state = inner.init(tree.unflatten([jnp.zeros(x.shape, x.dtype) for x in shapes]))
-        slots = jax.tree.leaves(state)
-        slot_tree: PyTreeDef = jax.tree.structure(state)
-        run = jax.jit(
-            unrounded(jax.make_jaxpr(step)(shapes, shapes, list(map(shape_of, slots))))
-        )
-        per_row = {
-            i: [False, *(np.shape(slots[k])[1:] != shapes[i].shape[1:] for k in which)]
-            for i, which in places.items()
-        }
-        params = [
-            filled(x, i, 0) if i in places else jnp.ones(x.shape, x.dtype)
-            for i, x in enumerate(shapes)
-        ]
-        for i, which in places.items():
-            for column, k in enumerate(which, 1):
-                slots[k] = filled(slots[k], i, column)
-        owned = {k for which in places.values() for k in which}
-        steps: dict[int, list[HostArray]] = {i: [] for i in places}
+        params = tree.unflatten([jnp.ones(x.shape, x.dtype) for x in likes])
+        state, zeros = inner.init(params), jax.tree.map(jnp.zeros_like, params)
+
+    def of_tables(tables: Sequence[int]) -> LazyStep:
+        grads = jax.tree.leaves(zeros)
+        for i in tables:
+            grads[i] = RowSparse.zeros(likes[i].shape, likes[i].dtype)
+        return LazyStep.of(inner, tree.unflatten(grads), state, params, {})
+
+    tables = [
+        i for i, x in enumerate(likes) if x.ndim and jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    try:
+        step = of_tables(tables)
+    except NotRowLocalError:  # some of them count rows: those are not deferred
+        for i in tables:
+            try:
+                of_tables([i])
+            except NotRowLocalError as error:
+                found[i] = error
+        tables = [i for i in tables if found[i] is None]
+        step = of_tables(tables)
+    rows: dict[int, list[HostArray]] = {}
+    steps: dict[int, list[HostArray]] = {}
+    places = places_of_tables(step)
+    for i, at in places.items():
+        shapes = [step.leaves[k].seen.shape[1:] for k in at]
+        columns = zip(questions(len(at)).T, shapes, strict=True)
+        rows[i] = [np.broadcast_to(trailing(x, 1 + len(y)), (len(x), *y)) for x, y in columns]
+        steps[i] = []
+    shared = [k for k, x in enumerate(step.leaves) if x.kind == "state" and x.table is None]
+    with jax.ensure_compile_time_eval():
+        arrays = with_rows(step, rows)
+        pairs = zip(step.leaves, arrays, strict=True)
+        opened = [leaf.seen.update(shape=x.shape) for leaf, x in pairs]
+        run = jax.jit(unrounded(jax.make_jaxpr(step.flat_update)(*opened)))
         for later in (0, 0, 0, *_LATER):
-            moved = [
-                x + later if x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer) else x
-                for x in slots
-            ]
-            new = run(*map(jnp.zeros_like, params), *params, *moved)
-            states = new[len(likes) :]
-            for i, which in places.items():
-                columns = (new[i], *(states[k] for k in which))
-                first = [np.asarray(x).reshape(rows, -1)[:, 0] for x in columns]
-                steps[i].append(np.stack(first, 1)[: len(asked[i])])
-            slots = [x if k in owned else states[k] for k, x in enumerate(slots)]
+            for k in shared:
+                if arrays[k].ndim == 0 and jnp.issubdtype(arrays[k].dtype, jnp.integer):
+                    arrays[k] = arrays[k] + later
+            new = run(*arrays)
+            for i, at in places.items():
+                first = [np.asarray(new[k]).reshape(len(new[k]), -1)[:, 0] for k in at]
+                steps[i].append(np.stack(first, 1))
+            for k in shared:
+                arrays[k] = new[k]
     for i in places:
+        per_row = [x.shape[1:] != rows[i][0].shape[1:] for x in rows[i]]
         try:
-            found[i] = form_of(steps[i], per_row[i])
+            found[i] = form_of(steps[i], per_row)
         except NotDeferrableError as error:
             found[i] = error
     return found
-
-
-def _is_table(like: jax.ShapeDtypeStruct) -> bool:
-    return like.ndim > 0 and jnp.issubdtype(like.dtype, jnp.floating)
-
-
-def _owners(
-    inner: optax.GradientTransformationExtraArgs,
-    tree: PyTreeDef,
-    likes: Sequence[jax.ShapeDtypeStruct],
-    found: list[Found],
-) -> list[int | None]:
-    """Return whose rows each array of the state has; find why a parameter can be no table."""
-    state = jax.eval_shape(inner.init, tree.unflatten(likes))
-    shapes, tables = list(likes), [i for i, like in enumerate(likes) if _is_table(like)]
-
-    def of(chosen: list[int]) -> list[int | None]:
-        is_table = [i in chosen for i in range(len(shapes))]
-        owned = rows_of_state(inner.init, shapes, shapes, is_table, tree, state)
-        return [owner for owner, _ in owned]
-
-    try:
-        return of(tables)
-    except NotRowLocalError:  # some of them count rows: those are not deferred
-        owners: list[int | None] = [None] * len(jax.tree.leaves(state))
-    for i in tables:
-        try:
-            pairs = zip(owners, of([i]), strict=True)
-            owners = [old if new is None else new for old, new in pairs]
-        except NotRowLocalError as error:
-            found[i] = error
-    return owners
 
 
 # --- the numbers of a step ----------------------------------------------------------------
@@ -347,13 +331,12 @@ class Probes:
         self.form = form
         each = max(-(-_ENTRIES // max(math.prod(shape), 1)) for shape in shapes)
         units = [*np.eye(form.width)]
-        divisor, special = None, units[:0]
+        divisor = None
         if form.quotient is not None:
             a, divisor = form.quotient
-            special = [units[a] + form.e**2 * units[divisor]]
+            units.append(units[a] + form.e**2 * units[divisor])
         rng = np.random.default_rng(0)
         self.rows: list[HostArray] = []
-        self._groups: list[HostArray] = []
         for i, shape in enumerate(shapes):
             count = each * max(math.prod(shape), 1)
             mantissas = 1 + np.modf(np.arange(count) * 0.6180339887)[0]
@@ -363,17 +346,9 @@ class Probes:
             elif i not in form.positive:
                 check *= rng.choice([-1.0, 1.0], count)
             # What is under the root is to be e² itself, where it is.
-            exact = [
-                x[i] if i == divisor and x[i] != 1 else x[i] * mantissas
-                for x in (*units, *special)
-            ]
-            numbers = [np.broadcast_to(x, count) for x in (*exact, check)]
-            rows = np.concatenate(numbers).reshape(-1, *shape).astype(np.float32)
-            self.rows.append(rows)
-
-    @property
-    def count(self) -> int:
-        return len(self.rows[0])
+            exact = [x[i] if i == divisor and x[i] != 1 else x[i] * mantissas for x in units]
+            numbers = np.stack([np.broadcast_to(x, count) for x in (*exact, check)])
+            self.rows.append(numbers.reshape(-1, *shape).astype(np.float32))
 
     def step(self, new: Sequence[jax.Array]) -> Step:
         """Return the scalars of a step, nan if they do not predict what it did to the check.

@@ -17,8 +17,9 @@ kept in a ring of W: a row that waits for longer reads as nan.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -76,10 +77,6 @@ class Step(NamedTuple):
     e: Argument = None
     sign: Argument = None
 
-    def decay(self, i: int) -> Scalar:
-        """Return the factor of entry i: A[i, i]."""
-        return 1 + self.changes.get((i, i), 0.0)
-
 
 @dataclasses.dataclass(frozen=True)
 class Form:
@@ -118,47 +115,24 @@ class Form:
         """How many coefficients are sums: products, terms and signs."""
         return len(self.pairs) + self.terms + (self.sign is not None)
 
-    @property
-    def fresh(self) -> "Coefficients":
-        """The coefficients of a row that is caught up."""
-        return Coefficients(
-            {(i, j): float(i == j) for i, j in self.pairs},
-            [0.0] * self.terms,
-            [] if self.sign is None else [0.0],
-            [0.0] * self.width,
-            [] if self.quotient is None else [1.0],
-        )
-
     def line(self, dtype: DTypeLike) -> jax.Array:
-        """Return `fresh` as an array (numbers,)."""
-        return jnp.asarray(jax.tree.leaves(self.fresh), dtype)
+        """Return the coefficients (numbers,) of a row that is caught up; see `columns`."""
+        identity = [float(i == j) for i, j in self.pairs]
+        zeros = [0.0] * (self.sums - len(identity) + self.width)
+        return jnp.asarray([*identity, *zeros, *[1.0] * (self.quotient is not None)], dtype)
 
-    def coefficients(self, lines: jax.Array) -> "Coefficients":
-        """Return the columns of lines (W, numbers) as coefficients, each (W,)."""
-        columns = [lines[:, i] for i in range(lines.shape[1])]
-        coefficients: Coefficients
-        coefficients = jax.tree.unflatten(jax.tree.structure(self.fresh), columns)
-        return coefficients
+    def columns(self, lines: jax.Array) -> list[list[jax.Array]]:
+        """Return coefficients (n, numbers), which take rows from a start step to now, by kind.
 
-
-class Coefficients(NamedTuple):
-    """The coefficients that take rows from a start step to now, each (W,) or (n,).
-
-    Its leaves, in order, are the columns of the array that is kept.
-
-    Attributes:
-        products: entries of the product of the A, by (row, column).
-        terms: Chebyshev coefficients of T.
-        signs: the sum of the d sign(f), if there is a sign.
-        less_1: the diagonal of the product less 1, exact where the product is near 1.
-        shift: h, if there are quotients.
-    """
-
-    products: Mapping[Pair, Argument]
-    terms: Sequence[Argument]
-    signs: Sequence[Argument]
-    less_1: Sequence[Argument]
-    shift: Sequence[Argument]
+        products    entries of the product of the A, for each of `pairs`
+        terms       Chebyshev coefficients of T
+        signs       the sum of the d sign(f), if there is a sign
+        less_1      the diagonal of the product less 1, exact where the product is near 1
+        shift       h, if there are quotients
+        """
+        columns = (lines[:, i] for i in range(lines.shape[1]))
+        counts = len(self.pairs), self.terms, self.sign is not None, self.width
+        return [*(list(itertools.islice(columns, n)) for n in counts), list(columns)]
 
 
 def advanced(
@@ -167,35 +141,37 @@ def advanced(
     """Take the coefficients of all start steps one step further, and begin the next.
 
     Args:
-        lines (W, numbers): the `Coefficients` of start step s at s % W.
+        lines (W, numbers): the coefficients of start step s at s % W.
         carry (W, sums): what rounding took from the sums.
         clock: how many steps there were before this one.
         step: the scalars of this step.
     """
     dtype, ring = lines.dtype, lines.shape[0]
     slot = jnp.arange(ring, dtype=clock.dtype)
-    old = form.coefficients(lines)
+    of_pairs, old_terms, signs, _, shift = form.columns(lines)
+    old = dict(zip(form.pairs, of_pairs, strict=True))
     moves = step.changes.get((0, 0), 0.0)
 
     # A' = (1 + changes) A
     products = [
         sum(
             (
-                x * old.products[k, j]
+                x * old[k, j]
                 for (row, k), x in step.changes.items()
-                if row == i and (k, j) in old.products
+                if row == i and (k, j) in old
             ),
             start=jnp.zeros(ring, dtype),
         )
         for i, j in form.pairs
     ]
-    added, shift = [jnp.stack(products, axis=1)], old.shift
+    added = [jnp.stack(products, axis=1)]
     if form.quotient is not None:
         a, b = form.quotient
         # For rows caught up just before this step it is the first one.
-        first = _spread(step.decay(a), step.decay(b), clock.astype(dtype)) * step.e
-        shift = [jnp.where(slot == clock % ring, first, old.shift[0])]
-        factors = old.products[a, a], old.products[b, b]
+        b1, b2 = (1 + step.changes.get((i, i), 0.0) for i in (a, b))
+        first = _spread(b1, b2, clock.astype(dtype)) * step.e
+        shift = [jnp.where(slot == clock % ring, first, shift[0])]
+        factors = old[a, a], old[b, b]
         values = step.c * _at_nodes(form.terms, *factors, shift[0], step.e)
         # `dot` is less precise on accelerators. All columns are computed at once, since XLA
         # compiles a kernel for each column that is computed by itself.
@@ -205,10 +181,10 @@ def advanced(
         is_used = (slot <= clock) | (clock >= ring)  # the others are fresh, and stay finite
         error = _error(form.terms, *factors, shift[0] / step.e)
         terms = jnp.where((is_used & (error > ACCEPTED))[:, None], jnp.nan, terms)
-        added.append(moves * jnp.stack(old.terms, axis=1) + terms)
+        added.append(moves * jnp.stack(old_terms, axis=1) + terms)
     if form.sign is not None:
-        signs = moves * old.signs[0] + step.sign * jnp.sign(old.products[form.sign, form.sign])
-        added.append(signs[:, None])
+        more = step.sign * jnp.sign(old[form.sign, form.sign])
+        added.append((moves * signs[0] + more)[:, None])
 
     new, carry = _sum(lines[:, : form.sums], carry, jnp.concatenate(added, axis=1))
     diagonal = np.array([form.pairs.index((i, i)) for i in range(form.width)])
@@ -225,26 +201,26 @@ def caught_up(form: Form, lines: jax.Array, entries: Sequence[jax.Array]) -> lis
         lines (n, numbers): the coefficients for the start step of each row.
         entries: parameter and state, each (n, *row), in the dtype of the coefficients.
     """
-    ndim = entries[0].ndim
-    c = jax.tree.map(lambda x: trailing(x, ndim), form.coefficients(lines))
+    columns = jax.tree.map(lambda x: trailing(x, entries[0].ndim), form.columns(lines))
+    of_pairs, terms, signs, less_1, shift = columns
+    products = dict(zip(form.pairs, of_pairs, strict=True))
     kept, moves = [], []
     for i, entry in enumerate(entries):
         # Near 1 the digits of product - 1 count, near 0 the digits of the product.
-        product = c.products[i, i]
+        product = products[i, i]
         is_small = product < 0.5
         kept.append(jnp.where(is_small, 0, entry))
-        moves.append(entry * jnp.where(is_small, product, c.less_1[i]))
-    for (i, j), product in c.products.items():
+        moves.append(entry * jnp.where(is_small, product, less_1[i]))
+    for (i, j), product in products.items():
         if i != j:
             moves[i] = moves[i] + entries[j] * product
     if form.quotient is not None:
         a, b = form.quotient
-        (shift,) = c.shift
-        inverse = 1 / (jnp.sqrt(entries[b]) + shift)
-        zeta = 1 - 2 * shift * inverse  # ζ moved to [-1, 1]
-        moves[0] = moves[0] + entries[a] * (_clenshaw(c.terms, zeta) * inverse)
+        inverse = 1 / (jnp.sqrt(entries[b]) + shift[0])
+        zeta = 1 - 2 * shift[0] * inverse  # ζ moved to [-1, 1]
+        moves[0] = moves[0] + entries[a] * (_clenshaw(terms, zeta) * inverse)
     if form.sign is not None:
-        moves[0] = moves[0] + jnp.sign(entries[form.sign]) * c.signs[0]
+        moves[0] = moves[0] + jnp.sign(entries[form.sign]) * signs[0]
     return [x + move for x, move in zip(kept, moves, strict=True)]
 
 

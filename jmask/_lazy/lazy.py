@@ -16,6 +16,7 @@ Which state arrays hold rows is found from the shapes that `inner.init` gives th
 """
 
 import contextlib
+import dataclasses
 
 import jax
 import optax
@@ -215,7 +216,8 @@ def densified(
         gradients = jax.tree.map(dense, fit.gradients, is_leaf=is_gradient_leaf)
         if has_gradients(gradients):
             step = LazyStep.of(tx, gradients, state, fit.params, extra_args)
-            return step.of_all_rows().update()
+            whole = lambda x: dataclasses.replace(x, value=dense_gradient(x.value), table=None)
+            return dataclasses.replace(step, leaves=list(map(whole, step.leaves))).update()
         return tx.update(gradients, state, fit.params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)

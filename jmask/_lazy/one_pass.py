@@ -17,7 +17,7 @@ fixed rate needs two scalars, and a scatter of parameter and both moments takes 
 are compiled in and need none. A value made of the gradient alone (clipped by the norm of all
 gradients) can replace the gradient, which saves its scalars. A mask is one operand more.
 
-Everything else is computed on gathered rows; see `row_update`.
+Everything else is computed on gathered rows; see `_update_of_rows`.
 """
 
 import functools
@@ -31,17 +31,30 @@ import numpy as np
 import optax
 from jax.extend.core import JaxprEqn, Var
 
-from jmask._base.array_types import added
+from jmask._base.array_types import (
+    added,
+    is_complex,
+    is_known,
+    is_narrow,
+    joint_dtype,
+    trailing,
+)
 from jmask._base.forms import aval_of, holds_jaxprs, within
 from jmask._base.jaxprs import ARITHMETIC, bound, needed_for, read, run
+from jmask._base.shardings import explicit_sharding
 from jmask._base.types import Argument, Atom, Function, PyTree, Table
-from jmask._kernels.update_rows import updated
+from jmask._kernels import tuning
+from jmask._kernels.gathered_rows import gathered, scaled
+from jmask._kernels.lines import marked, unmarked
+from jmask._kernels.rows import add_rows, gather_unique_rows, set_rows
+from jmask._kernels.scatter_update import entry_by_entry, update_elementwise
+from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows, updated
 from jmask._lazy.row_local import ELEMENTWISE, RowLocal
 from jmask._lazy.sizes import sized
 from jmask._lazy.step import LazyStep, Leaf, with_row
+from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import stored_values
 from jmask._updates.checks import keep_valid, unchanged_where_masked
-from jmask._updates.row_update import update_rows
 
 _FILL = "broadcast_in_dim"
 # They keep the entries of a row apart where the shape of the result begins with that of a row.
@@ -101,25 +114,16 @@ def applied_in_one_pass(step: LazyStep) -> tuple[PyTree, PyTree] | None:
     # --- the pass
     started = []
     for table, c in combiners.items():
-        leaf, steps, replaced = leaves[table], c.steps, [leaves[i] for i in c.places]
+        leaf, steps = leaves[table], c.steps
         gradient, scalars = leaf.value, [known[v] for v in c.scalars]
         # Rows of equal ids are summed here only if something is computed of the sums. Then
         # nothing is gained by adding them one at a time.
         if c.source in computed or table in parts.reduced:
             gradient = leaf.summed.with_values(leaf.stored(known[c.source]))
             steps = None
-        started.append(
-            update_rows(
-                c.function,
-                [x.value for x in replaced],
-                gradient,
-                scalars,
-                are_steps=[x.kind == "param" for x in replaced],
-                is_elementwise=table not in parts.by_rows,
-                linear=steps and functools.partial(steps, scalars),
-                valid=leaf.valid,
-            )
-        )
+        replaced, is_elementwise = [leaves[i] for i in c.places], table not in parts.by_rows
+        update = _update_of_rows(c, replaced, gradient, scalars, is_elementwise, steps)
+        started.append(update)
     results: dict[int, Table] = {}
     for c, new in zip(combiners.values(), updated(started), strict=True):
         results.update((i, leaves[i].stacked(x)) for i, x in zip(c.places, new, strict=True))
@@ -164,32 +168,29 @@ class Parts(NamedTuple):
 def _taken_apart(step: LazyStep) -> Parts | None:
     """Return the parts of an update, or None if it computes something shared of old rows."""
     assert step.proof is not None
-    jaxpr, owners = step.proof.program.jaxpr, step.proof.owners
-    parts = Parts(tables_by_rows(step), {}, set(), set(), set())
-    for v, leaf in zip(jaxpr.invars, step.leaves, strict=True):
-        if leaf.table is not None:
-            parts.table_of[v] = leaf.table
-            parts.from_gradient.update([v] if leaf.kind == "gradient" else ())
+    jaxpr, owners, by_rows = step.proof.program.jaxpr, step.proof.owners, tables_by_rows(step)
+    from_gradient = {jaxpr.invars[i] for i in step.proof.rows}
+    filled: set[Var] = set()
+    reduced: set[int] = set()
     for eqn in jaxpr.eqns:
         operands = {v for v in eqn.invars if isinstance(v, Var) and v in owners}
-        from_gradient = operands <= parts.from_gradient | parts.filled
+        is_from_gradient = operands <= from_gradient | filled
         if not owners.keys() & {*eqn.outvars}:
-            if not from_gradient:
+            if not is_from_gradient:
                 return None
-            parts.reduced.update(owners[v] for v in operands)
+            reduced.update(owners[v] for v in operands)
             continue
         is_mixed = len({owners.get(v) for v in (*operands, *eqn.outvars)}) > 1
         if is_mixed or eqn.effects or holds_jaxprs(eqn):
             return None
-        table = owners[eqn.outvars[0]]
-        if operands <= parts.filled and table not in parts.by_rows:
+        if operands <= filled and owners[eqn.outvars[0]] not in by_rows:
             if eqn.primitive.name not in (*ARITHMETIC, _FILL):
                 return None
-            parts.filled.update(eqn.outvars)
-        else:
-            parts.table_of.update(dict.fromkeys(eqn.outvars, table))
-            parts.from_gradient.update(eqn.outvars if from_gradient else ())
-    return parts
+            filled.update(eqn.outvars)
+        elif is_from_gradient:
+            from_gradient.update(eqn.outvars)
+    table_of = {v: i for v, i in owners.items() if v not in filled}
+    return Parts(by_rows, table_of, from_gradient, filled, reduced)
 
 
 def tables_by_rows(step: LazyStep) -> set[int]:
@@ -376,3 +377,107 @@ def _fits(step: LazyStep, parts: Parts, combiner: Combiner) -> bool:
     dtypes |= {aval_of(v).dtype for v in combiner.scalars}
     has_room = len(combiner.scalars) + (leaves[0].valid is not None) < len(leaves)
     return has_room and dtypes == {aval_of(combiner.source).dtype}
+
+
+# --- ways to update rows, read from the top ------------------------------------------------
+#
+#     ADD      linear in the gradient, and of its dtype an accumulating scatter
+#     DENSE    few rows for each lookup                 the table, kept where not touched
+#     ROWS     not entry by entry                       gather, compute, scatter of unique rows
+#     SCATTER  anything else                            one scatter, the update its combiner
+#
+# How a device does ADD, ROWS and SCATTER is found in `_kernels.update_rows`.
+#
+# With V = 10 rows and 8 lookups a dense update does little more than one of rows, on all cores
+# and without looking for equal ids. Made lazy it is
+#
+#     table' = where(touched, new(table, gradient), table)        touched (V, 1)
+#
+# bit for bit the old table in the rows that no id names.
+
+
+def _update_of_rows(
+    combiner: Combiner,
+    leaves: Sequence[Leaf],
+    gradient: RowSparse,
+    scalars: Sequence[jax.Array],
+    is_elementwise: bool,
+    steps: Function | None,
+) -> RowUpdate | list[jax.Array]:
+    """Make an update of the rows of a gradient; `updated` runs it.
+
+    Args:
+        leaves: those that the combiner replaces.
+        gradient: rows of equal ids are summed first.
+        steps: see `Combiner`; None if it may not be used.
+    """
+    tables, are_steps = [x.value for x in leaves], [x.kind == "param" for x in leaves]
+    valid, table, count = leaves[0].valid, tables[0], len(tables)
+    # The gradient is opened once: what follows takes canonical ids, rows, and their order.
+    ids, rows, order = gradient.row_ids(), gradient.rows(), gradient.order
+    if steps is not None and table.dtype == gradient.dtype and not is_narrow(table.dtype):
+        added_rows = scaled(gradient.values, functools.partial(steps, scalars))
+        added_rows = unchanged_where_masked(added_rows, valid)
+        return RowUpdate(ADDITION, tables, ids, gathered(added_rows), [], order)
+
+    def new_entries(*entries: jax.Array) -> list[jax.Array]:
+        made = zip(entries, combiner.function(*entries), are_steps, strict=False)
+        return [(added(x, y) if is_step else y).astype(x.dtype) for x, y, is_step in made]
+
+    if valid is None and is_saturated(gradient, tables):
+        function = entry_by_entry(new_entries) if is_elementwise else new_entries
+        dense = add_to_rows(jnp.zeros_like(table, gradient.dtype), ids, rows, order)
+        touched = jnp.zeros(table.shape[:1], bool).at[ids].set(True, mode="drop")
+        made = zip(function(*tables, dense, *scalars), tables, strict=True)
+        return [jnp.where(trailing(touched, x.ndim), new, x) for new, x in made]
+
+    def new_rows(x: RowUpdate) -> list[jax.Array]:
+        *others, mask = x.scalars if valid is not None else (*x.scalars, None)
+        old = [gather_unique_rows(table, x.ids, x.order) for table in x.tables]
+        new = []
+        made = combiner.function(*old, x.rows, *others)
+        for table, before, y, is_step in zip(x.tables, old, made, are_steps, strict=True):
+            y = unchanged_where_masked(y, mask) if is_step else keep_valid(y, before, mask)
+            if is_step and table.dtype == joint_dtype(table, y):
+                # Without reading the old rows.
+                new.append(add_rows(table, x.ids, y, x.order) if x.ids.shape[0] else table)
+            else:
+                y = added(before, y) if is_step else y
+                new.append(set_rows(table, x.ids, y, x.order))
+        return new
+
+    if not is_elementwise:
+        others = [*scalars] if valid is None else [*scalars, valid]
+        return RowUpdate(Update(new_rows), tables, ids, rows, others, order)
+    if valid is None:
+        return update_elementwise(new_entries, tables, ids, rows, scalars, order)
+
+    # Lines have their mask in their bits. It is a number else: a scatter takes one dtype.
+    has_marks = order == "unique" and not is_complex(gradient)
+
+    def new_valid_entries(*entries: jax.Array) -> list[jax.Array]:
+        if has_marks:
+            given = [*entries]
+            given[count], mask = unmarked(given[count])
+            mask = mask.astype(jnp.int32)
+        else:
+            *given, mask = entries
+        pairs = zip(new_entries(*given), given, strict=False)
+        return [jnp.where(mask != 0, x, y) for x, y in pairs]
+
+    if has_marks:
+        rows, others = marked(gradient.values, valid), [*scalars]
+    else:
+        others = [*scalars, valid.astype(gradient.dtype)]
+    return update_elementwise(new_valid_entries, tables, ids, rows, others, order)
+
+
+def is_saturated(gradient: RowSparse, tables: Sequence[jax.Array]) -> bool:
+    """Decide whether to update whole tables, arrays of which the gradient touches most rows."""
+    # 16-bit gradients are summed in float32, which `todense` has no reason to do.
+    return (
+        is_known(gradient.shape[0], gradient.nse)
+        and gradient.shape[0] <= tuning.DENSE_ROWS_FOR_EACH_LOOKUP * gradient.nse
+        and not is_narrow(gradient.dtype)
+        and explicit_sharding(*tables) is None
+    )

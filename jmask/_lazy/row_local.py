@@ -51,7 +51,7 @@ from jmask._base.forms import (
     while_of,
     within,
 )
-from jmask._base.jaxprs import ARITHMETIC, inlined, needed_for, run
+from jmask._base.jaxprs import ARITHMETIC, inlined, interpret, needed_for, run
 from jmask._base.types import Argument, ArraysFunction, Atom, Function, Scalar
 from jmask._lazy.sizes import with_sizes
 from jmask._ops.rows import trial
@@ -73,24 +73,14 @@ ELEMENTWISE = ARITHMETIC | frozenset(
 )
 # Operations on real numbers that NumPy rounds as XLA does, with a result that is no integer.
 _EXACT: dict[str, Function] = {
-    "abs": np.abs,
-    "add": np.add,
-    "convert_element_type": np.asarray,
-    "div": np.divide,
-    "eq": np.equal,
-    "ge": np.greater_equal,
-    "gt": np.greater,
-    "le": np.less_equal,
-    "lt": np.less,
-    "max": np.maximum,
-    "min": np.minimum,
-    "mul": np.multiply,
-    "ne": np.not_equal,
-    "neg": np.negative,
-    "not": np.invert,
-    "square": np.square,
-    "sub": np.subtract,
-}
+    name: getattr(np, numpy_name)
+    for name, numpy_name in zip(
+        "add convert_element_type div eq ge gt le lt max min mul ne neg not".split(),
+        "add asarray divide equal greater_equal greater less_equal less maximum minimum "
+        "multiply not_equal negative invert".split(),
+        strict=True,
+    )
+} | {"abs": np.abs, "square": np.square, "sub": np.subtract}
 # Reductions to which a value contributes nothing.
 NEUTRAL = {"reduce_sum": 0, "reduce_or": False, "reduce_and": True, "reduce_prod": 1}
 _IDEMPOTENT = ("reduce_or", "reduce_and", "reduce_max", "reduce_min")
@@ -127,8 +117,7 @@ class RowLocal:
     def at(self, sizes: Mapping[int, int]) -> ClosedJaxpr:
         """Return the update for tables of these numbers of rows."""
         numbers = {self.rows[i]: size for i, size in sizes.items()}
-        jaxpr = with_sizes(self.traced.jaxpr, numbers)
-        return ClosedJaxpr(jaxpr, self.traced.consts)
+        return ClosedJaxpr(with_sizes(self.traced.jaxpr, numbers), self.traced.consts)
 
     def owner(self, v: Var) -> int | None:
         """Return the table whose rows a variable has: their open number is in its shape."""
@@ -171,13 +160,9 @@ def proved(
 
     Args:
         function: arrays -> updates and state, in the order of the first of its arguments.
-        shapes: of the arguments, of whole tables.
         tables: whose rows each argument has along its first axis, or None.
         are_gradients: which arguments are 0 in untouched rows.
         is_row_wise: whether code of `function` asks for no number of rows.
-
-    Raises:
-        NotRowLocalError: with the first operation that mixes or counts rows.
     """
     rows, opened = open_shapes(shapes, tables)
     dense = None
@@ -254,9 +239,8 @@ def known_in(program: ClosedJaxpr, inputs: Sequence[Known]) -> dict[Var, Known]:
 
 def _outputs(opened: Opened, inputs: Sequence[Known]) -> list[Known]:
     program = inlined(ClosedJaxpr(*opened))
-    known = known_in(program, inputs)
-    outputs = program.jaxpr.outvars
-    return [_of_literal(v.val) if isinstance(v, Literal) else known[v] for v in outputs]
+    consts: list[Known] = [None] * len(program.consts)
+    return interpret(program.jaxpr, consts, inputs, _rule, _of_literal)
 
 
 def _of_literal(x: Argument) -> Known:

@@ -13,7 +13,6 @@ The one pass makes its combiner of the equations of the same program.
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -26,18 +25,16 @@ from jax import lax
 from jmask._base.array_types import has_8_bits
 from jmask._base.jaxprs import evaluate, origins
 from jmask._base.row_ids import hide
-from jmask._base.shardings import automatically, explicit_sharding, spec_of
+from jmask._base.shardings import automatically, explicit_sharding, spec_of, varying_axes
 from jmask._base.types import Argument, Gradient, PyTree, PyTreeDef, Shape, Table
 from jmask._kernels.rows import gather_unique_rows, ids_after_reading, set_rows
 from jmask._lazy import row_local
-from jmask._lazy.over_shards import is_block
 from jmask._lazy.row_local import RowLocal, RowWise
 from jmask._tables.rows_at import as_one_table, fitted, shape_of
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values
 from jmask._updates.checks import (
     NotRowLocalError,
-    dense_gradient,
     gradient_and_valid,
     is_gradient_leaf,
     keep_valid,
@@ -111,12 +108,11 @@ class LazyStep:
     """The arguments of one `update`.
 
     Attributes:
-        inner: the transformation.
         leaves: of the gradient, then of the state, of the parameters if they were given, and
             of the arrays among extra arguments. So leaf i of gradient and state is what output
             i of the update replaces.
         trees: structures of gradient, state, parameters and extra arguments.
-        others: extra arguments that are no arrays, by their position among all.
+        others: extra arguments that are no arrays, by their position among all leaves.
         proof: the program of `inner` from leaves to updates and state, if it was proved.
     """
 
@@ -183,8 +179,9 @@ class LazyStep:
         leaves += [leaf(x, "state", i, row) for (i, row), x in zip(owners, states, strict=True)]
         leaves += of_params
         extra, extra_tree = jax.tree.flatten(extra_args)
-        others = {i: x for i, x in enumerate(extra) if not hasattr(x, "__array__")}
-        leaves += [Leaf(x, "extra") for i, x in enumerate(extra) if i not in others]
+        numbered = list(enumerate(extra, start=len(leaves)))
+        others = {i: x for i, x in numbered if not hasattr(x, "__array__")}
+        leaves += [Leaf(x, "extra") for i, x in numbered if i not in others]
         return cls(inner, leaves, (gradient_tree, state_tree, param_tree, extra_tree), others)
 
     @property
@@ -192,40 +189,23 @@ class LazyStep:
         """The leaves of the gradient."""
         return self.leaves[: self.trees[0].num_leaves]
 
-    def of_all_rows(self) -> "LazyStep":
-        """Return the step on whole tables, with dense gradients."""
-        leaves = [
-            dataclasses.replace(leaf, value=dense_gradient(leaf.value), table=None)
-            for leaf in self.leaves
-        ]
-        return dataclasses.replace(self, leaves=leaves)
-
     def flat_update(self, *inputs: jax.Array) -> list[jax.Array]:
         """Run `inner.update` from leaves to updates and state, all flat."""
         # Rows of 8 bits, which JAX promotes to nothing, are computed with in 32 and stored in
         # their own dtype again.
-        wide = [
+        wide = (
             x.astype(jnp.float32) if leaf.table is not None and has_8_bits(x) else x
             for leaf, x in zip(self.leaves, inputs, strict=True)
-        ]
-        gradient_tree, state_tree, param_tree, extra_tree = self.trees
-        first, second, third, _ = itertools.accumulate(tree.num_leaves for tree in self.trees)
-        arrays = iter(wide[third:])
-        extra = [
-            self.others[i] if i in self.others else next(arrays)
-            for i in range(extra_tree.num_leaves)
-        ]
-        updates, new_state = self.inner.update(
-            gradient_tree.unflatten(wide[:first]),
-            state_tree.unflatten(wide[first:second]),
-            param_tree.unflatten(wide[second:third]),
-            **extra_tree.unflatten(extra),
         )
-        pairs = ("updates", updates, gradient_tree), ("state", new_state, state_tree)
-        for name, tree, expected in pairs:
-            if jax.tree.structure(tree) != expected:
+        tree: PyTreeDef = jax.tree_util.treedef_tuple(self.trees)
+        every = range(tree.num_leaves)
+        leaves = [self.others[i] if i in self.others else next(wide) for i in every]
+        updates, state, params, extra = tree.unflatten(leaves)
+        results = self.inner.update(updates, state, params, **extra)
+        for name, new, expected in zip(("updates", "state"), results, self.trees, strict=False):
+            if jax.tree.structure(new) != expected:
                 raise NotRowLocalError(f"update changes the structure of its {name}")
-        return [*jax.tree.leaves(updates), *jax.tree.leaves(new_state)]
+        return jax.tree.leaves(results)
 
     # --- its proof -----------------------------------------------------------------------
 
@@ -263,7 +243,7 @@ class LazyStep:
             if same_dtypes and is_number and old.dtype != new.dtype:
                 raise TypeError(f"update makes a state of {new.dtype} of one of {old.dtype}")
         params = [leaf.value for leaf in self.leaves if leaf.kind == "param"]
-        blocks = [params[i] for i in step.proof.rows if params and is_block(params[i], params)]
+        blocks = [params[i] for i in step.proof.rows if params and _is_block(params[i], params)]
         if blocks and step.proof.sums_over_rows():
             raise NotRowLocalError(
                 "it sums over rows, and in this shard_map every device has other rows of a "
@@ -367,6 +347,19 @@ class LazyStep:
 def with_row(rows: jax.Array, row: Shape) -> jax.Array:
     """Return rows (n, ...) reshaped to (n, *row)."""
     return rows if rows.shape[1:] == row else jnp.reshape(rows, (rows.shape[0], *row))
+
+
+def _is_block(table: jax.Array, params: Sequence[jax.Array]) -> bool:
+    """Decide whether a table is a block of one device, by the types of all parameters.
+
+    It differs over an axis of a `shard_map` over which another parameter is the same. What an
+    optimizer makes of all rows (a global norm) it would make of those of one device. Where all
+    parameters differ, each device trains a model of its own.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return False
+    common = frozenset.intersection(*map(varying_axes, jax.tree.leaves(params)))
+    return any(varying_axes(x) - common for x in jax.tree.leaves(table))
 
 
 # --- single entries -----------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The optimizers by name, what is wrapped around them, and `explain`.
 
-row_rule                    an optimizer as arithmetic on a row
-hyperparameters             what they are given, checked
+row_rule                    an optimizer as arithmetic on a row; hyperparameters, checked
 named, adam                 the optimizers by name
 ema                         averages of the parameters
 touched                     the rows that have moved since a step

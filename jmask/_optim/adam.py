@@ -26,8 +26,16 @@ from jmask._base.array_types import as_float
 from jmask._base.types import PyTree, Scalar
 from jmask._base.validation import check_flag, checked_choice, checked_dtype, shown
 from jmask._lazy.lazy import densified, lazy
-from jmask._optim import hyperparameters as hyper
-from jmask._optim.row_rule import Slot, mean_of_row, optimizer
+from jmask._optim.row_rule import (
+    Common,
+    Slot,
+    check_denominator,
+    check_learning_rate,
+    check_numbers,
+    is_zero,
+    mean_of_row,
+    optimizer,
+)
 
 
 class AdamState(NamedTuple):
@@ -98,7 +106,7 @@ def adam(
         >>> jmask.apply_updates(table, updates).ravel().round(4)
         Array([1. , 1. , 0.9], dtype=float32)
     """
-    common = hyper.Common(
+    common = Common(
         learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, decay_mode
     )
     make = functools.partial(_adam, common, b1, b2, eps, eps_root, count)
@@ -144,7 +152,7 @@ def rowwise_adam(
         >>> tx.init(jnp.ones((3, 8))).nu.shape
         (3, 1)
     """
-    common = hyper.Common(
+    common = Common(
         learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, decay_mode
     )
     make = functools.partial(_adam, common, b1, b2, eps, eps_root, count)
@@ -152,7 +160,7 @@ def rowwise_adam(
 
 
 def _adam(
-    common: hyper.Common,
+    common: Common,
     b1: Scalar,
     b2: Scalar,
     eps: Scalar,
@@ -242,10 +250,10 @@ def adamw(
         >>> print(params["table"].ravel().round(3), params["bias"].round(3))
         [1. 1. 0.] [0.5]
     """
-    hyper.check_learning_rate(learning_rate)
+    check_learning_rate(learning_rate)
     _check_adam(b1, b2, eps, eps_root, mu_dtype)
     if not callable(weight_decay):  # newer versions of optax take a schedule
-        hyper.check_numbers(weight_decay=weight_decay)
+        check_numbers(weight_decay=weight_decay)
     flags = () if callable(mask) else jax.tree.leaves(mask)
     if not all(isinstance(x, bool | np.bool_) for x in flags):
         raise TypeError(
@@ -270,8 +278,8 @@ def adamw(
 def _check_adam(
     b1: Scalar, b2: Scalar, eps: Scalar, eps_root: Scalar, mu_dtype: DTypeLike | None
 ) -> None:
-    hyper.check_numbers(b1=b1, b2=b2)
-    hyper.check_denominator(eps=eps, eps_root=eps_root)
+    check_numbers(b1=b1, b2=b2)
+    check_denominator(eps=eps, eps_root=eps_root)
     if mu_dtype is not None:
         checked_dtype("mu_dtype", mu_dtype, floating=True)
 
@@ -281,7 +289,7 @@ def _bias_correction(decay: Scalar, step: jax.Array) -> jax.Array:
 
     For decay = 0.999 and step = 1, `1 - decay**step` in float32 is off by 3e-5.
     """
-    if hyper.is_zero(decay):
+    if is_zero(decay):
         return jnp.asarray(1.0)  # takes on precision, as the other does
     is_known = isinstance(decay, int | float)
     log_decay = math.log(decay) if is_known else jnp.log(decay)

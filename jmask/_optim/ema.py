@@ -20,8 +20,7 @@ from jmask._base.array_types import added
 from jmask._base.types import PyTree, Scalar
 from jmask._lazy.lazy import lazy
 from jmask._lazy.row_local import RowWise
-from jmask._optim import hyperparameters as hyper
-from jmask._optim.row_rule import Slot, row_rule
+from jmask._optim.row_rule import Slot, check_numbers, row_rule
 from jmask._updates.apply import dense_parameters
 from jmask._updates.state_rows import states_of
 
@@ -115,7 +114,7 @@ def ema(decay: Scalar) -> Ema:
         >>> print(table, ema.average(state, table))
         [4. 8.] [3.5 5. ]
     """
-    hyper.check_numbers(decay=decay)
+    check_numbers(decay=decay)
 
     def rule(new, param, average, last, count):
         average = _caught_up(decay, param, average, count - last)

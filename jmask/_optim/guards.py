@@ -12,24 +12,25 @@ A step that is not taken is a step of padding: it has no control flow, and copie
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.extend.core import Var
 
 from jmask._base.array_types import added, fewer, joint_dtype, trailing, wide
 from jmask._base.fallback import collected
 from jmask._base.row_ids import hide
+from jmask._base.shardings import varying_axes
 from jmask._base.types import Function, Gradient, Options, PyTree, PyTreeDef, Scalar
 from jmask._kernels.coalesce import unique_slots
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
-from jmask._lazy.over_shards import agreed, counted
 from jmask._ops.norms import shortened
-from jmask._optim.hyperparameters import check_numbers
+from jmask._optim.row_rule import check_numbers
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values, with_stored_values
@@ -63,6 +64,9 @@ class Guard(OnePassTransformation):
 
 def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide) -> Guard:
     """Return a transformation that takes a step of `inner` where `decide` says so.
+
+    Guards of guards decide first, and then there is one step: in that of the outer one, taken
+    without rows, an inner `multi_steps` would have the rows that it keeps.
 
     Args:
         init: makes a named tuple with an `inner_state`.
@@ -289,6 +293,52 @@ def drop_nonfinite_rows() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
+# --- devices of a `shard_map` --------------------------------------------------------------
+#
+# Devices that take a step together must all skip it or none, since dense parameters are copies.
+#
+#     values of device 0: nan     of device 1: finite     skip_nonfinite: both skip the step
+
+
+def agreed(
+    holds: jax.Array, gradients: Sequence[Gradient], params: Sequence[jax.Array]
+) -> jax.Array:
+    """Decide whether something holds on all devices that take a step together."""
+    axes = _axes_of_copies(holds, gradients, params)
+    # There is no reduction by `and` over devices: the failures are counted.
+    return holds if not axes else lax.psum((~holds).astype(jnp.int32), tuple(axes)) == 0
+
+
+def counted(
+    number: jax.Array, gradients: Sequence[Gradient], params: Sequence[jax.Array]
+) -> jax.Array:
+    """Sum the numbers of rows of one gradient that the devices have counted.
+
+    Where it is not known whether an array is the same on all devices, the most that one has.
+    """
+    others = tuple(_axes_of_copies(number, gradients, params))
+    if not others:
+        return number
+    return lax.psum(number, others) if varying_axes(number) else lax.pmax(number, others)
+
+
+def _axes_of_copies(
+    x: jax.Array, gradients: Sequence[Gradient], params: Sequence[jax.Array]
+) -> set[str]:
+    """Return the axes over which `x` may differ and parameters are the same.
+
+    Without parameters these are taken to be sharded as their gradients are. Where a
+    `shard_map` does not track what differs, all of its axes.
+    """
+    axes = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+    # The index of a device differs on all of them. Where its type does not say so
+    # (check_vma=False), the types of arrays say nothing either.
+    if not axes or not varying_axes(lax.axis_index(tuple(axes))):
+        return set(axes)
+    leaves = jax.tree.leaves(gradients if params is None else params)
+    return set(varying_axes(x).difference(frozenset.intersection(*map(varying_axes, leaves))))
+
+
 # --- bounds on the norms of rows ---------------------------------------------------------
 
 
@@ -398,6 +448,6 @@ def max_row_norm(
 def _bounded(rows: jax.Array, max_norm: Scalar, order: float) -> jax.Array:
     """Return rows (n, *row), in float32 at least, scaled to a norm of at most `max_norm`."""
     rows = rows.astype(wide(rows.dtype))
-    return (
-        shortened(rows, max_norm, order) if rows.ndim else jnp.clip(rows, -max_norm, max_norm)
-    )
+    if not rows.ndim:
+        return jnp.clip(rows, -max_norm, max_norm)
+    return shortened(rows, max_norm, order)

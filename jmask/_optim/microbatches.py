@@ -116,10 +116,9 @@ def multi_steps(
     def accumulate(updates, state, params):
         check_state_type(state, MultiStepsState)
         updates = as_gradients(updates)
-        _check_fits(updates, like, parts)
-        if jax.tree.map(jnp.shape, state.accumulated) != jax.tree.map(
-            jnp.shape, jax.eval_shape(empty)
-        ):
+        _check_fits(updates, like)
+        have, expected = jax.tree.map(jnp.shape, (state.accumulated, jax.eval_shape(empty)))
+        if have != expected:
             raise ValueError(
                 "`state.accumulated` was made for another `every_k` or `like`. Change them "
                 "where `state.mini_step` is 0, and take `inner_state` over: "
@@ -149,11 +148,10 @@ def _parts(x: Gradient) -> Accumulated:
 
 def _empty(like: Gradient, part: Accumulated, every_k: int) -> Accumulated:
     """Return zeros, and padding for the rows of k microbatches."""
-    k = 1 if part.ids is None else every_k
-    shape = lambda x: (k * x.shape[0], *x.shape[1:]) if k > 1 else x.shape
-    zeros = jax.tree.map(lambda x: jnp.zeros(shape(x), x.dtype), part)
     if part.ids is None:
-        return zeros
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), part)
+    zero = lambda x: jnp.zeros((every_k * x.shape[0], *x.shape[1:]), x.dtype)
+    zeros = jax.tree.map(zero, part)
     return zeros._replace(ids=jnp.full_like(zeros.ids, _rows(like, zeros).row_count))
 
 
@@ -193,7 +191,7 @@ def _as_gradient(like: Gradient, kept: Accumulated, divisor: jax.Array) -> Gradi
     return joined(x.coalesce(), often.values > 0)
 
 
-def _check_fits(updates: PyTree, like: PyTree, parts: list[Accumulated]) -> None:
+def _check_fits(updates: PyTree, like: PyTree) -> None:
     """Refuse a gradient that is not as `like`, or has more rows."""
     given: PyTreeDef = jax.tree.structure(updates, is_leaf=is_gradient_leaf)
     expected: PyTreeDef = jax.tree.structure(like, is_leaf=is_gradient_leaf)
@@ -205,16 +203,16 @@ def _check_fits(updates: PyTree, like: PyTree, parts: list[Accumulated]) -> None
         )
     leaves: list[tuple[KeyPath, Gradient]]
     leaves = jax.tree.leaves_with_path(updates, is_leaf=is_gradient_leaf)
-    likes = jax.tree.leaves(like, is_leaf=is_gradient_leaf)
-    for (path, x), y, part in zip(leaves, likes, parts, strict=True):
-        new = jax.eval_shape(_parts, x)
-        kinds = (
-            # Rows of a table and entries of it have other numbers of dimensions.
-            (shape, parts.ids is None, parts.valid is None, parts.values.ndim)
-            for shape, parts in ((x.shape, new), (y.shape, part))
+    for (path, x), y in zip(
+        leaves, jax.tree.leaves(like, is_leaf=is_gradient_leaf), strict=True
+    ):
+        new, old = jax.eval_shape(_parts, x), jax.eval_shape(_parts, y)
+        # Rows of a table and entries of it have values of other numbers of dimensions.
+        is_like = x.shape == y.shape and jax.tree.map(jnp.ndim, new) == jax.tree.map(
+            jnp.ndim, old
         )
-        fits = len(set(kinds)) == 1 and jnp.promote_types(x.dtype, y.dtype) == y.dtype
-        if not fits or (part.ids is not None and new.values.shape[0] > part.values.shape[0]):
+        fits = is_like and jnp.promote_types(x.dtype, y.dtype) == y.dtype
+        if not fits or new.values.shape[:1] > old.values.shape[:1]:
             raise ValueError(
                 f"{leaf_name('updates', path)} is {_described(x)}, but `like` has "
                 f"{_described(y)} there: make multi_steps with the gradient of a "

@@ -16,8 +16,15 @@ from jax.typing import DTypeLike
 from jmask._base.array_types import as_float
 from jmask._base.types import PyTree, Scalar
 from jmask._base.validation import check_flag
-from jmask._optim import hyperparameters as hyper
-from jmask._optim.row_rule import Slot, mean_of_row, optimizer
+from jmask._optim.row_rule import (
+    Common,
+    Slot,
+    check_denominator,
+    check_numbers,
+    is_zero,
+    mean_of_row,
+    optimizer,
+)
 
 # --- stochastic gradient descent ----------------------------------------------------------
 #
@@ -89,12 +96,12 @@ def sgd(
         >>> jmask.apply_updates(table, updates).ravel()
         Array([1. , 1. , 0.5], dtype=float32)
     """
-    common = hyper.Common(
+    common = Common(
         learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, decay_mode
     )
     check_flag("nesterov", nesterov)
-    hyper.check_numbers(momentum=momentum)
-    if nesterov and hyper.is_zero(momentum):
+    check_numbers(momentum=momentum)
+    if nesterov and is_zero(momentum):
         raise ValueError(f"`nesterov` needs a positive `momentum`, got {momentum}.")
 
     def plain(g, w, lr):
@@ -104,7 +111,7 @@ def sgd(
         m = momentum * m - lr * g
         return (momentum * m - lr * g if nesterov else m), m
 
-    if hyper.is_zero(momentum):
+    if is_zero(momentum):
         return optimizer(common, SgdState, {}, plain, lazy_update, state_dtype)
     slots = {"momentum": Slot(0.0)}
     return optimizer(common, MomentumState, slots, rule, lazy_update, state_dtype)
@@ -171,7 +178,7 @@ def adagrad(
         >>> jmask.apply_updates(table, updates).ravel().round(4)
         Array([1. , 1. , 0.9], dtype=float32)
     """
-    common = hyper.Common(
+    common = Common(
         learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, decay_mode
     )
     make = functools.partial(_adagrad, common, lr_decay, initial_accumulator_value)
@@ -220,7 +227,7 @@ def rowwise_adagrad(
         >>> state.sum_of_squares.ravel()
         Array([ 0.,  0., 25.], dtype=float32)
     """
-    common = hyper.Common(
+    common = Common(
         learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, decay_mode
     )
     make = functools.partial(_adagrad, common, lr_decay, initial_accumulator_value)
@@ -228,7 +235,7 @@ def rowwise_adagrad(
 
 
 def _adagrad(
-    common: hyper.Common,
+    common: Common,
     lr_decay: Scalar,
     initial_accumulator_value: Scalar,
     eps: Scalar,
@@ -237,13 +244,13 @@ def _adagrad(
     state_dtype: DTypeLike | None,
     per_row: bool,
 ) -> optax.GradientTransformationExtraArgs:
-    hyper.check_numbers(lr_decay=lr_decay)
-    hyper.check_denominator(
+    check_numbers(lr_decay=lr_decay)
+    check_denominator(
         eps=eps, eps_root=eps_root, initial_accumulator_value=initial_accumulator_value
     )
 
     def decayed(count, lr):
-        return (lr if hyper.is_zero(lr_decay) else lr / (1 + as_float(count) * lr_decay),)
+        return (lr if is_zero(lr_decay) else lr / (1 + as_float(count) * lr_decay),)
 
     def rule(g, w, s, lr):
         s = s + (mean_of_row(g * g) if per_row else g * g)
@@ -312,8 +319,8 @@ def ftrl(
         >>> jmask.apply_gradients(tx, grads, tx.init(table), table)[0].ravel()
         Array([ 0.  ,  0.  , -0.05], dtype=float32)
     """
-    hyper.check_numbers(l1=l1, beta=beta, weight_decay=weight_decay)
-    common = hyper.Common(learning_rate, 0.0, clip_gradient, rescale_grad, maximize)
+    check_numbers(l1=l1, beta=beta, weight_decay=weight_decay)
+    common = Common(learning_rate, 0.0, clip_gradient, rescale_grad, maximize)
 
     def rule(g, w, z, n, lr):
         total = n + g * g

@@ -122,8 +122,7 @@ def with_updates(params: PyTree, updates: PyTree, key: jax.Array | None = None) 
             return param
         if isinstance(update, MaskedTensor):
             step, valid = gradient_and_valid(update)
-            values = unchanged_where_masked(stored_values(step), valid)
-            step = with_stored_values(step, values)
+            step = with_stored_values(step, unchanged_where_masked(stored_values(step), valid))
         else:
             step = update
         if is_row_sparse(step):

@@ -90,15 +90,12 @@ def check_gradient(
             f"The order is {order}."
         )
     for (path, gradient), param in zip(given, parameters, strict=True):
-        if gradient is None is not param and not partial:
+        if (gradient is None) != (param is None) and not partial:
+            missing = "updates" if gradient is None else "params"
             raise ValueError(
-                f"{leaf_name('updates', path)} is None, and there is a parameter: give it a "
-                "gradient, or keep the parameter out with optax.partition or eqx.partition."
-            )
-        if param is None is not gradient and not partial:
-            raise ValueError(
-                f"{leaf_name('params', path)} is None, and there is a gradient for it. The "
-                f"order is {order}."
+                f"{leaf_name(missing, path)} is None, and its counterpart is not: give the "
+                "parameter a gradient, or keep it out with optax.partition or eqx.partition. "
+                f"The order is {order}."
             )
         if param is not None and gradient is not None:
             _check_fits(path, gradient, param)

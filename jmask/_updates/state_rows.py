@@ -57,21 +57,15 @@ Dimension = int
 def open_shapes(
     shapes: Sequence[jax.ShapeDtypeStruct], tables: Sequence[int | None]
 ) -> tuple[dict[int, Dimension], list[jax.ShapeDtypeStruct]]:
-    """Leave open how many rows arrays have along their first axis.
+    """Return an open number of rows for each table, and the shapes with these.
 
     Args:
-        shapes: of whole tables, and of other arrays.
-        tables: whose rows each of them has, or None.
-
-    Returns:
-        The open number of rows of each table, and the shapes with it.
+        tables: whose rows each array has along its first axis, or None.
     """
     rows = _open_rows(tuple(sorted({i for i in tables if i is not None})))
-    opened = [
-        x if i is None else x.update(shape=(rows[i], *x.shape[1:]))
-        for x, i in zip(shapes, tables, strict=True)
-    ]
-    return rows, opened
+    pairs = zip(shapes, tables, strict=True)
+    opened = lambda x, i: x if i is None else x.update(shape=(rows[i], *x.shape[1:]))
+    return rows, [opened(x, i) for x, i in pairs]
 
 
 @contextlib.contextmanager
@@ -107,17 +101,12 @@ def rows_of_state(
     state: PyTree,
     dtypes: bool = True,
 ) -> list[tuple[int | None, Shape]]:
-    """Return, for each leaf of the state, the table whose rows it holds, and their shape.
-
-    None where it holds rows of none.
+    """Return, for each leaf of the state, the table whose rows it holds, or None; their shape.
 
     Args:
-        init: of the transformation.
         params: shapes of the leaves of the parameters.
         seen: the same, of stacked tables (M, V, D) as one table (M * V, 1, D).
         is_table: which of them have a sparse or masked gradient.
-        param_tree: the structure of the parameters.
-        state: the state passed to update.
         dtypes: whether those of `params` are known, and the rows must have the dtypes that
             `init` gives them. All other leaves may get another dtype in a step, as optax
             promotes them.
@@ -169,7 +158,6 @@ def check_state(state: PyTree, expected: PyTree, dtypes: Sequence[bool] | None =
     """Refuse a state that is not as `init` makes it, naming the first array that differs.
 
     Args:
-        state, expected: of one structure.
         dtypes: of which leaves the dtype is looked at too; of all by default. Rows are written
             in the dtype that their table has: it would go on in that one for ever.
     """
