@@ -53,8 +53,8 @@ logmeanexp = _reduces(
 )
 
 # Activations.
-relu, relu6, celu, elu, selu = map(
-    _entrywise, (_nn.relu, _nn.relu6, _nn.celu, _nn.elu, _nn.selu)
+relu, relu6, celu, elu, selu = _each(
+    _entrywise, _nn.relu, _nn.relu6, _nn.celu, _nn.elu, _nn.selu
 )
 gelu, mish, silu, sigmoid = _each(_entrywise, _nn.gelu, _nn.mish, _nn.silu, _nn.sigmoid)
 hard_sigmoid, hard_silu = _each(_entrywise, _nn.hard_sigmoid, _nn.hard_silu)

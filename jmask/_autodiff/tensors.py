@@ -24,12 +24,16 @@ from jmask._base.types import Argument, PyTree, PyTreeDef, Tensor, TensorLike
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
 from jmask._tensors.specified import (
     placeholder_of,
-    values_of,
     with_placeholder,
     with_values_of,
     without_placeholder,
 )
-from jmask._tensors.storage import is_sparse, unique_positions, with_stored_values
+from jmask._tensors.storage import (
+    is_sparse,
+    stored_values,
+    unique_positions,
+    with_stored_values,
+)
 
 
 class Leaves:
@@ -57,7 +61,7 @@ class Leaves:
                 self._add(number, x if np.ndim(x) == 0 else jnp.asarray(x))
                 continue
             self.of_tensors |= {len(self.given), len(self.given) + 1}
-            self._add(number, values_of(x))
+            self._add(number, stored_values(x))
             self.placeholders.add(len(self.given))
             # One that has a placeholder is of a gradient program around this one.
             placeholder = placeholder_of(x)

@@ -92,15 +92,15 @@ def dot_product_attention(*args: Argument, **kwargs: Argument) -> Tensor:
     """
     attend: Function = nn.dot_product_attention
     options = _ATTENTION.bind(*args, **kwargs).arguments
-    operands: list[Argument] = []
-    for name in ("query", "key", "value", "bias", "mask"):
-        x = options.pop(name, None)
+    names = ("query", "key", "value", "bias", "mask")
+    operands: list[Argument] = [options.pop(name, None) for name in names]
+    for name, x in zip(names, operands, strict=True):
         if x is not None and jnp.iscomplexobj(x):
             raise TypeError(
                 f"`{name}` is complex, and JAX's attention drops the imaginary part: use "
                 "jmask.nn.softmax of scores that are real, jmask.numpy.real(scores)."
             )
-        operands.append(x if x is None else dense(adopted(x), "dot_product_attention"))
+    operands = [x if x is None else dense(adopted(x), attend.__name__) for x in operands]
     if not any_masked(*operands):
         return attend(*operands, **options)
     *arrays, bias, mask = operands
@@ -139,9 +139,6 @@ def dot_product_attention(*args: Argument, **kwargs: Argument) -> Tensor:
 def _four(x: TensorLike) -> jax.Array:
     x = jnp.asarray(x)
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
-
-
-# --- MXNet's sums --------------------------------------------------------------------
 
 
 def add_n(*tensors: TensorLike) -> Tensor:

@@ -46,15 +46,10 @@ _add, _subtract = entrywise(jnp.add), entrywise(jnp.subtract)
 _multiply, _divide = entrywise(jnp.multiply), entrywise(jnp.true_divide)
 _exp, _squared = entrywise(jnp.exp), entrywise(norms.squared)
 _log, _root = entrywise(jnp.log), entrywise(where_nonzero(jnp.sqrt))
-_positive = entrywise(lambda n: n > 0)
-
-
-# --- sums --------------------------------------------------------------------------------
-
 
 total = functools.partial(reduced, kind="sum")
 product = functools.partial(reduced, kind="prod")
-product_of_all = with_zeros(product, lambda x, zero: jnp.where(zero, jnp.zeros_like(x), x))
+product_of_all = with_zeros(product, jnp.zeros_like)
 
 
 def mean(x: MaskedTensor, axis: Axes) -> MaskedTensor:
@@ -81,9 +76,7 @@ def variance(
     # Two passes: the mean of squares less the square of the mean cancels.
     squares = total(_squared(_subtract(x, _center(x, axis, mean))), axis)
     left = on_values(lambda n: n - ddof, count(x, axis)).astype(squares.dtype)
-    return _divide(
-        squares, joined(left.storage, left.valid & (stored_values(left.storage) > 0))
-    )
+    return _divide(squares, joined(left.storage, left.valid & (stored_values(left) > 0)))
 
 
 def _center(x: MaskedTensor, axis: Axes, given: TensorLike | None) -> TensorLike:
@@ -95,7 +88,7 @@ def deviation(x: MaskedTensor, axis: Axes, **options: Argument) -> MaskedTensor:
 
 
 def number_of_nonzero(x: MaskedTensor, axis: Axes) -> MaskedTensor:
-    return count(x, axis, is_nonzero(stored_values(x.storage)))
+    return count(x, axis, is_nonzero(stored_values(x)))
 
 
 def number(a: MaskedTensor, axis: Axes = (), keepdims: bool = True) -> MaskedTensor:
@@ -103,27 +96,19 @@ def number(a: MaskedTensor, axis: Axes = (), keepdims: bool = True) -> MaskedTen
 
 
 def some(x: MaskedTensor, axis: Axes) -> MaskedTensor:
-    return _positive(number_of_nonzero(x, axis))
+    return on_values(lambda n: n > 0, number_of_nonzero(x, axis))
 
 
 def every(x: MaskedTensor, axis: Axes) -> MaskedTensor:
-    zero = ~is_nonzero(stored_values(x.storage))
-    return on_values(lambda n: n == 0, count(x, axis, zero))
+    return on_values(lambda n: n == 0, count(x, axis, ~is_nonzero(stored_values(x))))
 
 
-every_of_all = with_zeros(every, lambda x, zero: x & ~zero)
-
-
-# --- order -------------------------------------------------------------------------------
+every_of_all = with_zeros(every, jnp.zeros_like)
 
 
 maximum, minimum = (functools.partial(extremum, kind=kind) for kind in ("max", "min"))
-maximum_of_all = with_zeros(
-    maximum, lambda x, zero: jnp.where(zero, jnp.maximum(x, jnp.zeros_like(x)), x)
-)
-minimum_of_all = with_zeros(
-    minimum, lambda x, zero: jnp.where(zero, jnp.minimum(x, jnp.zeros_like(x)), x)
-)
+maximum_of_all = with_zeros(maximum, lambda x: jnp.maximum(x, jnp.zeros_like(x)))
+minimum_of_all = with_zeros(minimum, lambda x: jnp.minimum(x, jnp.zeros_like(x)))
 first_maximum, first_minimum = (
     functools.partial(first_index, kind=kind) for kind in ("max", "min")
 )
@@ -131,9 +116,6 @@ first_maximum, first_minimum = (
 
 def spread(x: MaskedTensor, axis: Axes) -> MaskedTensor:
     return _subtract(maximum(x, axis), minimum(x, axis))
-
-
-# --- sums of powers of e -----------------------------------------------------------------
 
 
 def _peak(x: MaskedTensor, axis: Axes) -> MaskedTensor:
@@ -171,9 +153,6 @@ def logmeanexp(x: MaskedTensor, axis: Axes) -> MaskedTensor:
     return _subtract(logsumexp(x, axis), _log(count(x, axis).astype(x.dtype)))
 
 
-# --- norms -------------------------------------------------------------------------------
-
-
 def normalize(
     x: MaskedTensor,
     ord: float | None = 2,  # noqa: A002
@@ -200,11 +179,9 @@ def normalize(
     # The norm comes with a power of two, so that squares neither overflow nor vanish; `eps` is
     # scaled by it too.
     parts = norms.norm_in_parts(x, axis, checked_order(ord))
-    size = _at_least(parts.size, on_values(lambda factor: factor * eps, parts.factor))
+    at_least = entrywise(lambda size, least: jnp.where(size < least, least, size))
+    size = at_least(parts.size, on_values(lambda factor: factor * eps, parts.factor))
     return _divide(parts.entries, size.astype(x.dtype))
-
-
-_at_least = entrywise(lambda size, least: jnp.where(size < least, least, size))
 
 
 def checked_order(order: float | None) -> float:
@@ -231,17 +208,14 @@ def standardize(
     else:
         # E[x**2] - mean**2 about the mean that was given, as in jax.nn.standardize; it is cut
         # at 0, which rounding may cross.
-        spread = _less_square(_mean(entrywise(jnp.square)(x), axis), center)
-    return _scaled(x, center, spread, epsilon=epsilon)
+        less_square = entrywise(lambda x, mean: jnp.maximum(x - jnp.square(mean), 0))
+        spread = less_square(_mean(entrywise(jnp.square)(x), axis), center)
+    scaled = entrywise(lambda x, mean, v: (x - mean) * lax.rsqrt(v + epsilon))
+    return scaled(x, center, spread)
 
 
 _tensor: Function = as_tensor
 _mean, _variance = mean, variance
-_less_square = entrywise(lambda x, mean: jnp.maximum(x - jnp.square(mean), 0))
-_scaled = entrywise(lambda x, mean, v, epsilon: (x - mean) * lax.rsqrt(v + epsilon))
-
-
-# --- quantiles ---------------------------------------------------------------------------
 
 
 def quantile(
@@ -255,29 +229,27 @@ def quantile(
             "jnp.quantile(x.to_tensor(jnp.inf), q, weights=weights * x.mask, "
             'method="inverted_cdf").'
         )
-    if not isinstance(q, jax.core.Tracer):
-        fractions = np.asarray(q)
-        if not np.all((fractions >= 0) & (fractions <= 1)):
-            raise ValueError(f"`q` must be from 0 to 1, got {q}.")
+    is_known = not isinstance(q, jax.core.Tracer)
+    if is_known and not np.all((np.asarray(q) >= 0) & (np.asarray(q) <= 1)):
+        raise ValueError(f"`q` must be from 0 to 1, got {q}.")
     a = as_masked_tensor(dense(a, "quantile"))
 
-    def one(q: jax.Array) -> MaskedTensor:
-        def rank(last: jax.Array) -> tuple[jax.Array, jax.Array]:
-            place = jnp.where((q >= 0) & (q <= 1), q, jnp.nan) * last.astype(q.dtype)
-            below = jnp.floor(place)
-            return below.astype(last.dtype), place - below
-
-        return _at_rank(a, axis, rank, method)
+    def rank(q: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
+        place = jnp.where((q >= 0) & (q <= 1), q, jnp.nan) * last.astype(q.dtype)
+        below = jnp.floor(place)
+        return below.astype(last.dtype), place - below
 
     q = jnp.asarray(q)
+    one: Function = lambda q: _at_rank(a, axis, functools.partial(rank, q), method)
     for _ in range(q.ndim):
         one = jax.vmap(one)
     return one(q.astype(joint_dtype(q, jnp.float32)))
 
 
 def percentile(a: MaskedTensor, axis: Axes, q: Numbers, **options: Argument) -> MaskedTensor:
-    q = q if isinstance(q, jax.Array) else np.asarray(q)
-    return quantile(a, axis, q / 100, **options)
+    return quantile(
+        a, axis, (q if isinstance(q, jax.Array) else np.asarray(q)) / 100, **options
+    )
 
 
 def median(a: MaskedTensor, axis: Axes, averaged: bool = True) -> MaskedTensor:

@@ -115,7 +115,7 @@ def norm_in_parts(x: Kind, axis: tuple[int, ...], order: float) -> Norm[Kind]:
 def _masked_where_zero(size: Kind) -> Kind:
     if not isinstance(size, MaskedTensor):
         return jnp.where(size != 0, size, jnp.inf)
-    return joined(size.storage, size.valid & (stored_values(size.storage) != 0))
+    return joined(size.storage, size.valid & (stored_values(size) != 0))
 
 
 def norm(

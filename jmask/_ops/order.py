@@ -19,13 +19,11 @@ from jax.typing import ArrayLike, DTypeLike
 from jmask._base.array_types import is_nonzero
 from jmask._base.shardings import typed_like
 from jmask._base.types import Argument, Dense, Function, PyTree, Scalar, Tensor, TensorLike
-from jmask._ops.lift import adopted, dense, extends
+from jmask._ops.lift import adopted, dense, extends, filled
 from jmask._ops.reduce import checked_axes, result_dtype, valid_entries
 from jmask._ops.selection import take_along_axis
 from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, as_tensor, joined
 from jmask._tensors.storage import as_dense, entry_indices, is_sparse, stored_values
-
-# --- sorted ------------------------------------------------------------------------------
 
 
 @extends(jnp.sort)
@@ -91,9 +89,6 @@ def top_k(x: TensorLike, k: int, axis: int = -1) -> tuple[Tensor, Tensor]:
     return take_along_axis(x, order, axis), order
 
 
-# --- the different, the valid ones -------------------------------------------------------
-
-
 @extends(jnp.unique)
 def unique(
     ar: MaskedTensor,
@@ -108,34 +103,18 @@ def unique(
 
     Padding is masked unless `fill_value` is given.
     """
-    hidden, values = ~ar.valid, as_dense(ar.storage)
-    values = jnp.where(ar.valid, values, jnp.zeros((), ar.dtype))
-    pair = [
-        a.reshape(-1) if axis is None else jnp.moveaxis(a, axis, 0) for a in (hidden, values)
-    ]
-    row = pair[0].shape[1:]
-    width = math.prod(row)
+    pair = jnp.stack([(~ar.valid).astype(ar.dtype), as_dense(filled(ar))])
+    pair = pair.reshape(2, -1) if axis is None else jnp.moveaxis(pair, axis % ar.ndim + 1, 1)
     # Rows of a mask and values, so that JAX compares both.
-    rows = jnp.concatenate([a.reshape(-1, width).astype(ar.dtype) for a in pair], axis=1)
-    padding = [
-        jnp.full(row, a, ar.dtype).reshape(-1)
-        for a in (fill_value is None, 0 if fill_value is None else fill_value)
-    ]
-    result, *others = jax.tree.leaves(
-        jnp.unique(
-            rows,
-            return_index,
-            return_inverse,
-            return_counts,
-            0,
-            fill_value=jnp.concatenate(padding),
-            **options,
-        )
-    )
-    hidden, values = (a.reshape(-1, *row) for a in jnp.split(result, 2, axis=1))
-    if axis is not None:
-        hidden, values = (jnp.moveaxis(a, 0, axis) for a in (hidden, values))
-    elif return_inverse:
+    rows = jnp.moveaxis(pair, 0, 1).reshape(-1, 2 * math.prod(pair.shape[2:]))
+    fills = (fill_value is None, 0 if fill_value is None else fill_value)
+    padding = jnp.repeat(jnp.asarray(fills, ar.dtype), rows.shape[1] // 2)
+    returned = return_index, return_inverse, return_counts
+    result = jnp.unique(rows, *returned, axis=0, fill_value=padding, **options)
+    result, *others = jax.tree.leaves(result)
+    pair = jnp.moveaxis(result.reshape(-1, 2, *pair.shape[2:]), 1, 0)
+    hidden, values = pair if axis is None else jnp.moveaxis(pair, 1, axis % ar.ndim + 1)
+    if axis is None and return_inverse:
         others[return_index] = others[return_index].reshape(ar.shape)
     result = joined(values, ~hidden.astype(bool))
     return (result, *others) if others else result
@@ -187,16 +166,13 @@ def compressed(x: TensorLike, *, size: int | None = None, fill_value: complex = 
 
 def _in_order(x: MaskedTensor) -> tuple[jax.Array, jax.Array, Sequence[jax.Array]]:
     """Return stored values, whether they are valid, and their indices, sorted by these."""
-    values = stored_values(x.storage)
+    values = stored_values(x)
     places = entry_indices(x.storage, jnp.arange(values.size))
     values, valid = values.reshape(-1), x.valid.reshape(-1)
     if not is_sparse(x.storage):
         return values, valid, places
     order = jnp.lexsort(tuple(places[::-1]))
     return values[order], valid[order], [place[order] for place in places]
-
-
-# --- running sums, products and the like -------------------------------------------------
 
 
 def accumulates(of_jax: Function, identity: ArrayLike) -> Function:
@@ -208,9 +184,8 @@ def accumulates(of_jax: Function, identity: ArrayLike) -> Function:
         checked_axes(options.get("axis"), x.ndim)
         taken = valid_entries(x, where)
         dtype = result_dtype(jnp.mean, x.dtype) if isinstance(identity, float) else x.dtype
-        values = jnp.where(
-            taken.valid, as_dense(taken.storage).astype(dtype), jnp.asarray(identity, dtype)
-        )
+        values = stored_values(taken).astype(dtype)
+        values = jnp.where(taken.valid, values, jnp.asarray(identity, dtype))
         result = of_jax(values, **options)
         if not isinstance(x, MaskedTensor):
             return result

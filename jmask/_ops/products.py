@@ -75,29 +75,24 @@ _Product = TypeVar("_Product", jax.Array, RowSparse)
 
 def operand(x: Storage, transposed: bool) -> Operand:
     """Return the operand for an array, RowSparse, BCOO or BCSR of two dimensions."""
+    matrix: Operand
     if isinstance(x, RowSparse):
-        matrix: Operand = Rows(_without_padding(x))
+        matrix = Rows(_without_padding(x))
+    elif isinstance(x, BCOO | BCSR):
+        height, width = x.shape
+        rows, columns = map(canonical, coordinates(x), x.shape)
+        inside = (rows < height) & (columns < width)
+        rows, columns = jnp.where(inside, rows, height), jnp.where(inside, columns, width)
+        values = jnp.where(inside, x.data, jnp.zeros_like(x.data))
+        matrix = Entries(rows, columns, values, (height, width))
     else:
-        matrix = entries(x) if isinstance(x, BCOO | BCSR) else x
+        matrix = x
     return matrix.T if transposed else matrix
 
 
-def entries(x: BCOO | BCSR) -> Entries:
-    """Return the stored entries of a matrix, with padding at (m, k)."""
-    height, width = x.shape
-    rows, columns = coordinates(x)
-    rows, columns = canonical(rows, height), canonical(columns, width)
-    inside = (rows < height) & (columns < width)
-    rows, columns = jnp.where(inside, rows, height), jnp.where(inside, columns, width)
-    return Entries(rows, columns, _zeros_at_padding(rows, x.data, height), (height, width))
-
-
-def _zeros_at_padding(ids: jax.Array, values: jax.Array, height: int) -> jax.Array:
-    return jnp.where(trailing(ids < height, values.ndim), values, jnp.zeros_like(values))
-
-
 def _without_padding(x: RowSparse) -> RowSparse:
-    return x.with_values(_zeros_at_padding(x.row_ids(), x.values, x.shape[0]))
+    exists = trailing(x.row_ids() < x.shape[0], x.values.ndim)
+    return x.with_values(jnp.where(exists, x.values, jnp.zeros_like(x.values)))
 
 
 # --- the product of each pair ------------------------------------------------------------
@@ -106,13 +101,18 @@ def _without_padding(x: RowSparse) -> RowSparse:
 def _product(a: Operand, b: Operand, dtype: DTypeLike, sparse: bool) -> Argument:
     """Return the product in `dtype`: rows for a `RowSparse`, if `sparse` for `Entries`."""
     if isinstance(b, Rows) and b.transposed:
-        filled = _product(a, b.matrix.values.T, dtype, sparse)
-        return _on_values(filled, functools.partial(_as_columns, like=b.matrix))
+        like, height = b.matrix, b.matrix.shape[0]
+
+        def as_columns(values: jax.Array) -> jax.Array:
+            zeros = jnp.zeros((height, values.shape[0]), values.dtype)
+            return add_rows(zeros, like.row_ids(), values.T, like.order).T
+
+        return _on_values(_product(a, like.values.T, dtype, sparse), as_columns)
     if isinstance(a, Entries):
         b = b.to_dense(dtype) if isinstance(b, Entries) else b
         if not sparse:
             return _bags(a, b, dtype)
-        terms = a.values.astype(dtype)[:, None] * _rows_at(b, a.columns, dtype)
+        terms = _terms(a, b, dtype)
         return RowSparse(a.rows, terms, (a.shape[0], *terms.shape[1:])).coalesce()
     if isinstance(a, Rows) and not a.transposed:
         rows = _on_values(a.matrix, lambda values: _product(values, b, dtype, False))
@@ -146,13 +146,11 @@ def _bags(a: Entries, b: jax.Array | Rows, dtype: DTypeLike) -> jax.Array:
         and not jax.sharding.get_abstract_mesh().manual_axes
     ):
         return bag_sum(table, positions, a.rows, weights, None, bags, 0)
-    terms = weights[:, None] * _rows_or_zeros(table, positions).astype(dtype)
-    return add_rows(jnp.zeros((bags, *table.shape[1:]), dtype), a.rows, terms)
+    return add_rows(jnp.zeros((bags, *table.shape[1:]), dtype), a.rows, _terms(a, b, dtype))
 
 
-def _rows_at(b: jax.Array | Rows, ids: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return the rows `ids` of a matrix (n, d), zeros at padding."""
-    return _rows_or_zeros(*_table(b, ids, dtype)).astype(dtype)
+def _terms(a: Entries, b: jax.Array | Rows, dtype: DTypeLike) -> jax.Array:
+    return a.values.astype(dtype)[:, None] * _rows_at(b, a.columns, dtype)
 
 
 def _table(
@@ -164,22 +162,19 @@ def _table(
     return b, ids
 
 
-def _rows_or_zeros(table: jax.Array, positions: jax.Array) -> jax.Array:
+def _rows_at(b: jax.Array | Rows, ids: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return the rows `ids` of a matrix (n, d), zeros at padding."""
     # Unlike in `gather_rows` the transpose drops padding, so that the gradient of a table does
     # not touch a row that was not looked up.
+    table, positions = _table(b, ids, dtype)
     if 0 in table.shape:
-        return jnp.zeros((*positions.shape, *table.shape[1:]), table.dtype)
+        return jnp.zeros((*positions.shape, *table.shape[1:]), dtype)
     sharding = explicit_sharding(table, positions)
     if sharding is not None:  # rows go where their positions are, as in lookups
         spec = without_repetition((*spec_of(positions), *spec_of(table)[1:]))
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
-    return table.at[positions].get(mode="fill", fill_value=0, out_sharding=sharding)
-
-
-def _as_columns(values: jax.Array, like: RowSparse) -> jax.Array:
-    """Return the matrix (m, V) with the columns `values` (m, n) at the ids of `like`."""
-    zeros = jnp.zeros((like.shape[0], values.shape[0]), values.dtype)
-    return add_rows(zeros, like.row_ids(), values.T, like.order).T
+    rows = table.at[positions].get(mode="fill", fill_value=0, out_sharding=sharding)
+    return rows.astype(dtype)
 
 
 def _on_values(x: _Product, function: Callable[[jax.Array], jax.Array]) -> _Product:
@@ -257,7 +252,7 @@ def dot(
     check_flag("transpose_b", transpose_b)
     check_flag("masked_grad", masked_grad)
     if not masked_grad:
-        if isinstance(forward_stype, str) and forward_stype == "row_sparse":
+        if forward_stype == "row_sparse":
             raise ValueError(
                 "`forward_stype` cannot be 'row_sparse' with `masked_grad`=False: rows that it "
                 "does not store have derivatives, too."

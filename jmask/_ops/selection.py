@@ -29,8 +29,6 @@ from jmask._tensors.masked_tensor import (
 )
 from jmask._tensors.storage import as_dense, is_sparse
 
-# --- by conditions -----------------------------------------------------------------------
-
 # Linear in both together, whatever the condition is; where it is False, the second is taken.
 _plain_where = entrywise(jnp.where, scales=((1, 2),), vanishes=((0, 2),))
 
@@ -66,7 +64,6 @@ def where(
         # What one of them does not store may be chosen from the other.
         operands = [dense(a, "where") for a in operands]
     like, (holds, *values), (known, *valid) = aligned(operands, "where")
-
     return on(like, choose(holds, *values), choose(holds, *valid) & known)
 
 
@@ -94,9 +91,7 @@ def masks_where(name: str, condition: Function) -> Function:
         return masked_where(holds(x, *args, **kwargs), x)
 
     masked.__name__ = masked.__qualname__ = name
-    masked.__doc__ = (
-        f"Mask entries of `x` with the condition and arguments of `numpy.ma.{name}`."
-    )
+    masked.__doc__ = f"Mask entries of `x` with condition and arguments of `numpy.ma.{name}`."
     return masked
 
 
@@ -154,9 +149,6 @@ def likened(function: Function) -> Function:
         return function(dense(a, function.__name__), *args, **kwargs)
 
     return like
-
-
-# --- by indices --------------------------------------------------------------------------
 
 
 @extends(jnp.pad)

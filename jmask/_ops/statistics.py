@@ -33,14 +33,14 @@ _diagonal, _expand_dims = moves(jnp.diagonal), moves(jnp.expand_dims)
 _outer = contracts(jnp.outer)
 
 
-def skips_nan(function: Function, of_jax: Function, empty: ArrayLike | None) -> Function:
-    """Return a reduction of the entries that are not nan, which are as masked.
+def skips_nan(function: Function, empty: ArrayLike | None) -> Function:
+    """Return JAX's function of the entries that are not nan, which are as masked.
 
     Args:
         function: of `jmask.numpy`, of all entries; reduces or accumulates.
-        of_jax: gives arguments and name.
         empty: the result of an array where nothing but nan is. None keeps what is there.
     """
+    of_jax: Function = getattr(jnp, f"nan{function.__name__}")
     names = list(inspect.signature(of_jax).parameters)[1:]
 
     @functools.wraps(of_jax)
@@ -50,8 +50,8 @@ def skips_nan(function: Function, of_jax: Function, empty: ArrayLike | None) -> 
             return function(x, **options)
         masked = isinstance(x, MaskedTensor)
         x = x if isinstance(x, MaskedTensor) else as_masked_tensor(dense(x, of_jax.__name__))
-        is_nan = jnp.isnan(stored_values(x.storage))
-        result = function(joined(x.storage, x.valid & ~is_nan), **options)
+        is_number = ~jnp.isnan(stored_values(x))
+        result = function(joined(x.storage, x.valid & is_number), **options)
         if masked:
             return result
         return result.storage if empty is None else result.to_tensor(empty)
@@ -84,11 +84,8 @@ def weighted_average(
     return (result, sums) if masked else (result.to_tensor(jnp.nan), sums.to_tensor(0))
 
 
-# --- of pairs ----------------------------------------------------------------------------
-
 _subtract, _differ = entrywise(jnp.subtract), entrywise(jnp.not_equal)
-_divide = entrywise(jnp.true_divide)
-_root = entrywise(lambda x: jnp.sqrt(jnp.real(x)))
+_divide, _root = entrywise(jnp.true_divide), entrywise(lambda x: jnp.sqrt(jnp.real(x)))
 
 
 @extends(jnp.cov, "m", "y")
@@ -109,15 +106,15 @@ def cov(
     `y` is that of `m`, an observation that one of them lacks is masked in both.
     """
     tensors = [as_masked_tensor(x) for x in (m, y) if x is not None]
-    if max(x.ndim for x in tensors) > 2:
-        raise ValueError(
-            f"`m` and `y` have 2 dimensions at most, got {[x.shape for x in tensors]}."
-        )
-    if len(tensors) == 2 and tensors[0].shape == tensors[1].shape:
+    shapes = [x.shape for x in tensors]
+    if max(map(len, shapes)) > 2:
+        raise ValueError(f"`m` and `y` have 2 dimensions at most, got {shapes}.")
+    if len(tensors) == 2 and shapes[0] == shapes[1]:
         both = tensors[0].valid & tensors[1].valid
         tensors = [joined(x.storage, both) for x in tensors]
-    rows = [x.reshape(1, -1) if x.ndim < 2 else x if rowvar else x.T for x in tensors]
-    x = _concatenate(rows)
+    x = _concatenate(
+        [x.reshape(1, -1) if x.ndim < 2 else x if rowvar else x.T for x in tensors]
+    )
     kind = result_dtype(jnp.mean, x.dtype if dtype is None else dtype)
     work = wide(kind)
     values, valid = jnp.where(x.valid, x.storage, 0).astype(work), x.valid.astype(work)
@@ -175,9 +172,6 @@ def diff(
     return x
 
 
-# --- comparisons -------------------------------------------------------------------------
-
-
 def _unlike(a: jax.Array, b: jax.Array, equal_nan: bool) -> jax.Array:
     differ = jnp.not_equal(a, b)
     return differ & ~(jnp.isnan(a) & jnp.isnan(b)) if equal_nan else differ
@@ -210,8 +204,7 @@ def allclose(
         >>> jmask.numpy.allclose(x, jnp.ones(2))
         Array(True, dtype=bool)
     """
-    far = _is_far(a, b, rtol=rtol, atol=atol, equal_nan=equal_nan)
-    return _none(far, masked_equal)
+    return _none(_is_far(a, b, rtol=rtol, atol=atol, equal_nan=equal_nan), masked_equal)
 
 
 def array_equal(
@@ -237,7 +230,7 @@ def _none(differs: TensorLike, masked_equal: bool) -> jax.Array:
     """Decide whether no entry differs; and, if masked entries do not count, that all exist."""
     masked = isinstance(differs, MaskedTensor)
     differs = as_masked_tensor(differs)
-    none = ~jnp.any(differs.valid & stored_values(differs.storage))
+    none = ~jnp.any(differs.valid & stored_values(differs))
     if masked_equal or not masked:
         return none
     return none & (jnp.sum(differs.valid) == differs.size)

@@ -286,7 +286,7 @@ def _add_leaves(x: Tensor, y: Tensor) -> Tensor:
 def _sizes(x: Tensor) -> jax.Array:
     """Return the absolute values of the entries, in float32 at least."""
     x = as_masked_tensor(x.flat().widened() if is_row_sparse(x) else as_tensor(x))
-    size = jnp.abs(jnp.where(x.valid, stored_values(x.storage), 0))
+    size = jnp.abs(jnp.where(x.valid, stored_values(x), 0))
     return size.astype(joint_dtype(size, jnp.float32))
 
 

@@ -235,7 +235,7 @@ def _summed(updates: PyTree, params: PyTree) -> PyTree:
 def _not_finite(x: Gradient) -> jax.Array:
     """Find the stored values that are nan or infinite, but those of padding and masked ones."""
     if isinstance(x, MaskedTensor):
-        return x.valid & ~jnp.isfinite(stored_values(x.storage))
+        return x.valid & ~jnp.isfinite(stored_values(x))
     if not is_row_sparse(x):
         return ~jnp.isfinite(x)
     exists = x.flat().row_ids() < x.row_count

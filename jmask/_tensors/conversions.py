@@ -37,7 +37,7 @@ from jmask._tensors.storage import stype as stype_of
 
 def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     """Return the tensor on coordinate (BCOO) storage, without dense dimensions."""
-    values, valid = stored_values(x.storage).reshape(-1), x.valid.reshape(-1)
+    values, valid = stored_values(x).reshape(-1), x.valid.reshape(-1)
     picked, inside, values = _chosen(values, valid, nse, "entries")
     indices = [
         jnp.where(inside, index, size)
@@ -248,7 +248,7 @@ def representation(x: MaskedTensor) -> str:
     except Exception:
         return f"MaskedTensor({x.storage!r}, {x.valid!r})"
     try:
-        return head + _entries(stored_values(x.storage), x.valid, head) + tail
+        return head + _entries(stored_values(x), x.valid, head) + tail
     except Exception:
         return f"MaskedTensor({described})"
 

@@ -24,7 +24,17 @@ import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import sum_dtype, trailing
-from jmask._base.types import Argument, Function, Ids, Scalar, Shape, Sparse, Storage, TypeIs
+from jmask._base.types import (
+    Argument,
+    Function,
+    Ids,
+    Scalar,
+    Shape,
+    Sparse,
+    Storage,
+    Tensor,
+    TypeIs,
+)
 from jmask._base.validation import abstract_leaf, refuse_scipy, shown
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.row_sparse import RowSparse
@@ -60,9 +70,10 @@ def without_nothing_sparse(x: _T) -> _T | jax.Array:
     return x.todense() if isinstance(x, BCOO) and x.n_sparse == 0 else x
 
 
-def stored_values(x: Storage) -> jax.Array:
-    """Return the stored values; of a dense array, the array."""
-    return x.values if isinstance(x, RowSparse) else x.data if isinstance(x, BCOO | BCSR) else x
+def stored_values(x: Tensor) -> jax.Array:
+    """Return the stored values of a tensor, masked or not; of an array, the array."""
+    s: Argument = getattr(x, "storage", x)
+    return s.values if isinstance(s, RowSparse) else s.data if isinstance(s, BCOO | BCSR) else s
 
 
 def with_stored_values(x: _Storage, values: jax.Array, shape: Shape | None = None) -> _Storage:
@@ -99,22 +110,13 @@ def coordinates(x: Sparse) -> tuple[jax.Array, ...]:
     return tuple(x.indices[:, d] for d in range(x.n_sparse))
 
 
-_LINE = 64  # entries that are numbered together
-
-
 def row_of_each(pointers: Ids, count: int) -> jax.Array:
     """Return the row of each of `count` entries in compressed rows; padding gets row V.
 
     pointers [0, 2, 2, 3]  ->  [0, 0, 2, 3]      three rows have begun by entry 3: padding
     """
-    lines = -(-count // _LINE)
-    begun = jnp.zeros((lines * _LINE,), pointers.dtype).at[pointers].add(1, mode="drop")
-    # In two steps: of one long sum XLA makes a kernel for each power of two, and of a search
-    # for each entry it takes three times as long.
-    within = jnp.cumsum(begun.reshape(lines, _LINE), axis=1)
-    line_sums = within[:, -1]
-    before = jnp.cumsum(line_sums) - line_sums
-    return (within + before[:, None]).reshape(-1)[:count] - 1
+    begun = jnp.zeros((count,), pointers.dtype).at[pointers].add(1, mode="drop")
+    return jnp.cumsum(begun) - 1  # a search for each entry takes several times as long
 
 
 def stored_at(x: RowSparse, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -127,7 +129,7 @@ def stored_at(x: RowSparse, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     places = jnp.searchsorted(stored, ids).astype(stored.dtype)
     if not count:
         return x.values, places
-    # Padding of the tensor and of the ids is V, which is found, but is no row.
+    # Padding of the tensor and of the ids is V, which is no row.
     exists = (stored[jnp.minimum(places, count - 1)] == ids) & (ids < x.shape[0])
     return x.values, jnp.where(exists, places, count)
 
@@ -204,11 +206,8 @@ def same_positions(x: Storage, y: Storage) -> bool:
 
 def same_index_arrays(x: Storage, y: Storage) -> bool:
     """Decide as `same_positions`, for tensors whose dense, trailing sizes may differ."""
-    if stype(x) != stype(y) or x.ndim != y.ndim:
-        return False
-    if sparse_sizes(x) != sparse_sizes(y):
-        return False
-    return all(map(_same_array, _index_arrays(x), _index_arrays(y)))
+    kinds = [(stype(a), a.ndim, sparse_sizes(a)) for a in (x, y)]
+    return kinds[0] == kinds[1] and all(map(_same_array, _index_arrays(x), _index_arrays(y)))
 
 
 def sparse_sizes(x: Storage) -> Shape:
