@@ -30,14 +30,9 @@ from jax import lax as _lax
 from jax import nn as _nn
 from jax.typing import DTypeLike as _DTypeLike
 
-from jmask._base.types import Axis as _Axis
-from jmask._base.types import StorageLike as _Mask
-from jmask._base.types import Tensor as _Tensor
-from jmask._base.types import TensorLike as _TensorLike
-from jmask._ops import contractions as _contractions
+from jmask._base import types as _types
 from jmask._ops import formulas as _of
-from jmask._ops import norms as _norms
-from jmask._ops import order as _order
+from jmask._ops import products as _products
 from jmask._ops import selection as _selection
 from jmask._ops import statistics as _statistics
 from jmask._ops.lift import contracts as _contracts
@@ -46,9 +41,6 @@ from jmask._ops.lift import elementwise as elementwise
 from jmask._ops.lift import entrywise as _entrywise
 from jmask._ops.lift import extends as _extends
 from jmask._ops.lift import moves as _moves
-from jmask._ops.order import compressed as compressed
-from jmask._ops.order import nonzero as nonzero
-from jmask._ops.order import top_k as top_k
 from jmask._ops.reduce import ZEROS_CHANGE_NOTHING as _NOTHING
 from jmask._ops.reduce import greatest as _greatest
 from jmask._ops.reduce import least as _least
@@ -58,6 +50,9 @@ from jmask._ops.selection import masked_where as masked_where
 from jmask._ops.selection import where as where
 from jmask._ops.statistics import allclose as allclose
 from jmask._ops.statistics import array_equal as array_equal
+from jmask._ops.statistics import compressed as compressed
+from jmask._ops.statistics import nonzero as nonzero
+from jmask._ops.statistics import top_k as top_k
 
 # --- entrywise ---------------------------------------------------------------------------
 
@@ -144,9 +139,9 @@ median = _reduces(_of.median, _jnp.median, empty=_nan, arrays_too=True)
 _count = _reduces(_of.number, empty=0)
 
 cov, corrcoef, diff = _statistics.cov, _statistics.corrcoef, _statistics.diff
-cumlogsumexp = _order.accumulates(_order.cumlogsumexp, -_jnp.inf)
-cumprod = _order.accumulates(_jnp.cumprod, 1)
-cumsum = _order.accumulates(_jnp.cumsum, 0)
+cumlogsumexp = _statistics.accumulates(_statistics.cumlogsumexp, -_jnp.inf)
+cumprod = _statistics.accumulates(_jnp.cumprod, 1)
+cumsum = _statistics.accumulates(_jnp.cumsum, 0)
 
 _skips = _statistics.skips_nan
 nanmax, nanmin, nanmean, nanmedian = (_skips(f, _nan) for f in (max, min, mean, median))
@@ -157,17 +152,17 @@ nancumsum, nancumprod = (_skips(f, None) for f in (cumsum, cumprod))
 
 # An entry that is zero makes a norm of negative order zero, stored or not.
 _size = lambda x: _jnp.abs(_jnp.mean(x))
-_norm = _reduces(_norms.norm, zeros=_NOTHING, like=_size)
-_negative_norm = _reduces(_norms.norm, like=_size)
+_norm = _reduces(_of.norm, zeros=_NOTHING, like=_size)
+_negative_norm = _reduces(_of.norm, like=_size)
 
 
 def norm(
-    x: _TensorLike,
+    x: _types.TensorLike,
     ord: float | None = 2,  # noqa: A002
-    axis: _Axis = None,
+    axis: _types.Axis = None,
     keepdims: bool = False,
-    where: _Mask | None = None,
-) -> _Tensor:
+    where: _types.StorageLike | None = None,
+) -> _types.Tensor:
     """Return the vector norm of the valid entries: the `ord`-th root of the sum of |x| ** ord.
 
     Always of the entries as one vector, also over two axes. The derivative is 0 where the
@@ -189,14 +184,14 @@ def norm(
 
 
 def average(
-    a: _TensorLike,
-    axis: _Axis = None,
-    weights: _TensorLike | None = None,
+    a: _types.TensorLike,
+    axis: _types.Axis = None,
+    weights: _types.TensorLike | None = None,
     returned: bool = False,
     keepdims: bool = False,
     *,
-    where: _Mask | None = None,
-) -> _Tensor | tuple[_Tensor, _Tensor]:
+    where: _types.StorageLike | None = None,
+) -> _types.Tensor | tuple[_types.Tensor, _types.Tensor]:
     """Return the mean of the valid entries, each counted by its weight.
 
     Args:
@@ -220,8 +215,11 @@ def average(
 
 
 def count(
-    a: _TensorLike, axis: _Axis = None, keepdims: bool = False, where: _Mask | None = None
-) -> _Tensor:
+    a: _types.TensorLike,
+    axis: _types.Axis = None,
+    keepdims: bool = False,
+    where: _types.StorageLike | None = None,
+) -> _types.Tensor:
     """Count the valid entries: an ordinary tensor, as there always is a number.
 
     Arguments are those of `jmask.numpy.sum`. All entries of an ordinary tensor are valid.
@@ -255,7 +253,7 @@ vstack, hstack, dstack = _each(_moves, _jnp.vstack, _jnp.hstack, _jnp.dstack)
 column_stack, delete = _each(_moves, _jnp.column_stack, _jnp.delete)
 split, array_split = _each(_moves, _jnp.split, _jnp.array_split)
 vsplit, hsplit, dsplit = _each(_moves, _jnp.vsplit, _jnp.hsplit, _jnp.dsplit)
-sort, argsort, unique = _order.sort, _order.argsort, _order.unique
+sort, argsort, unique = _statistics.sort, _statistics.argsort, _statistics.unique
 select, take, pad = _selection.select, _selection.take, _selection.pad
 take_along_axis = _selection.take_along_axis
 diag, diagonal, tril, triu = _each(_moves, _jnp.diag, _jnp.diagonal, _jnp.tril, _jnp.triu)
@@ -268,19 +266,19 @@ empty_like = _selection.likened(_jnp.empty_like)
 
 @_extends(_jnp.trace)
 def trace(
-    a: _TensorLike,
+    a: _types.TensorLike,
     offset: int = 0,
     axis1: int = 0,
     axis2: int = 1,
     dtype: _DTypeLike | None = None,
-) -> _Tensor:
+) -> _types.Tensor:
     """Sum the valid entries of diagonals, masked where there are none."""
     return sum(diagonal(a, offset, axis1, axis2), -1, dtype)
 
 
 # --- contracts ---------------------------------------------------------------------------
 
-dot, matmul, einsum = _contractions.dot, _contractions.matmul, _contractions.einsum
+dot, matmul, einsum = _products.dot_of_numpy, _products.matmul, _products.einsum
 inner, outer = _each(_contracts, _jnp.inner, _jnp.outer)
 tensordot, vdot = _each(_contracts, _jnp.tensordot, _jnp.vdot)
 

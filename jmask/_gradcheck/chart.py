@@ -19,6 +19,7 @@ one for its imaginary part.
 import functools
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +27,21 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from jmask._base.types import Argument, Function, HostArray, PyTree, Tensor
-from jmask._gradcheck.message import Coordinate
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.specified import todense, with_placeholder, with_values_of
 from jmask._tensors.storage import is_entry, is_sparse, stored_values
+
+
+class Coordinate(NamedTuple):
+    """One real number of the arguments or the results in words: args[0]['w'], entry (0, 1)."""
+
+    path: str
+    kind: str
+    entry: str
+
+    def __str__(self) -> str:
+        return f"{self.path}, {self.entry}"
 
 
 class Leaf:
@@ -98,11 +109,7 @@ class Leaf:
 
 
 class Chart:
-    """The arguments of a function by one real vector; `point` is where they are.
-
-    Raises:
-        ValueError: if they hold nothing that is differentiable.
-    """
+    """The arguments of a function by one real vector; `point` is where they are."""
 
     def __init__(self, args: PyTree, name: str):
         flat, self._treedef = jax.tree_util.tree_flatten_with_path(args, is_leaf=is_tensor)
@@ -153,11 +160,7 @@ def is_differentiable(x: Argument) -> bool:
 
 
 def _stored_places(x: Tensor) -> HostArray:
-    """Return for each stored value the row-major number of its entry; the size for none.
-
-    Raises:
-        ValueError: if one stored value stands for several entries.
-    """
+    """Return for each stored value the row-major number of its entry; the size for none."""
     shape, batch, size = stored_values(x).shape, getattr(x, "n_batch", 0), math.prod(x.shape)
     if shape[:batch] != x.shape[:batch]:
         raise ValueError(

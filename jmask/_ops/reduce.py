@@ -205,11 +205,7 @@ def valid_entries(x: TensorLike, where: TensorLike | None) -> MaskedTensor:
 
 
 def with_zeros(formula: Function, absorb: Callable[[jax.Array], jax.Array]) -> Function:
-    """Return the formula of all entries of a sparse tensor, those that it does not store too.
-
-    Args:
-        absorb: takes results of stored entries to those of the same entries and zeros.
-    """
+    """Add zeros to a formula of stored entries: `absorb` takes its results to those with 0."""
 
     def of_all(x: MaskedTensor, axis: tuple[int, ...], **options: Argument) -> MaskedTensor:
         result = formula(x, axis=axis, **options)
@@ -312,11 +308,7 @@ def _product_since_start(
 
 
 def numbered(storage: Storage, axes: Sequence[int]) -> jax.Array:
-    """Return for each stored value its index in `axes`, flattened.
-
-    Raises:
-        ValueError: if these have more entries than an index can count.
-    """
+    """Return for each stored value its index in `axes`, flattened."""
     integer, sizes = _integer(), [storage.shape[axis] for axis in axes]
     if math.prod(sizes) > jnp.iinfo(integer).max:
         raise ValueError(

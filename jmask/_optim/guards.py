@@ -28,7 +28,7 @@ from jmask._kernels.coalesce import unique_slots
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.over_shards import agreed, counted
-from jmask._ops.norms import shortened
+from jmask._ops.formulas import shortened
 from jmask._optim.hyperparameters import check_numbers
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse

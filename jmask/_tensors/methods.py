@@ -30,7 +30,7 @@ from jmask._base.types import (
 )
 
 if TYPE_CHECKING:
-    from jmask._ops.indexing import At
+    from jmask._ops.selection import At
     from jmask._tensors.masked_tensor import MaskedTensor
 
 
@@ -136,13 +136,13 @@ class MaskedMethods(TensorMethods):
     repeat, sort, trace = methods("repeat sort trace")
 
     def __getitem__(self, index: IndexLike) -> "MaskedTensor":
-        """See `jmask._ops.indexing.masked_getitem`."""
-        return library()._ops.indexing.masked_getitem(self, index)
+        """See `jmask._ops.selection.masked_getitem`."""
+        return library()._ops.selection.masked_getitem(self, index)
 
     @property
     def at(self) -> "At":
-        """See `jmask._ops.indexing.At`."""
-        return library()._ops.indexing.At(self)
+        """See `jmask._ops.selection.At`."""
+        return library()._ops.selection.At(self)
 
     def __repr__(self) -> str:
         return library()._tensors.conversions.representation(self)
@@ -170,8 +170,8 @@ class RowSparseMethods(TensorMethods):
     __slots__ = ()
 
     def __getitem__(self, index: IndexLike) -> Tensor:
-        """See `jmask._ops.indexing.row_getitem`."""
-        return library()._ops.indexing.row_getitem(self, index)
+        """See `jmask._ops.selection.row_getitem`."""
+        return library()._ops.selection.row_getitem(self, index)
 
     def __len__(self: Shaped) -> int:
         return self.shape[0]

@@ -370,11 +370,7 @@ class RowSparse(RowSparseMethods):
             )
 
     def row_ids(self) -> jax.Array:
-        """Return the indices in canonical form (n,): every one that is no row is V.
-
-        Raises:
-            ValueError: of stacked tables, whose indices are no positions in dimension 0.
-        """
+        """Return the indices in canonical form (n,): every one that is no row is V."""
         self.check_single()
         if self.leading > 1:
             kind = "packed" if self.width else "stacked"
@@ -392,11 +388,7 @@ class RowSparse(RowSparseMethods):
         return canonical(self.indices, self.shape[0])
 
     def with_values(self, values: jax.Array) -> "RowSparse":
-        """Return the tensor with the same indices and other values (n, *row).
-
-        Raises:
-            ValueError: if the values have another shape than those stored.
-        """
+        """Return the tensor with the same indices and other values (n, *row)."""
         values = checks.checked_replacement(values, self.values)
         return self.with_leaves(self.index_leaf, values)
 

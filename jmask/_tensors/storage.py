@@ -77,13 +77,7 @@ def stored_values(x: Tensor) -> jax.Array:
 
 
 def with_stored_values(x: _Storage, values: jax.Array, shape: Shape | None = None) -> _Storage:
-    """Return the storage of `x` with other values at the same positions.
-
-    Args:
-        x: its placeholder, if it has one, is left out.
-        values: of the same shape, or with the trailing sizes of `shape`.
-        shape: of the result, if it is not that of `x`.
-    """
+    """Return the storage of `x` with other values, of `shape`, at the same positions."""
     result: Argument = values  # of the class of `x`, which no checker follows
     if isinstance(x, RowSparse) and shape is None:
         result = x.with_values(values)
@@ -220,15 +214,11 @@ def sparse_sizes(x: Storage) -> Shape:
 # Some thirty operations, which outside jit would each be called from Python.
 @functools.partial(jax.jit, inline=True)
 def read_at_positions(x: Sparse, values: jax.Array, like: Sparse) -> jax.Array:
-    """Return what `x` stores at the positions of `like`: sums (`or` of booleans), or 0.
+    """Return sums (`or` of booleans) of values at the positions of `x`, at those of `like`.
 
-    The positions of both are sorted together, and equal ones get one number:
+    The positions of both, of equal `sparse_sizes`, are sorted together and numbered:
 
         x at (0, 2) (1, 0), like at (1, 0) (3, 1)    numbers 0 1, 1 2
-
-    Args:
-        x, like: of equal `sparse_sizes`.
-        values: in the place of those that `x` stores.
     """
     pairs = list(zip(coordinates(x), coordinates(like), strict=True))
     dtype = jnp.promote_types(pairs[0][0].dtype, pairs[0][1].dtype)
