@@ -205,6 +205,16 @@ def check_deferred_in_place(inner, sharding=None):
     assert large <= min(40 * step.batch_bytes() + 2**24, 2 * small + 2**20)
 
 
+def vocabulary_in_place(capacity, sharding=None):
+    """Finding the rows of 1,024 keys, compiled: lines are aliased, all else is of the batch."""
+    vocab = jax.eval_shape(lambda: jmask.vocabulary.create(capacity))
+    keys = jax.ShapeDtypeStruct((1024, 2), jnp.uint32)
+    arguments = shapes((vocab, keys), sharding)
+    compiled = jax.jit(jmask.vocabulary.rows_of, donate_argnums=0).lower(*arguments).compile()
+    assert temporary_bytes(compiled, 4 * vocab.lines.size) < 2**21
+    return compiled
+
+
 def check_that_tables_are_seen(step, sharding, rows=10**6):
     """A control: a dense step makes tables, and without donation a step copies them."""
     stock = Step(optax.adam(1e-3), row=step.row, value_and_grad=jax.value_and_grad)

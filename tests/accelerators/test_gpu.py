@@ -30,6 +30,7 @@ from tests.compiled_step import (
     rounds_of_loops,
     temporary_bytes,
     training_step,
+    vocabulary_in_place,
 )
 from tests.kernels.test_in_place import STEPS
 from tests.optim.test_inside_programs import LATE, LINEAR, late_step
@@ -201,6 +202,10 @@ def test_slots_of_zeros_are_buffers_of_their_own(name):
 @pytest.mark.parametrize("name", ["adam", "momentum", "optax.adamw"])
 def test_deferred_tables_in_place(name):
     check_deferred_in_place(OPTIMIZERS[name], gpu("H100"))
+
+
+def test_a_vocabulary_in_place():
+    assert rounds_of_loops(vocabulary_in_place(10**6, gpu("H100"))) == []
 
 
 def test_what_is_lost_in_rounding_is_known():

@@ -117,6 +117,14 @@ def test_deferred_tables_in_place(name):
     steps.check_deferred_in_place(OPTIMIZERS[name], device("v5e:2x2"))
 
 
+@pytest.mark.slow
+def test_a_vocabulary_in_place():
+    """Its lines do not stream, but are written key by key: 32 MB, and 1.4 MB besides."""
+    capacity = 10**6
+    compiled = steps.vocabulary_in_place(capacity, device("v5e:2x2"))
+    assert not steps.streaming_scatters(compiled, 8 * capacity)
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_control_tables_are_seen(topology):
     steps.check_that_tables_are_seen(STEPS["adam"], device(topology))
