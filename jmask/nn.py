@@ -21,17 +21,14 @@ on sparse storage keep it: their slices are segments of the stored values.
 import jax.numpy as _jnp
 from jax import nn as _nn
 
-from jmask._base.types import Axis as _Axis
-from jmask._base.types import StorageLike as _Mask
-from jmask._base.types import Tensor as _Tensor
-from jmask._base.types import TensorLike as _TensorLike
-from jmask._ops import formulas as _formulas
-from jmask._ops.contractions import dot_product_attention as dot_product_attention
-from jmask._ops.contractions import linear as linear
+from jmask._base import types as _types
+from jmask._ops import formulas as _of
 from jmask._ops.lift import adopted as _adopted
 from jmask._ops.lift import each as _each
 from jmask._ops.lift import entrywise as _entrywise
 from jmask._ops.lift import moves as _moves
+from jmask._ops.products import dot_product_attention as dot_product_attention
+from jmask._ops.products import linear as linear
 from jmask._ops.reduce import checked_axes as _checked_axes
 from jmask._ops.reduce import reduces as _reduces
 from jmask._tensors.masked_tensor import MaskedTensor as _MaskedTensor
@@ -40,21 +37,21 @@ from jmask._tensors.masked_tensor import as_tensor as _as_tensor
 from jmask.numpy import logsumexp as logsumexp
 
 # Over the entries of a slice: a result for each of them, or one.
-softmax = _reduces(_formulas.softmax, _nn.softmax, empty=_jnp.nan, absent=0.0, like=_jnp.mean)
+softmax = _reduces(_of.softmax, _nn.softmax, empty=_jnp.nan, absent=0.0, like=_jnp.mean)
 log_softmax = _reduces(
-    _formulas.log_softmax, _nn.log_softmax, empty=_jnp.nan, absent=-_jnp.inf, like=_jnp.mean
+    _of.log_softmax, _nn.log_softmax, empty=_jnp.nan, absent=-_jnp.inf, like=_jnp.mean
 )
-normalize = _reduces(_formulas.normalize, empty=0, absent=0.0, like=_jnp.mean)
+normalize = _reduces(_of.normalize, empty=0, absent=0.0, like=_jnp.mean)
 standardize = _reduces(
-    _formulas.standardize, _nn.standardize, empty=_jnp.nan, absent=0.0, like=_jnp.mean
+    _of.standardize, _nn.standardize, empty=_jnp.nan, absent=0.0, like=_jnp.mean
 )
 logmeanexp = _reduces(
-    _formulas.logmeanexp, _nn.logmeanexp, empty=-_jnp.inf, like=_jnp.mean, arrays_too=True
+    _of.logmeanexp, _nn.logmeanexp, empty=-_jnp.inf, like=_jnp.mean, arrays_too=True
 )
 
 # Activations.
-relu, relu6, celu, elu, selu = map(
-    _entrywise, (_nn.relu, _nn.relu6, _nn.celu, _nn.elu, _nn.selu)
+relu, relu6, celu, elu, selu = _each(
+    _entrywise, _nn.relu, _nn.relu6, _nn.celu, _nn.elu, _nn.selu
 )
 gelu, mish, silu, sigmoid = _each(_entrywise, _nn.gelu, _nn.mish, _nn.silu, _nn.sigmoid)
 hard_sigmoid, hard_silu = _each(_entrywise, _nn.hard_sigmoid, _nn.hard_silu)
@@ -65,7 +62,9 @@ swish, hard_swish = silu, hard_silu
 leaky_relu = _entrywise(_nn.leaky_relu, vanishes=((0,),))  # for slopes that are arrays
 
 
-def softmin(x: _TensorLike, axis: _Axis = -1, where: _Mask | None = None) -> _Tensor:
+def softmin(
+    x: _types.TensorLike, axis: _types.Axis = -1, where: _types.StorageLike | None = None
+) -> _types.Tensor:
     """Return `softmax` of -x.
 
     Example:
@@ -77,7 +76,7 @@ def softmin(x: _TensorLike, axis: _Axis = -1, where: _Mask | None = None) -> _Te
 
 
 def attention_weights(
-    scores: _TensorLike, mask: _Mask | None = None, axis: int = -1
+    scores: _types.TensorLike, mask: _types.StorageLike | None = None, axis: int = -1
 ) -> _MaskedTensor:
     """`softmax` of scores over the keys a query may attend to.
 
@@ -103,7 +102,7 @@ _negative, _split = _entrywise(_jnp.negative), _moves(_jnp.split)
 _gated = _entrywise(lambda x, gate: x * _nn.sigmoid(gate))
 
 
-def glu(x: _TensorLike, axis: int = -1) -> _Tensor:
+def glu(x: _types.TensorLike, axis: int = -1) -> _types.Tensor:
     """Return the first half of x along an axis, times the sigmoid of the second.
 
     Args:

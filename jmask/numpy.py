@@ -30,46 +30,29 @@ from jax import lax as _lax
 from jax import nn as _nn
 from jax.typing import DTypeLike as _DTypeLike
 
-from jmask._base.types import Axis as _Axis
-from jmask._base.types import StorageLike as _Mask
-from jmask._base.types import Tensor as _Tensor
-from jmask._base.types import TensorLike as _TensorLike
-from jmask._ops import formulas as _formulas
-from jmask._ops import norms as _norms
-from jmask._ops import order as _order
+from jmask._base import types as _types
+from jmask._ops import formulas as _of
+from jmask._ops import products as _products
 from jmask._ops import selection as _selection
 from jmask._ops import statistics as _statistics
-from jmask._ops.contractions import dot as dot
-from jmask._ops.contractions import einsum as einsum
-from jmask._ops.contractions import matmul as matmul
 from jmask._ops.lift import contracts as _contracts
 from jmask._ops.lift import each as _each
 from jmask._ops.lift import elementwise as elementwise
 from jmask._ops.lift import entrywise as _entrywise
 from jmask._ops.lift import extends as _extends
 from jmask._ops.lift import moves as _moves
-from jmask._ops.order import argsort as argsort
-from jmask._ops.order import compressed as compressed
-from jmask._ops.order import nonzero as nonzero
-from jmask._ops.order import sort as sort
-from jmask._ops.order import top_k as top_k
-from jmask._ops.order import unique as unique
 from jmask._ops.reduce import ZEROS_CHANGE_NOTHING as _NOTHING
 from jmask._ops.reduce import greatest as _greatest
 from jmask._ops.reduce import least as _least
 from jmask._ops.reduce import reduces as _reduces
 from jmask._ops.selection import masked_fill as masked_fill
 from jmask._ops.selection import masked_where as masked_where
-from jmask._ops.selection import pad as pad
-from jmask._ops.selection import select as select
-from jmask._ops.selection import take as take
-from jmask._ops.selection import take_along_axis as take_along_axis
 from jmask._ops.selection import where as where
 from jmask._ops.statistics import allclose as allclose
 from jmask._ops.statistics import array_equal as array_equal
-from jmask._ops.statistics import corrcoef as corrcoef
-from jmask._ops.statistics import cov as cov
-from jmask._ops.statistics import diff as diff
+from jmask._ops.statistics import compressed as compressed
+from jmask._ops.statistics import nonzero as nonzero
+from jmask._ops.statistics import top_k as top_k
 
 # --- entrywise ---------------------------------------------------------------------------
 
@@ -129,72 +112,57 @@ bitwise_left_shift, bitwise_right_shift = left_shift, right_shift
 
 _nan = _jnp.nan
 
-sum = _reduces(_formulas.total, _jnp.sum, zeros=_NOTHING, like=_jnp.sum, initial=add)
+sum = _reduces(_of.total, _jnp.sum, zeros=_NOTHING, like=_jnp.sum, initial=add)
 prod = _reduces(
-    _formulas.product, _jnp.prod, empty=1, zeros=_formulas.product_of_all, like=_jnp.prod,
-    initial=multiply,
-)  # fmt: skip
-mean = _reduces(
-    _formulas.mean, _jnp.mean, empty=_nan, zeros=_formulas.mean_of_all, like=_jnp.mean
+    _of.product, _jnp.prod, empty=1, zeros=_of.product_of_all, like=_jnp.prod, initial=multiply
 )
-var = _reduces(_formulas.variance, _jnp.var, empty=_nan, like=_jnp.var)
-std = _reduces(_formulas.deviation, _jnp.std, empty=_nan, like=_jnp.std)
+mean = _reduces(_of.mean, _jnp.mean, empty=_nan, zeros=_of.mean_of_all, like=_jnp.mean)
+var = _reduces(_of.variance, _jnp.var, empty=_nan, like=_jnp.var)
+std = _reduces(_of.deviation, _jnp.std, empty=_nan, like=_jnp.std)
 max = amax = _reduces(
-    _formulas.maximum, _jnp.max, empty=_least, zeros=_formulas.maximum_of_all, initial=maximum
+    _of.maximum, _jnp.max, empty=_least, zeros=_of.maximum_of_all, initial=maximum
 )
 min = amin = _reduces(
-    _formulas.minimum,
-    _jnp.min,
-    empty=_greatest,
-    zeros=_formulas.minimum_of_all,
-    initial=minimum,
+    _of.minimum, _jnp.min, empty=_greatest, zeros=_of.minimum_of_all, initial=minimum
 )
-all = _reduces(_formulas.every, _jnp.all, empty=True, zeros=_formulas.every_of_all)
-any = _reduces(_formulas.some, _jnp.any, zeros=_NOTHING)
-count_nonzero = _reduces(_formulas.number_of_nonzero, _jnp.count_nonzero, zeros=_NOTHING)
-argmax = _reduces(_formulas.first_maximum, _jnp.argmax, one_axis=True)
-argmin = _reduces(_formulas.first_minimum, _jnp.argmin, one_axis=True)
-ptp = _reduces(_formulas.spread, _jnp.ptp)
-logsumexp = _reduces(_formulas.logsumexp, _special.logsumexp, empty=-_jnp.inf, like=_jnp.mean)
+all = _reduces(_of.every, _jnp.all, empty=True, zeros=_of.every_of_all)
+any = _reduces(_of.some, _jnp.any, zeros=_NOTHING)
+count_nonzero = _reduces(_of.number_of_nonzero, _jnp.count_nonzero, zeros=_NOTHING)
+argmax = _reduces(_of.first_maximum, _jnp.argmax, one_axis=True)
+argmin = _reduces(_of.first_minimum, _jnp.argmin, one_axis=True)
+ptp = _reduces(_of.spread, _jnp.ptp)
+logsumexp = _reduces(_of.logsumexp, _special.logsumexp, empty=-_jnp.inf, like=_jnp.mean)
 # By sorting, also for arrays: an infinite neighbour without weight is not read.
-quantile = _reduces(_formulas.quantile, _jnp.quantile, empty=_nan, arrays_too=True)
-percentile = _reduces(_formulas.percentile, _jnp.percentile, empty=_nan, arrays_too=True)
-median = _reduces(_formulas.median, _jnp.median, empty=_nan, arrays_too=True)
-_count = _reduces(_formulas.number, empty=0)
+quantile = _reduces(_of.quantile, _jnp.quantile, empty=_nan, arrays_too=True)
+percentile = _reduces(_of.percentile, _jnp.percentile, empty=_nan, arrays_too=True)
+median = _reduces(_of.median, _jnp.median, empty=_nan, arrays_too=True)
+_count = _reduces(_of.number, empty=0)
 
-cumlogsumexp = _order.accumulates(_order.cumlogsumexp, -_jnp.inf)
-cumprod = _order.accumulates(_jnp.cumprod, 1)
-cumsum = _order.accumulates(_jnp.cumsum, 0)
+cov, corrcoef, diff = _statistics.cov, _statistics.corrcoef, _statistics.diff
+cumlogsumexp = _statistics.accumulates(_statistics.cumlogsumexp, -_jnp.inf)
+cumprod = _statistics.accumulates(_jnp.cumprod, 1)
+cumsum = _statistics.accumulates(_jnp.cumsum, 0)
 
-nanargmax = _statistics.skips_nan(argmax, _jnp.nanargmax, -1)
-nanargmin = _statistics.skips_nan(argmin, _jnp.nanargmin, -1)
-nancumprod = _statistics.skips_nan(cumprod, _jnp.nancumprod, None)
-nancumsum = _statistics.skips_nan(cumsum, _jnp.nancumsum, None)
-nanmax = _statistics.skips_nan(max, _jnp.nanmax, _nan)
-nanmean = _statistics.skips_nan(mean, _jnp.nanmean, _nan)
-nanmedian = _statistics.skips_nan(median, _jnp.nanmedian, _nan)
-nanmin = _statistics.skips_nan(min, _jnp.nanmin, _nan)
-nanpercentile = _statistics.skips_nan(percentile, _jnp.nanpercentile, _nan)
-nanprod = _statistics.skips_nan(prod, _jnp.nanprod, 1)
-nanquantile = _statistics.skips_nan(quantile, _jnp.nanquantile, _nan)
-nanstd = _statistics.skips_nan(std, _jnp.nanstd, _nan)
-nansum = _statistics.skips_nan(sum, _jnp.nansum, 0)
-nanvar = _statistics.skips_nan(var, _jnp.nanvar, _nan)
-
+_skips = _statistics.skips_nan
+nanmax, nanmin, nanmean, nanmedian = (_skips(f, _nan) for f in (max, min, mean, median))
+nanstd, nanvar, nanquantile = (_skips(f, _nan) for f in (std, var, quantile))
+nanpercentile, nansum, nanprod = _skips(percentile, _nan), _skips(sum, 0), _skips(prod, 1)
+nanargmax, nanargmin = (_skips(f, -1) for f in (argmax, argmin))
+nancumsum, nancumprod = (_skips(f, None) for f in (cumsum, cumprod))
 
 # An entry that is zero makes a norm of negative order zero, stored or not.
 _size = lambda x: _jnp.abs(_jnp.mean(x))
-_norm = _reduces(_norms.norm, zeros=_NOTHING, like=_size)
-_negative_norm = _reduces(_norms.norm, like=_size)
+_norm = _reduces(_of.norm, zeros=_NOTHING, like=_size)
+_negative_norm = _reduces(_of.norm, like=_size)
 
 
 def norm(
-    x: _TensorLike,
+    x: _types.TensorLike,
     ord: float | None = 2,  # noqa: A002
-    axis: _Axis = None,
+    axis: _types.Axis = None,
     keepdims: bool = False,
-    where: _Mask | None = None,
-) -> _Tensor:
+    where: _types.StorageLike | None = None,
+) -> _types.Tensor:
     """Return the vector norm of the valid entries: the `ord`-th root of the sum of |x| ** ord.
 
     Always of the entries as one vector, also over two axes. The derivative is 0 where the
@@ -210,20 +178,20 @@ def norm(
         >>> jmask.numpy.norm(jnp.array([3., 9., 4.]), where=jnp.array([True, False, True]))
         Array(5., dtype=float32)
     """
-    order = _formulas.checked_order(ord)
+    order = _of.checked_order(ord)
     reduction = _norm if order >= 0 else _negative_norm
     return reduction(x, axis, keepdims, order, where=where)
 
 
 def average(
-    a: _TensorLike,
-    axis: _Axis = None,
-    weights: _TensorLike | None = None,
+    a: _types.TensorLike,
+    axis: _types.Axis = None,
+    weights: _types.TensorLike | None = None,
     returned: bool = False,
     keepdims: bool = False,
     *,
-    where: _Mask | None = None,
-) -> _Tensor | tuple[_Tensor, _Tensor]:
+    where: _types.StorageLike | None = None,
+) -> _types.Tensor | tuple[_types.Tensor, _types.Tensor]:
     """Return the mean of the valid entries, each counted by its weight.
 
     Args:
@@ -247,8 +215,11 @@ def average(
 
 
 def count(
-    a: _TensorLike, axis: _Axis = None, keepdims: bool = False, where: _Mask | None = None
-) -> _Tensor:
+    a: _types.TensorLike,
+    axis: _types.Axis = None,
+    keepdims: bool = False,
+    where: _types.StorageLike | None = None,
+) -> _types.Tensor:
     """Count the valid entries: an ordinary tensor, as there always is a number.
 
     Arguments are those of `jmask.numpy.sum`. All entries of an ordinary tensor are valid.
@@ -282,6 +253,9 @@ vstack, hstack, dstack = _each(_moves, _jnp.vstack, _jnp.hstack, _jnp.dstack)
 column_stack, delete = _each(_moves, _jnp.column_stack, _jnp.delete)
 split, array_split = _each(_moves, _jnp.split, _jnp.array_split)
 vsplit, hsplit, dsplit = _each(_moves, _jnp.vsplit, _jnp.hsplit, _jnp.dsplit)
+sort, argsort, unique = _statistics.sort, _statistics.argsort, _statistics.unique
+select, take, pad = _selection.select, _selection.take, _selection.pad
+take_along_axis = _selection.take_along_axis
 diag, diagonal, tril, triu = _each(_moves, _jnp.diag, _jnp.diagonal, _jnp.tril, _jnp.triu)
 
 # Made like another tensor, whose mask they have.
@@ -292,18 +266,19 @@ empty_like = _selection.likened(_jnp.empty_like)
 
 @_extends(_jnp.trace)
 def trace(
-    a: _TensorLike,
+    a: _types.TensorLike,
     offset: int = 0,
     axis1: int = 0,
     axis2: int = 1,
     dtype: _DTypeLike | None = None,
-) -> _Tensor:
+) -> _types.Tensor:
     """Sum the valid entries of diagonals, masked where there are none."""
     return sum(diagonal(a, offset, axis1, axis2), -1, dtype)
 
 
 # --- contracts ---------------------------------------------------------------------------
 
+dot, matmul, einsum = _products.dot_of_numpy, _products.matmul, _products.einsum
 inner, outer = _each(_contracts, _jnp.inner, _jnp.outer)
 tensordot, vdot = _each(_contracts, _jnp.tensordot, _jnp.vdot)
 

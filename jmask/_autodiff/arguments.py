@@ -40,12 +40,16 @@ from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._tensors.specified import (
     placeholder_of,
-    values_of,
     with_placeholder,
     with_values_of,
     without_placeholder,
 )
-from jmask._tensors.storage import is_sparse, unique_positions, with_stored_values
+from jmask._tensors.storage import (
+    is_sparse,
+    stored_values,
+    unique_positions,
+    with_stored_values,
+)
 
 
 def checked_loss(fun: Function, numbers: Sequence[int], has_aux: bool) -> Function:
@@ -218,7 +222,7 @@ def _arrays_of(x: TensorLike) -> list[Argument]:
         return [x if np.ndim(x) == 0 else jnp.asarray(x)]
     placeholder = placeholder_of(x)
     shape = jax.ShapeDtypeStruct(tuple(x.shape), x.dtype)
-    return [values_of(x), shape if placeholder is None else placeholder]
+    return [stored_values(x), shape if placeholder is None else placeholder]
 
 
 def _coalesced(x: TensorLike) -> TensorLike:

@@ -146,13 +146,12 @@ def embedding_bag(
                 "what `pad_bags` makes has its offsets and weights: give these to `pad_bags`, "
                 "and to `embedding_bag` neither them nor segments."
             )
-        bags_given = ids
-        ids, weights = bags_given.ids, bags_given.weights
-        if bags_given.bag_of_entry is None:
-            offsets, include_last_offset = bags_given.offsets, True
+        padded = ids
+        ids, weights, segment_ids = padded.ids, padded.weights, padded.bag_of_entry
+        if segment_ids is None:
+            offsets, include_last_offset = padded.offsets, True
         else:
-            segment_ids = bags_given.bag_of_entry
-            num_segments = bags_given.offsets.shape[0] - 1
+            num_segments = padded.offsets.shape[0] - 1
     table = checked_table(table)
     mode = checked_choice(mode, "mode", MODES)
     ids = checked_integers(ids, "ids", mode, "embedding_bag(table, ids)")
@@ -211,8 +210,7 @@ def _sum_dtype(kind: DType, combiner: str, has_weights: bool) -> DType:
     """Return the dtype in which rows of this one are combined; refuse what has no meaning."""
     if has_weights and combiner == "max":
         raise ValueError(
-            "`weights` have no meaning for `combiner` 'max': leave them out, or use 'sum', "
-            "'mean' or 'sqrtn'."
+            "`weights` have no meaning for `combiner` 'max': leave them out, or take 'sum'."
         )
     if combiner == "max" and jnp.issubdtype(kind, jnp.complexfloating):
         raise TypeError(
@@ -277,22 +275,13 @@ def _sums(
         or any(explicit_sharding(x) is not None or varying_axes(x) for x in arrays)
     ):
         rows = looked_up_rows(table, entries, bound, shape).astype(dtype)
-        rows = rows if weights is None else rows * trailing(weights, rows.ndim)
-        return bags.sum(rows)
+        return bags.sum(rows if weights is None else rows * trailing(weights, rows.ndim))
     number = math.prod(bags.shape)
     lines = (-1,) if bags.ids is not None else (number, -1)
-    return bag_sum(
-        table,
-        positions.reshape(lines),
-        bags.ids,
-        None if weights is None else weights.reshape(lines),
-        None,
-        number,
-        0 if outside is None else math.nan,
-    ).reshape(*bags.shape, *table.shape[1:])
-
-
-# --- maxima ------------------------------------------------------------------------------
+    positions, fill = positions.reshape(lines), 0 if outside is None else math.nan
+    weights = None if weights is None else weights.reshape(lines)
+    result = bag_sum(table, positions, bags.ids, weights, None, number, fill)
+    return result.reshape(*bags.shape, *table.shape[1:])
 
 
 def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
@@ -312,18 +301,18 @@ def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
     constant = jax.lax.optimization_barrier(jax.lax.stop_gradient(rows))
     least = -jnp.inf if jnp.issubdtype(rows.dtype, jnp.inexact) else jnp.iinfo(rows.dtype).min
     keys = jnp.where(exists, constant, jnp.asarray(least, rows.dtype))
-    if bags.ids is None:
-        greatest = jnp.max(keys, line, keepdims=True)
-    else:
-        number = max(bags.shape[0], 1)
-        greatest = jax.ops.segment_max(keys, bags.ids, number).at[bags.ids].get(mode="clip")
+
+    def reduced(x: jax.Array, kind: str) -> jax.Array:
+        if bags.ids is None:
+            return getattr(jnp, kind)(x, line, keepdims=True)
+        return getattr(jax.ops, f"segment_{kind}")(x, bags.ids, max(bags.shape[0], 1))
+
+    greatest = reduced(keys, "max")
+    if bags.ids is not None:
+        greatest = greatest.at[bags.ids].get(mode="clip")
     attains = exists & ((constant == greatest) | (constant != constant))
     numbers = jax.lax.broadcasted_iota(jnp.int32, rows.shape, line)
-    numbers = jnp.where(attains, numbers, count)
-    if bags.ids is None:
-        first = jnp.min(numbers, line, keepdims=True)
-    else:
-        first = jax.ops.segment_min(numbers, bags.ids, number)
+    first = reduced(jnp.where(attains, numbers, count), "min")
     result = jnp.take_along_axis(rows, first, line, mode="fill", fill_value=0)
     return result if bags.ids is not None else jnp.squeeze(result, line)
 
@@ -396,9 +385,7 @@ def _of_segments(ids: Ids, segment_ids: Numbers, num_segments: int | None, mode:
             f"`segment_ids` hold {most}, and there are `num_segments`={number} bags: give the "
             "number of bags, >= 0; write padding as -1 or as `num_segments`."
         )
-    bag_of_entry = positions_of(segment_ids, None, number)
+    bags = positions_of(segment_ids, None, number)
     # Known also while something is traced, so that concrete ids can be refused.
-    left_out = (
-        (segment_ids < 0) | (segment_ids >= number) if is_known else bag_of_entry == number
-    )
-    return Bags((number,), bag_of_entry, left_out)
+    left_out = (segment_ids < 0) | (segment_ids >= number) if is_known else bags == number
+    return Bags((number,), bags, left_out)

@@ -36,7 +36,8 @@ from jmask._kernels import sharded_rows
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.lines import LANES, rows_of_lines
 from jmask._kernels.rows import Gather, gather_rows, set_rows
-from jmask._ops.norms import shortened
+from jmask._kernels.sharded_rows import excess_of
+from jmask._ops.formulas import shortened
 from jmask._tables.packed import slot_of
 from jmask._tables.quantized import QuantizedRows
 from jmask._tensors.masked_tensor import MaskedTensor
@@ -57,7 +58,6 @@ from jmask._tensors.storage import stored_at
 #     raise     [2, V, V, V]   an error
 
 MODES = ("fill", "clip", "zero", "raise")
-
 AnyTable = Table | QuantizedRows
 """(V, *row)."""
 
@@ -135,8 +135,7 @@ def _refusing(ids: Ids, absent: Ids | None, shape: tuple[int, ...]) -> jax.Array
 def positions_of(ids: Ids, absent: Ids | None, rows: int) -> jax.Array:
     """Return the rows that ids read, `rows` where they read none or are absent."""
     ids = narrowed(ids, rows)
-    if absent is not None:
-        ids = jnp.where(absent, rows, ids)
+    ids = ids if absent is None else jnp.where(absent, rows, ids)
     if any(spec_of(ids)[1:]):  # to flatten these would be to move them
         return canonical(ids, rows)
     # Flat, as ids of a gradient are: XLA then sees that these are the same.
@@ -300,9 +299,8 @@ def checked_bound(table: AnyTable, max_norm: Scalar | None, norm_type: object) -
     if not jnp.issubdtype(table.dtype, jnp.inexact):
         raise TypeError(f"`max_norm` needs a floating or complex `table`, got {table.dtype}.")
     number = checked_scalar("max_norm", max_norm, wide(real_dtype(table.dtype)))
-    is_traced = isinstance(max_norm, jax.core.Tracer)
-    is_flag = isinstance(max_norm, bool)
-    if is_flag or (not is_traced and not 0 < np.asarray(max_norm) < np.inf):
+    is_known = not isinstance(max_norm, jax.core.Tracer)
+    if isinstance(max_norm, bool) or (is_known and not 0 < np.asarray(max_norm) < np.inf):
         raise ValueError(f"`max_norm` must be positive and finite, got {max_norm}.")
     return Bound(number, norm_type)
 
@@ -409,11 +407,7 @@ def numbered_by(hashed: bool, entries: Entries, rows: int) -> Entries:
 def looked_up_rows(
     table: AnyTable, entries: Entries, bound: Bound | None, shape: tuple[int, ...]
 ) -> jax.Array:
-    """Return the rows that the entries read: (*entries, *row), no longer than the bound.
-
-    Args:
-        shape: of the rows, as `shape_of_rows` has it.
-    """
+    """Return the rows that the entries read: (*entries, *row), no longer than the bound."""
     positions, absent, outside = entries
     if isinstance(table, QuantizedRows):
         plain, arrays = Entries(positions, None, None), (table.values, table.scales)
@@ -421,12 +415,11 @@ def looked_up_rows(
         if outside is not None:
             rows = jnp.where(trailing(outside, rows.ndim), missing(rows.dtype), rows)
         return rows if bound is None else _bounded(rows, bound, positions.ndim)
-    is_packed = shape[0] != table.shape[0]
-    fill: int | None = 0
-    is_array = isinstance(table, jax.Array)
+    is_packed, is_array = shape[0] != table.shape[0], isinstance(table, jax.Array)
     if isinstance(table, RowSparse):
         table, positions = stored_at(table, positions)
     is_sharded = isinstance(table, jax.Array) and Shards.of(table, positions) is not None
+    fill: int | None = 0
     if is_array and table.shape[0] != 0 and absent is None and not (is_sharded or is_packed):
         # The gather itself fills in what is outside.
         fill, outside = None if outside is not None else 0, None
@@ -462,3 +455,41 @@ def missing(dtype: DTypeLike) -> HostArray:
         return np.asarray(True)
     limits = jnp.iinfo(dtype)
     return np.asarray(limits.min or limits.max, dtype)
+
+
+def exchange_overflow(
+    table: jax.Array, ids: Numbers, *, padding_id: int | None = None, hashed: bool = False
+) -> jax.Array:
+    """Count the ids of a lookup beyond what devices have room for when they exchange rows.
+
+    Rows of large batches go to the shards that own them alone, each of which has room for its
+    share of a batch and five standard deviations. A lookup that exceeds it anywhere, and the
+    update of its rows, sends all rows to all devices instead: as exact, and slower. Where that
+    happens often, `hashed=True` spreads frequent ids over all shards.
+
+    Args:
+        table, ids, padding_id, hashed: as in `embedding_lookup`. In a program that makes this
+            lookup as well XLA sorts the ids once.
+
+    Returns:
+        A scalar, int32: 0 where all ids fit, and where rows are not exchanged: in batches of
+        less than 65,536 ids, and in tables that are not sharded by their types.
+
+    Raises:
+        TypeError: if `table` is no array, or `ids` are no integers.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jmask
+        >>> table = jmask.sharded(jnp.ones((8, 2)), jax.make_mesh((1,), ("x",)))
+        >>> int(jmask.exchange_overflow(table, jnp.array([3, 3])))
+        0
+    """
+    table = as_table(table)
+    ids = checked_integers(ids, "ids", "zero", "exchange_overflow(table, ids)")
+    count = table.shape[0]
+    positions = positions_of(ids, is_padding(ids, padding_id), count)
+    positions = numbered_by(hashed, Entries(positions, None, None), count).positions
+    shards = Shards.of(table, positions)
+    if shards is None:
+        return jnp.zeros((), jnp.int32)
+    return excess_of(shards, flat(positions), count)

@@ -26,8 +26,6 @@ from jmask._embedding.lookup import checked_integers, clipped
 
 Key = TypeVar("Key", bound=Hashable)
 
-_LOG = logging.getLogger("jmask")
-
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -193,8 +191,7 @@ def _padded_bags(
             )
         starts, number = np.pad(starts, (0, missing), mode="edge"), num_bags
     bag_of_entry = np.repeat(np.arange(number, dtype=np.int32), np.diff(starts))
-    ids = ids[:count]
-    limits = np.iinfo(np.int32)
+    ids, limits = ids[:count], np.iinfo(np.int32)
     fits = count == 0 or (ids.max() <= limits.max and ids.min() >= limits.min)
     if not fits and not jax.config.read("jax_enable_x64"):
         # Steps would get the lower 32 bits, which may be a row. The ends are in no table.
@@ -235,8 +232,8 @@ def rounded_up(count: int) -> int:
 
 @functools.cache
 def _say_once(ids: int, *bags: int) -> None:
-    counts = " or ".join(map(str, bags))
-    _LOG.info("pad_bags: room for %d ids in %s bags. A step is compiled for it.", ids, counts)
+    text = "pad_bags: room for %d ids in %s bags. A step is compiled for it."
+    logging.getLogger("jmask").info(text, ids, " or ".join(map(str, bags)))
 
 
 def checked_offsets(offsets: Numbers, ids: Ids, include_last_offset: bool, mode: str) -> Ids:

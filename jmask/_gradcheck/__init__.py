@@ -1,6 +1,5 @@
 """`jmask.gradcheck`: gradients against differences, in plain and in masked semantics.
 
-check               the check, gradients of gradients, and `is_masked_function`
-chart               arguments and results as real vectors
-message             the errors
+check       the check and its errors, gradients of gradients, and `is_masked_function`
+chart       arguments and results as real vectors
 """

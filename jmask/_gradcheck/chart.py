@@ -19,6 +19,7 @@ one for its imaginary part.
 import functools
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +27,21 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from jmask._base.types import Argument, Function, HostArray, PyTree, Tensor
-from jmask._gradcheck.message import Coordinate
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
-from jmask._tensors.specified import todense, values_of, with_placeholder, with_values_of
-from jmask._tensors.storage import is_entry, is_sparse
+from jmask._tensors.specified import todense, with_placeholder, with_values_of
+from jmask._tensors.storage import is_entry, is_sparse, stored_values
+
+
+class Coordinate(NamedTuple):
+    """One real number of the arguments or the results in words: args[0]['w'], entry (0, 1)."""
+
+    path: str
+    kind: str
+    entry: str
+
+    def __str__(self) -> str:
+        return f"{self.path}, {self.entry}"
 
 
 class Leaf:
@@ -44,7 +55,7 @@ class Leaf:
     """
 
     def __init__(self, path: str, x: Tensor):
-        values = jnp.asarray(values_of(x))
+        values = jnp.asarray(stored_values(x))
         values = values.astype(jnp.complex128 if jnp.iscomplexobj(values) else jnp.float64)
         self.path, self.tensor = path, with_values_of(x, values)
         self.size, self.count = math.prod(self.tensor.shape), values.size
@@ -56,7 +67,7 @@ class Leaf:
     def at(self, reals: jax.Array) -> Tensor:
         """Return the tensor with the stored values of a point."""
         stored = _to_numbers(reals)[: self.count]
-        return with_values_of(self.tensor, stored.reshape(values_of(self.tensor).shape))
+        return with_values_of(self.tensor, stored.reshape(stored_values(self.tensor).shape))
 
     def with_placeholder(self, reals: jax.Array) -> Tensor:
         """Return it with a placeholder, by which JAX sees the unspecified entries too."""
@@ -65,7 +76,7 @@ class Leaf:
 
     def with_every_entry(self, reals: jax.Array) -> Tensor:
         """Return a tensor of the same kind that stores every entry, zeros included."""
-        dense = self._dense(reals).reshape(values_of(self._full).shape)
+        dense = self._dense(reals).reshape(stored_values(self._full).shape)
         return with_values_of(self._full, dense)
 
     def near(self, reals: jax.Array) -> Tensor:
@@ -83,7 +94,7 @@ class Leaf:
 
     def coordinates(self) -> list[Coordinate]:
         hidden = "under the mask" if isinstance(self.tensor, MaskedTensor) else "padding"
-        stored = [f"stored value {at}" for at in np.ndindex(values_of(self.tensor).shape)]
+        stored = [f"stored value {at}" for at in np.ndindex(stored_values(self.tensor).shape)]
         entries = [f"entry {at}" for at in np.ndindex(self.tensor.shape)]
         times, names = np.bincount(self.places), []
         for value, place in zip(stored, self.places[: self.count], strict=True):
@@ -98,11 +109,7 @@ class Leaf:
 
 
 class Chart:
-    """The arguments of a function by one real vector; `point` is where they are.
-
-    Raises:
-        ValueError: if they hold nothing that is differentiable.
-    """
+    """The arguments of a function by one real vector; `point` is where they are."""
 
     def __init__(self, args: PyTree, name: str):
         flat, self._treedef = jax.tree_util.tree_flatten_with_path(args, is_leaf=is_tensor)
@@ -149,16 +156,12 @@ def is_differentiable(x: Argument) -> bool:
     is_array = isinstance(x, jax.Array | np.ndarray | np.generic | float | complex)
     if not (is_tensor(x) or is_array):
         return False
-    return bool(jnp.issubdtype(jnp.result_type(values_of(x)), jnp.inexact))
+    return bool(jnp.issubdtype(jnp.result_type(stored_values(x)), jnp.inexact))
 
 
 def _stored_places(x: Tensor) -> HostArray:
-    """Return for each stored value the row-major number of its entry; the size for none.
-
-    Raises:
-        ValueError: if one stored value stands for several entries.
-    """
-    shape, batch, size = values_of(x).shape, getattr(x, "n_batch", 0), math.prod(x.shape)
+    """Return for each stored value the row-major number of its entry; the size for none."""
+    shape, batch, size = stored_values(x).shape, getattr(x, "n_batch", 0), math.prod(x.shape)
     if shape[:batch] != x.shape[:batch]:
         raise ValueError(
             f"a {type(x).__name__} of shape {x.shape} stores one value for several entries: "
@@ -176,7 +179,7 @@ def _fully_specified(x: Tensor) -> Tensor:
     """Return a tensor of the kind of `x` that stores every entry, in row-major order."""
     if isinstance(x, MaskedTensor):
         storage: Argument = _fully_specified(x.storage)
-        return joined(storage, jnp.ones(values_of(storage).shape, bool))
+        return joined(storage, jnp.ones(stored_values(storage).shape, bool))
     ones = jnp.ones(x.shape)
     if not is_sparse(x):
         return ones

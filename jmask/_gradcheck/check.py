@@ -22,10 +22,17 @@ import numpy as np
 
 from jmask._base.types import Function, HostArray, PyTree, PyTreeDef, Tensor, TensorLike
 from jmask._base.validation import check_flag, check_leaves, shown
-from jmask._gradcheck.chart import Chart, Leaf, coordinates, is_differentiable, to_reals
-from jmask._gradcheck.message import Coordinate, GradcheckError, Setting
+from jmask._gradcheck.chart import (
+    Chart,
+    Coordinate,
+    Leaf,
+    coordinates,
+    is_differentiable,
+    to_reals,
+)
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
-from jmask._tensors.specified import todense, values_of, with_values_of
+from jmask._tensors.specified import todense, with_values_of
+from jmask._tensors.storage import stored_values
 
 # Positive and negative, large and small. Powers of two: a right rule is rounded alike.
 MULTIPLES = (1.0, -1.0, 2.0**10, -(2.0**10), 2.0**-10, -(2.0**-10))
@@ -35,6 +42,62 @@ _KINDS = {
     "unspecified": "entries that are not specified",
     "hidden": "stored values that are no entries",
 }
+
+
+_ADVICE = {
+    "specified": "compare with modes=('rev',) and ('fwd',), and look for stop_gradient, kinks, "
+    "casts (with float32 inside: eps=1e-2, atol=1e-2) and custom derivative rules",
+    "unspecified, masked=True": "if the function treats unspecified entries as zeros, check it "
+    "with masked=False; or apply jmask.sparse_mask to its input first",
+    "unspecified, masked=False": "read the input by jmask.todense(x) for a gradient "
+    "everywhere, or check with masked=True; a function that mixes both needs "
+    "jmask.sparse_mask on its input",
+    "hidden": "what lies under a mask and in padding may not reach a gradient: select before "
+    "the function, f(jnp.where(mask, x, safe)), not after it",
+    "not linear": "the rule is right for single entries and wrong for their combination or "
+    "their multiples: it must be linear in the cotangent (vjp) or tangent (jvp), and use it",
+    "mask": "an input at which no entry is at the border of being masked; if unspecified "
+    "entries are not meant to be zeros, masked=True; or fill them first: jmask.todense(x)",
+}
+_MODES = {"rev": "reverse (vjp)", "fwd": "forward (jvp)"}
+
+
+class GradcheckError(AssertionError):
+    """A gradient is wrong, or the function has none; raised by `jmask.gradcheck`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jmask
+        >>> jmask.gradcheck(jax.lax.stop_gradient, jnp.ones(2))
+        Traceback (most recent call last):
+            ...
+        jmask.GradcheckError: the gradient is wrong: 2 of the 4 derivatives of this output ...
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is checked, in which semantics and to which tolerances; see `gradcheck`."""
+
+    masked: bool = False
+    eps: float = 1e-6
+    atol: float = 1e-5
+    rtol: float = 1e-3
+    order: int = 1
+
+    def error(self, what: str, advice: str, mode: str = "", **fields: str) -> GradcheckError:
+        """Return an error with a line for each field; `advice` is of the table, or the text."""
+        fields["semantics"] = (
+            "masked (masked=True): only specified entries exist and have gradients"
+            if self.masked
+            else "plain (masked=False): every entry counts, unspecified ones are zeros"
+        )
+        if mode:
+            fields["mode"] = f"{_MODES[mode]}, order {self.order}"
+        if advice == "unspecified":
+            advice += f", masked={self.masked}"
+        fields["to try"] = _ADVICE.get(advice, advice)
+        lines = (f"  {name:<11} {text}" for name, text in fields.items())
+        return GradcheckError("\n".join([what, *lines]))
 
 
 def gradcheck(
@@ -90,8 +153,8 @@ def gradcheck(
     """
     _check_function("gradcheck(fun, args)", fun)
     modes = (modes,) if isinstance(modes, str) else modes
-    are_names = isinstance(modes, list | tuple) and all(isinstance(x, str) for x in modes)
-    if not are_names or set(modes) not in ({"rev"}, {"fwd"}, {"rev", "fwd"}):
+    known = isinstance(modes, list | tuple) and set(map(str, modes)) <= {"rev", "fwd"}
+    if not known or not modes:
         raise ValueError(f'`modes` must be ("rev",), ("fwd",) or both, got {shown(modes)}.')
     for name, value in {"eps": eps, "atol": atol, "rtol": rtol}.items():
         if not isinstance(value, int | float | np.number) or isinstance(value, bool):
@@ -100,9 +163,9 @@ def gradcheck(
             raise ValueError(f"`{name}` must be a positive number, got {value!r}.")
     if type(order) is not int or order not in (1, 2):
         raise ValueError(f"`order` must be 1 or 2, got {shown(order)}.")
-    flags = {"masked": masked, "fast": fast, "raise_exception": raise_exception}
-    for name, flag in flags.items():
-        check_flag(name, flag)
+    check_flag("masked", masked)
+    check_flag("fast", fast)
+    check_flag("raise_exception", raise_exception)
     args = args if type(args) is tuple else (args,)
     check_leaves("args", args)
 
@@ -124,9 +187,6 @@ def gradcheck(
 def _check_function(call: str, fun: object) -> None:
     if not callable(fun):
         raise TypeError(f"`fun` must be a function, got {shown(fun)}: write jmask.{call}.")
-
-
-# --- the function of real vectors --------------------------------------------------------
 
 
 class Problem:
@@ -159,7 +219,7 @@ class Problem:
                 names = [
                     ("specified", f"entry {tuple(at)}") for at in np.argwhere(mask).tolist()
                 ]
-                self.outputs += coordinates(path, names, jnp.iscomplexobj(values_of(y)))
+                self.outputs += coordinates(path, names, jnp.iscomplexobj(stored_values(y)))
         if not self._masks:
             raise ValueError(
                 "`fun` returns no floating or complex numbers whose gradient could be checked."
@@ -207,19 +267,18 @@ def _mask_of(y: TensorLike, masked: bool) -> HostArray:
     """Return the entries of an output that exist in these semantics."""
     if not (isinstance(y, MaskedTensor) or (masked and is_tensor(y))):
         return np.ones(np.shape(y), bool)
-    return np.asarray(todense(with_values_of(y, jnp.ones(values_of(y).shape)))) > 0
+    return np.asarray(todense(with_values_of(y, jnp.ones(stored_values(y).shape)))) > 0
 
 
 def _gradient_problem(problem: Problem, smooth: Function, is_reverse: bool) -> Problem:
     """Return the vjp of a checked function, or its jvp, as a function of point and vector."""
     renamed = lambda what, names: [x._replace(path=f"{what} of {x.path}") for x in names]
+    outputs, inputs = problem.outputs, problem.inputs
     if is_reverse:
-        vector = renamed("cotangent", problem.outputs)
-        outputs = renamed("gradient", problem.inputs)
+        vector, outputs = renamed("cotangent", outputs), renamed("gradient", inputs)
         gradient = lambda x, c: jax.vjp(smooth, x)[1](c)[0]
     else:
-        vector = renamed("tangent", problem.inputs)
-        outputs = renamed("tangent", problem.outputs)
+        vector, outputs = renamed("tangent", inputs), renamed("tangent", outputs)
         gradient = lambda x, t: jax.jvp(smooth, (x,), (t,))[1]
     point = np.concatenate([problem.point, _random(np.random.default_rng(1), len(vector))])
     run = lambda build, p: gradient(*jnp.split(jnp.asarray(p), [problem.point.size]))
@@ -260,9 +319,6 @@ def _check_premises(problem: Problem) -> None:
             "the function tells an unspecified entry from a zero.",
             "mask",
         )
-
-
-# --- its derivatives ---------------------------------------------------------------------
 
 
 def _random(rng: np.random.Generator, size: int) -> HostArray:
@@ -321,9 +377,6 @@ def _rule(problem: Problem, smooth: Function, mode: str) -> Function:
     each = lambda rows: [along(jnp.asarray(row)) for row in rows]
     matrix = lambda rows: np.reshape(each(rows), (len(rows), sizes[1]))
     return (lambda rows: matrix(rows).T) if mode == "rev" else matrix
-
-
-# --- their comparison --------------------------------------------------------------------
 
 
 def _check(problem: Problem, modes: Sequence[str], fast: bool) -> Function:
@@ -407,9 +460,6 @@ def blocks(names: Sequence[Coordinate]) -> list[HostArray]:
         members.setdefault((x.kind, x.path), []).append(index)
     in_order = sorted(members.items(), key=lambda item: list(_KINDS).index(item[0][0]))
     return [np.array(indices) for _, indices in in_order]
-
-
-# --- masked functions --------------------------------------------------------------------
 
 
 def is_masked_function(fun: Function, x: PyTree) -> bool:

@@ -2,13 +2,10 @@
 
 lift                entrywise, moves, contracts: functions of JAX on masked tensors
 reduce              reduces: reductions of the valid entries of every storage
-formulas, norms     the formulas that are reduced
+formulas            the formulas that are reduced, norms among them
 rows                what a function of entries makes of zeros that are not stored
-order               sorted, the largest, the different ones; running sums
-selection           by conditions and indices: where, take, pad, masked_where
-indexing            `x[...]`, `x.at[...]` and `retain`
-products            `dot` of every pair of storages
-contractions        products of masked tensors, attention
-statistics          without nan, weighted, of pairs; comparisons
+selection           by conditions and indices: where, take, masked_where, `x[...]`, `x.at[...]`
+products            `dot` of every pair of storages; of masked tensors, attention
+statistics          sorted, the largest, the different ones; running sums; of pairs
 tree                arithmetic on whole gradients: `jmask.tree`
 """

@@ -2,10 +2,17 @@
 
 Each takes a `MaskedTensor` and the axes to reduce, which stay with size 1, and is masked where
 no entry is valid. The derivative is 0 where a formula has none: `std` and `norm` at 0.
+
+Norms do not overflow: entries are brought near 1 before they are squared. [3e38, 4e38] times
+2**-80 has squares near 2**96: its norm is inf, as float32 has no 5e38, its direction [.6, .8].
+Three ranges of numbers have one fixed factor each, as in LAPACK's `nrm2` (Anderson, Algorithm
+978, 2017). A quotient by the greatest entry would not do: XLA multiplies by the reciprocal, and
+the reciprocal of 1e38 is subnormal, for which it takes 0.
 """
 
 import functools
 import math
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +26,14 @@ from jmask._base.types import (
     ArraysFunction,
     Function,
     Numbers,
+    Scalar,
     StorageLike,
     TensorLike,
 )
 from jmask._base.validation import checked_choice
-from jmask._ops import norms
-from jmask._ops.lift import dense, entrywise, filled
-from jmask._ops.norms import where_nonzero
-from jmask._ops.order import sort
+from jmask._ops.lift import data_of, dense, entrywise, filled
 from jmask._ops.reduce import (
+    Kind,
     count,
     extremum,
     first_index,
@@ -37,24 +43,136 @@ from jmask._ops.reduce import (
     result_dtype,
     with_zeros,
 )
+from jmask._ops.statistics import sort
 from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, as_tensor, joined
 from jmask._tensors.storage import as_dense, stored_values
 
 Axes = tuple[int, ...]
 
+
+class Norm(NamedTuple, Generic[Kind]):
+    """Norms of groups in parts: `size / factor`, where `size` neither overflows nor vanishes.
+
+    Attributes:
+        entries: the tensor, times the factor of each entry's group.
+        size: the norms of `entries`; reduced axes have size 1.
+        factor: powers of two, of the shape of `size`.
+    """
+
+    entries: Kind
+    size: Kind
+    factor: Kind
+
+
+def factor_for(greatest: jax.Array) -> jax.Array:
+    """Return the power of two that brings entries up to `greatest` to where squares exist."""
+    # A constant: the derivative of a norm does not depend on what it is computed with.
+    greatest = lax.stop_gradient(greatest)
+    # In float32: numbers beyond 2**51 times 2**-80, those below 2**-51 times 2**80.
+    bits = jnp.finfo(greatest.dtype).maxexp
+    limit, power = 2.0 ** (2 * bits // 5), 2.0 ** (5 * bits // 8)
+    small = jnp.where(greatest < 1 / limit, power, 1)
+    return jnp.where(greatest > limit, 1 / power, small).astype(greatest.dtype)
+
+
+def squared(x: jax.Array) -> jax.Array:
+    """Square the absolute values; the derivative at 0 is 0."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.square(x.real) + jnp.square(x.imag)
+    return jnp.square(x)
+
+
+def where_nonzero(function: Function, otherwise: float = 0) -> Function:
+    """Return the function where entries are not 0, and `otherwise` there, with derivative 0."""
+
+    def guarded(x: jax.Array) -> jax.Array:
+        one = jnp.ones((), x.dtype)
+        result = function(jnp.where(x != 0, x, one))
+        return jnp.where(x != 0, result, jnp.asarray(otherwise, result.dtype))
+
+    return guarded
+
+
+def norm_in_parts(x: Kind, axis: tuple[int, ...], order: float) -> Norm[Kind]:
+    """Return the norms of an array, or of valid entries, along `axis`, kept from overflow.
+
+    Args:
+        x: floating or complex, of 32 bits at least.
+        order: p of the p-norm, of any sign; inf and -inf too.
+    """
+    size: Kind = _size(x)
+    nonzero = stored_values(data_of(size)) != 0
+    if order == 0:
+        number: Kind = on_values(lambda a: a.astype(size.dtype), _count(x, axis, nonzero))
+        return Norm(x, number, on_values(jnp.ones_like, number))
+
+    # --- the greatest power, near which all are brought ----------------------------------
+    # Powers of negative order are greatest where the entry is least.
+    taken = size if order > 0 else _masked_where_zero(size)
+    extreme = "max" if order > 0 else "min"
+    usable = lambda a: jnp.where(jnp.isfinite(a) & (a > 0), a, jnp.ones_like(a))
+    pivot = on_values(usable, reduced(on_values(lax.stop_gradient, taken), axis, extreme))
+    if isinstance(pivot, MaskedTensor):
+        pivot = joined(pivot.storage, jnp.ones_like(pivot.valid))  # 1 where all entries are 0
+    factor = on_values(factor_for, pivot)
+    x = _multiply(x, factor.astype(x.dtype))
+    size = _multiply(size, factor)
+
+    # --- the norm of what they are then --------------------------------------------------
+    if math.isinf(order):
+        exact: Function = extremum if isinstance(size, MaskedTensor) else reduced
+        result = exact(size, axis, extreme)
+    elif order == 2:
+        result = _root(reduced(_squared(x), axis, "sum"))
+    else:
+        pivot = on_values(jnp.ones_like, pivot) if order == 1 else _multiply(pivot, factor)
+        powers = entrywise(where_nonzero(lambda a: a**order))(_divide(size, pivot))
+        total = reduced(powers, axis, "sum")
+        root = where_nonzero(lambda a: a ** (1 / order), 0 if order > 0 else jnp.inf)
+        result = _multiply(entrywise(root)(total), pivot)
+    if order < 0:  # a single 0 makes the sum infinite and the norm 0
+        result = _zero_where(_count(x, axis, ~nonzero), result)
+    return Norm(x, result, factor)
+
+
+def _masked_where_zero(size: Kind) -> Kind:
+    if not isinstance(size, MaskedTensor):
+        return jnp.where(size != 0, size, jnp.inf)
+    return joined(size.storage, size.valid & (stored_values(size) != 0))
+
+
+def norm(x: MaskedTensor, axis: Axes, keepdims: bool = True, order: float = 2) -> MaskedTensor:
+    """Return the norms of the valid entries along `axis`, which stays with size 1."""
+    parts = norm_in_parts(x, axis, order)
+    return _divide(parts.size, parts.factor)
+
+
+def shortened(
+    rows: jax.Array, max_norm: Scalar, order: float, batch: int = 1, eps: float = 0.0
+) -> jax.Array:
+    """Scale rows longer than `max_norm` by max_norm / (norm + eps); keep all others.
+
+    Rows come after `batch` axes of entries; `order` is the p of the norm, above 0.
+    """
+    entries, norm, factor = norm_in_parts(rows, tuple(range(batch, rows.ndim)), order)
+    size = norm + eps * factor
+    # A row that is short enough may be 0, by which its direction is divided.
+    exceeds = norm / factor > max_norm
+    direction = entries / jnp.where(exceeds, size, jnp.ones_like(size)).astype(rows.dtype)
+    return jnp.where(exceeds, direction * jnp.asarray(max_norm, rows.dtype), rows)
+
+
 _add, _subtract = entrywise(jnp.add), entrywise(jnp.subtract)
 _multiply, _divide = entrywise(jnp.multiply), entrywise(jnp.true_divide)
-_exp, _squared = entrywise(jnp.exp), entrywise(norms.squared)
+_exp, _squared = entrywise(jnp.exp), entrywise(squared)
 _log, _root = entrywise(jnp.log), entrywise(where_nonzero(jnp.sqrt))
-_positive = entrywise(lambda n: n > 0)
-
-
-# --- sums --------------------------------------------------------------------------------
-
+_size = entrywise(where_nonzero(jnp.abs))
+_zero_where = entrywise(lambda number, x: jnp.where(number > 0, jnp.zeros_like(x), x))
+_count: Function = count  # of masked tensors: rows of an array have orders above 0
 
 total = functools.partial(reduced, kind="sum")
 product = functools.partial(reduced, kind="prod")
-product_of_all = with_zeros(product, lambda x, zero: jnp.where(zero, jnp.zeros_like(x), x))
+product_of_all = with_zeros(product, jnp.zeros_like)
 
 
 def mean(x: MaskedTensor, axis: Axes) -> MaskedTensor:
@@ -81,9 +199,7 @@ def variance(
     # Two passes: the mean of squares less the square of the mean cancels.
     squares = total(_squared(_subtract(x, _center(x, axis, mean))), axis)
     left = on_values(lambda n: n - ddof, count(x, axis)).astype(squares.dtype)
-    return _divide(
-        squares, joined(left.storage, left.valid & (stored_values(left.storage) > 0))
-    )
+    return _divide(squares, joined(left.storage, left.valid & (stored_values(left) > 0)))
 
 
 def _center(x: MaskedTensor, axis: Axes, given: TensorLike | None) -> TensorLike:
@@ -95,7 +211,7 @@ def deviation(x: MaskedTensor, axis: Axes, **options: Argument) -> MaskedTensor:
 
 
 def number_of_nonzero(x: MaskedTensor, axis: Axes) -> MaskedTensor:
-    return count(x, axis, is_nonzero(stored_values(x.storage)))
+    return count(x, axis, is_nonzero(stored_values(x)))
 
 
 def number(a: MaskedTensor, axis: Axes = (), keepdims: bool = True) -> MaskedTensor:
@@ -103,27 +219,19 @@ def number(a: MaskedTensor, axis: Axes = (), keepdims: bool = True) -> MaskedTen
 
 
 def some(x: MaskedTensor, axis: Axes) -> MaskedTensor:
-    return _positive(number_of_nonzero(x, axis))
+    return on_values(lambda n: n > 0, number_of_nonzero(x, axis))
 
 
 def every(x: MaskedTensor, axis: Axes) -> MaskedTensor:
-    zero = ~is_nonzero(stored_values(x.storage))
-    return on_values(lambda n: n == 0, count(x, axis, zero))
+    return on_values(lambda n: n == 0, count(x, axis, ~is_nonzero(stored_values(x))))
 
 
-every_of_all = with_zeros(every, lambda x, zero: x & ~zero)
-
-
-# --- order -------------------------------------------------------------------------------
+every_of_all = with_zeros(every, jnp.zeros_like)
 
 
 maximum, minimum = (functools.partial(extremum, kind=kind) for kind in ("max", "min"))
-maximum_of_all = with_zeros(
-    maximum, lambda x, zero: jnp.where(zero, jnp.maximum(x, jnp.zeros_like(x)), x)
-)
-minimum_of_all = with_zeros(
-    minimum, lambda x, zero: jnp.where(zero, jnp.minimum(x, jnp.zeros_like(x)), x)
-)
+maximum_of_all = with_zeros(maximum, lambda x: jnp.maximum(x, jnp.zeros_like(x)))
+minimum_of_all = with_zeros(minimum, lambda x: jnp.minimum(x, jnp.zeros_like(x)))
 first_maximum, first_minimum = (
     functools.partial(first_index, kind=kind) for kind in ("max", "min")
 )
@@ -131,9 +239,6 @@ first_maximum, first_minimum = (
 
 def spread(x: MaskedTensor, axis: Axes) -> MaskedTensor:
     return _subtract(maximum(x, axis), minimum(x, axis))
-
-
-# --- sums of powers of e -----------------------------------------------------------------
 
 
 def _peak(x: MaskedTensor, axis: Axes) -> MaskedTensor:
@@ -171,9 +276,6 @@ def logmeanexp(x: MaskedTensor, axis: Axes) -> MaskedTensor:
     return _subtract(logsumexp(x, axis), _log(count(x, axis).astype(x.dtype)))
 
 
-# --- norms -------------------------------------------------------------------------------
-
-
 def normalize(
     x: MaskedTensor,
     ord: float | None = 2,  # noqa: A002
@@ -199,12 +301,10 @@ def normalize(
     """
     # The norm comes with a power of two, so that squares neither overflow nor vanish; `eps` is
     # scaled by it too.
-    parts = norms.norm_in_parts(x, axis, checked_order(ord))
-    size = _at_least(parts.size, on_values(lambda factor: factor * eps, parts.factor))
+    parts = norm_in_parts(x, axis, checked_order(ord))
+    at_least = entrywise(lambda size, least: jnp.where(size < least, least, size))
+    size = at_least(parts.size, on_values(lambda factor: factor * eps, parts.factor))
     return _divide(parts.entries, size.astype(x.dtype))
-
-
-_at_least = entrywise(lambda size, least: jnp.where(size < least, least, size))
 
 
 def checked_order(order: float | None) -> float:
@@ -231,17 +331,14 @@ def standardize(
     else:
         # E[x**2] - mean**2 about the mean that was given, as in jax.nn.standardize; it is cut
         # at 0, which rounding may cross.
-        spread = _less_square(_mean(entrywise(jnp.square)(x), axis), center)
-    return _scaled(x, center, spread, epsilon=epsilon)
+        less_square = entrywise(lambda x, mean: jnp.maximum(x - jnp.square(mean), 0))
+        spread = less_square(_mean(entrywise(jnp.square)(x), axis), center)
+    scaled = entrywise(lambda x, mean, v: (x - mean) * lax.rsqrt(v + epsilon))
+    return scaled(x, center, spread)
 
 
 _tensor: Function = as_tensor
 _mean, _variance = mean, variance
-_less_square = entrywise(lambda x, mean: jnp.maximum(x - jnp.square(mean), 0))
-_scaled = entrywise(lambda x, mean, v, epsilon: (x - mean) * lax.rsqrt(v + epsilon))
-
-
-# --- quantiles ---------------------------------------------------------------------------
 
 
 def quantile(
@@ -255,29 +352,27 @@ def quantile(
             "jnp.quantile(x.to_tensor(jnp.inf), q, weights=weights * x.mask, "
             'method="inverted_cdf").'
         )
-    if not isinstance(q, jax.core.Tracer):
-        fractions = np.asarray(q)
-        if not np.all((fractions >= 0) & (fractions <= 1)):
-            raise ValueError(f"`q` must be from 0 to 1, got {q}.")
+    is_known = not isinstance(q, jax.core.Tracer)
+    if is_known and not np.all((np.asarray(q) >= 0) & (np.asarray(q) <= 1)):
+        raise ValueError(f"`q` must be from 0 to 1, got {q}.")
     a = as_masked_tensor(dense(a, "quantile"))
 
-    def one(q: jax.Array) -> MaskedTensor:
-        def rank(last: jax.Array) -> tuple[jax.Array, jax.Array]:
-            place = jnp.where((q >= 0) & (q <= 1), q, jnp.nan) * last.astype(q.dtype)
-            below = jnp.floor(place)
-            return below.astype(last.dtype), place - below
-
-        return _at_rank(a, axis, rank, method)
+    def rank(q: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
+        place = jnp.where((q >= 0) & (q <= 1), q, jnp.nan) * last.astype(q.dtype)
+        below = jnp.floor(place)
+        return below.astype(last.dtype), place - below
 
     q = jnp.asarray(q)
+    one: Function = lambda q: _at_rank(a, axis, functools.partial(rank, q), method)
     for _ in range(q.ndim):
         one = jax.vmap(one)
     return one(q.astype(joint_dtype(q, jnp.float32)))
 
 
 def percentile(a: MaskedTensor, axis: Axes, q: Numbers, **options: Argument) -> MaskedTensor:
-    q = q if isinstance(q, jax.Array) else np.asarray(q)
-    return quantile(a, axis, q / 100, **options)
+    return quantile(
+        a, axis, (q if isinstance(q, jax.Array) else np.asarray(q)) / 100, **options
+    )
 
 
 def median(a: MaskedTensor, axis: Axes, averaged: bool = True) -> MaskedTensor:

@@ -156,22 +156,25 @@ def entrywise(
             (args, kwargs), is_leaf=lambda x: not isinstance(x, tuple | dict)
         )
         leaves = [adopted(x) for x in leaves]
-        if not any(map(is_tensor, leaves)):
-            args, kwargs = jax.tree.unflatten(structure, leaves)
-            return function(*args, **kwargs)
-        places = [i for i, x in enumerate(leaves) if _is_operand(x)]
+        # Python's numbers are options of all entries.
+        is_operand = lambda x: is_tensor(x) or isinstance(x, jax.Array | np.ndarray | list)
+        places = [i for i, x in enumerate(leaves) if is_operand(x)]
+        operands = [leaves[i] for i in places]
 
         def of_operands(*operands: jax.Array) -> jax.Array:
-            arguments = list(leaves)
-            for i, x in zip(places, operands, strict=True):
-                arguments[i] = x
-            args, kwargs = jax.tree.unflatten(structure, arguments)
+            arguments = dict(enumerate(leaves)) | dict(zip(places, operands, strict=True))
+            args, kwargs = jax.tree.unflatten(structure, arguments.values())
             return function(*args, **kwargs)
 
-        operands = [leaves[i] for i in places]
+        if not any(map(is_tensor, operands)):
+            return of_operands(*operands)
         name = getattr(function, "__name__", "a function")
         if any_masked(*operands):
-            return _where_valid(of_operands, operands, name, safe)
+            like, values, masks = aligned(operands, name)
+            # Operands made from one tensor share its mask, which is then not read twice.
+            distinct = {id(mask): mask for mask in masks if mask is not _ALL}
+            valid = functools.reduce(operator.and_, distinct.values())
+            return on(like, of_operands(*[where_or(valid, x, safe) for x in values]), valid)
 
         def sets(several: Sequence[tuple[int, ...]]) -> list[set[int]]:
             # Words are about positions of arguments, some of which are options.
@@ -206,11 +209,6 @@ def elementwise(function: Function, safe: float = 0.5) -> Function:
     return entrywise(function, safe)
 
 
-def _is_operand(x: Argument) -> bool:
-    """Decide whether an argument has entries; Python's numbers are options of all of them."""
-    return is_tensor(x) or isinstance(x, jax.Array | np.ndarray | list)
-
-
 # The mask of an operand that is not masked.
 _ALL: Argument = np.ones((), bool)
 
@@ -232,26 +230,14 @@ def aligned(
     if like is None or not all(same_index_arrays(s, like) for s in filter(is_sparse, storages)):
         like, tensors = None, [dense(x, name) for x in tensors]
 
-    def at_positions(x: jax.Array) -> jax.Array:
-        return sampled(x, like, shape) if like is not None and jnp.ndim(x) else x
+    def at_positions(x: Tensor, part: jax.Array) -> jax.Array:
+        if like is None or is_sparse(data_of(x)) or not jnp.ndim(part):
+            return part
+        return sampled(part, like, shape)
 
-    values, masks = [], []
-    for x in tensors:
-        storage = data_of(x)
-        values.append(stored_values(storage) if is_sparse(storage) else at_positions(storage))
-        valid = x.valid if isinstance(x, MaskedTensor) else _ALL
-        masks.append(valid if is_sparse(storage) else at_positions(valid))
-    return like, values, masks
-
-
-def _where_valid(
-    function: Function, operands: Sequence[TensorLike], name: str, safe: float
-) -> MaskedTensor:
-    like, values, masks = aligned(operands, name)
-    # Operands made from one tensor share its mask, which is then not read twice.
-    distinct = {id(mask): mask for mask in masks if mask is not _ALL}
-    valid = functools.reduce(operator.and_, distinct.values())
-    return on(like, function(*[where_or(valid, x, safe) for x in values]), valid)
+    masks = [x.valid if isinstance(x, MaskedTensor) else _ALL for x in tensors]
+    values = list(map(at_positions, tensors, map(stored_values, tensors)))
+    return like, values, list(map(at_positions, tensors, masks))
 
 
 def on(like: Storage | None, values: jax.Array, valid: jax.Array) -> MaskedTensor:
@@ -340,7 +326,7 @@ def filled(x: Tensor) -> Storage:
     """Return a masked tensor's data with zeros where it is masked, on its storage."""
     if not isinstance(x, MaskedTensor):
         return x
-    values = stored_values(x.storage)
+    values = stored_values(x)
     return with_stored_values(x.storage, jnp.where(x.valid, values, jnp.zeros_like(values)))
 
 

@@ -1,4 +1,4 @@
-"""`dot`: the product of two matrices, each of them on any storage.
+"""Products: `dot` of two matrices on any storage; of masked tensors; MXNet's sums of tensors.
 
 A sparse operand contributes a term for each value that it stores, and nothing else:
 
@@ -13,14 +13,26 @@ Xᵀ Y has a row for each column that X uses, and a row_sparse matrix times anyt
 
 Padding has the value 0, whatever was stored there, and meets a row of zeros: no inf or nan of
 the other operand reaches a sum or a derivative through it. No index is read unchecked.
+
+Of masked tensors masked entries contribute nothing, and an entry of the result exists where at
+least one of its terms does:
+
+    [1, --]   [5, 6]     [1*5, 1*6]     [ 5,  6]        row 0: one term each
+    [--, --] @ [7, 8]  =  [no term]    =  [--, --]        row 1: none
+
+A masked operand taken for zeros is `x.to_tensor(0) @ y`; a result that exists only where *all*
+its terms do has the mask `matmul(x.mask, y.mask).data == x.shape[-1]`, for masks as integers.
 """
 
 import functools
-from collections.abc import Callable
+import inspect
+import operator
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax, nn
 from jax.experimental.sparse import BCOO, BCSR
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -29,11 +41,14 @@ from jmask._base.array_types import adds_when_cast, sum_dtype, trailing, wide
 from jmask._base.fallback import report_fallback
 from jmask._base.row_ids import canonical
 from jmask._base.shardings import explicit_sharding, spec_of, without_repetition
-from jmask._base.types import Argument, Function, Storage, TensorLike
-from jmask._base.validation import check_flag, checked_choice
+from jmask._base.types import Argument, Axis, Function, Storage, Tensor, TensorLike
+from jmask._base.validation import check_flag, checked_array, checked_choice
 from jmask._kernels.bag_sum import bag_sum
 from jmask._kernels.rows import add_rows
-from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._ops.formulas import total
+from jmask._ops.lift import adopted, contracts, dense, entrywise, existing, filled
+from jmask._ops.reduce import ZEROS_CHANGE_NOTHING, reduces
+from jmask._tensors.masked_tensor import MaskedTensor, any_masked, is_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.specified import jmask_everywhere, placeholder_of, todense
 from jmask._tensors.storage import coordinates, is_sparse, stored_at, stype, unique_positions
@@ -75,29 +90,24 @@ _Product = TypeVar("_Product", jax.Array, RowSparse)
 
 def operand(x: Storage, transposed: bool) -> Operand:
     """Return the operand for an array, RowSparse, BCOO or BCSR of two dimensions."""
+    matrix: Operand
     if isinstance(x, RowSparse):
-        matrix: Operand = Rows(_without_padding(x))
+        matrix = Rows(_without_padding(x))
+    elif isinstance(x, BCOO | BCSR):
+        height, width = x.shape
+        rows, columns = map(canonical, coordinates(x), x.shape)
+        inside = (rows < height) & (columns < width)
+        rows, columns = jnp.where(inside, rows, height), jnp.where(inside, columns, width)
+        values = jnp.where(inside, x.data, jnp.zeros_like(x.data))
+        matrix = Entries(rows, columns, values, (height, width))
     else:
-        matrix = entries(x) if isinstance(x, BCOO | BCSR) else x
+        matrix = x
     return matrix.T if transposed else matrix
 
 
-def entries(x: BCOO | BCSR) -> Entries:
-    """Return the stored entries of a matrix, with padding at (m, k)."""
-    height, width = x.shape
-    rows, columns = coordinates(x)
-    rows, columns = canonical(rows, height), canonical(columns, width)
-    inside = (rows < height) & (columns < width)
-    rows, columns = jnp.where(inside, rows, height), jnp.where(inside, columns, width)
-    return Entries(rows, columns, _zeros_at_padding(rows, x.data, height), (height, width))
-
-
-def _zeros_at_padding(ids: jax.Array, values: jax.Array, height: int) -> jax.Array:
-    return jnp.where(trailing(ids < height, values.ndim), values, jnp.zeros_like(values))
-
-
 def _without_padding(x: RowSparse) -> RowSparse:
-    return x.with_values(_zeros_at_padding(x.row_ids(), x.values, x.shape[0]))
+    exists = trailing(x.row_ids() < x.shape[0], x.values.ndim)
+    return x.with_values(jnp.where(exists, x.values, jnp.zeros_like(x.values)))
 
 
 # --- the product of each pair ------------------------------------------------------------
@@ -106,13 +116,18 @@ def _without_padding(x: RowSparse) -> RowSparse:
 def _product(a: Operand, b: Operand, dtype: DTypeLike, sparse: bool) -> Argument:
     """Return the product in `dtype`: rows for a `RowSparse`, if `sparse` for `Entries`."""
     if isinstance(b, Rows) and b.transposed:
-        filled = _product(a, b.matrix.values.T, dtype, sparse)
-        return _on_values(filled, functools.partial(_as_columns, like=b.matrix))
+        like, height = b.matrix, b.matrix.shape[0]
+
+        def as_columns(values: jax.Array) -> jax.Array:
+            zeros = jnp.zeros((height, values.shape[0]), values.dtype)
+            return add_rows(zeros, like.row_ids(), values.T, like.order).T
+
+        return _on_values(_product(a, like.values.T, dtype, sparse), as_columns)
     if isinstance(a, Entries):
         b = b.to_dense(dtype) if isinstance(b, Entries) else b
         if not sparse:
             return _bags(a, b, dtype)
-        terms = a.values.astype(dtype)[:, None] * _rows_at(b, a.columns, dtype)
+        terms = _terms(a, b, dtype)
         return RowSparse(a.rows, terms, (a.shape[0], *terms.shape[1:])).coalesce()
     if isinstance(a, Rows) and not a.transposed:
         rows = _on_values(a.matrix, lambda values: _product(values, b, dtype, False))
@@ -146,13 +161,11 @@ def _bags(a: Entries, b: jax.Array | Rows, dtype: DTypeLike) -> jax.Array:
         and not jax.sharding.get_abstract_mesh().manual_axes
     ):
         return bag_sum(table, positions, a.rows, weights, None, bags, 0)
-    terms = weights[:, None] * _rows_or_zeros(table, positions).astype(dtype)
-    return add_rows(jnp.zeros((bags, *table.shape[1:]), dtype), a.rows, terms)
+    return add_rows(jnp.zeros((bags, *table.shape[1:]), dtype), a.rows, _terms(a, b, dtype))
 
 
-def _rows_at(b: jax.Array | Rows, ids: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return the rows `ids` of a matrix (n, d), zeros at padding."""
-    return _rows_or_zeros(*_table(b, ids, dtype)).astype(dtype)
+def _terms(a: Entries, b: jax.Array | Rows, dtype: DTypeLike) -> jax.Array:
+    return a.values.astype(dtype)[:, None] * _rows_at(b, a.columns, dtype)
 
 
 def _table(
@@ -164,22 +177,19 @@ def _table(
     return b, ids
 
 
-def _rows_or_zeros(table: jax.Array, positions: jax.Array) -> jax.Array:
+def _rows_at(b: jax.Array | Rows, ids: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return the rows `ids` of a matrix (n, d), zeros at padding."""
     # Unlike in `gather_rows` the transpose drops padding, so that the gradient of a table does
     # not touch a row that was not looked up.
+    table, positions = _table(b, ids, dtype)
     if 0 in table.shape:
-        return jnp.zeros((*positions.shape, *table.shape[1:]), table.dtype)
+        return jnp.zeros((*positions.shape, *table.shape[1:]), dtype)
     sharding = explicit_sharding(table, positions)
     if sharding is not None:  # rows go where their positions are, as in lookups
         spec = without_repetition((*spec_of(positions), *spec_of(table)[1:]))
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
-    return table.at[positions].get(mode="fill", fill_value=0, out_sharding=sharding)
-
-
-def _as_columns(values: jax.Array, like: RowSparse) -> jax.Array:
-    """Return the matrix (m, V) with the columns `values` (m, n) at the ids of `like`."""
-    zeros = jnp.zeros((like.shape[0], values.shape[0]), values.dtype)
-    return add_rows(zeros, like.row_ids(), values.T, like.order).T
+    rows = table.at[positions].get(mode="fill", fill_value=0, out_sharding=sharding)
+    return rows.astype(dtype)
 
 
 def _on_values(x: _Product, function: Callable[[jax.Array], jax.Array]) -> _Product:
@@ -257,7 +267,7 @@ def dot(
     check_flag("transpose_b", transpose_b)
     check_flag("masked_grad", masked_grad)
     if not masked_grad:
-        if isinstance(forward_stype, str) and forward_stype == "row_sparse":
+        if forward_stype == "row_sparse":
             raise ValueError(
                 "`forward_stype` cannot be 'row_sparse' with `masked_grad`=False: rows that it "
                 "does not store have derivatives, too."
@@ -351,3 +361,163 @@ def _matrix(x: Storage, dtype: DTypeLike) -> Storage:
         return x
     column: Function = lambda values: values[:, None]
     return _on_values(x, column) if isinstance(x, RowSparse) else column(x)
+
+
+_add, _square = entrywise(jnp.add, adds=True), entrywise(jnp.square)
+_sum = reduces(total, jnp.sum, zeros=ZEROS_CHANGE_NOTHING, like=jnp.sum)
+einsum = contracts(jnp.einsum, 1, None)
+
+
+def multiplies(function: Function) -> Function:
+    """Lift a product of two tensors that is `jmask.dot` of ordinary sparse matrices."""
+    contracted = contracts(function)
+
+    @functools.wraps(function)
+    def lifted(x: Argument, y: Argument, **kwargs: Argument) -> Tensor:
+        x, y = adopted(x), adopted(y)
+        if not any_masked(x, y):
+            is_product = is_sparse(x) or is_sparse(y)
+            return dot(x, y) if is_product else function(x, y, **kwargs)
+        if _is_sparse_matrix(x) and not _is_sparse_matrix(y) and function is jnp.matmul:
+            y = dense(y, "matmul")
+            terms = dot(existing(x), existing(y))
+            return joined(dot(filled(x), filled(y)), terms > 0.5)
+        return contracted(x, y, **kwargs)
+
+    return lifted
+
+
+matmul, dot_of_numpy = multiplies(jnp.matmul), multiplies(jnp.dot)
+
+
+def _is_sparse_matrix(x: TensorLike) -> bool:
+    return isinstance(x, MaskedTensor) and isinstance(x.storage, BCOO | BCSR)
+
+
+def linear(x: TensorLike, weight: TensorLike, bias: TensorLike | None = None) -> Tensor:
+    """Return `x @ weight.T + bias`, each of them masked or not.
+
+    Args:
+        x (..., k): inputs.
+        weight (m, k): as in torch, one row for each output.
+        bias (m,): added where the product exists.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.masked_tensor(jnp.array([1., jnp.inf]), jnp.array([True, False]))
+        >>> jmask.nn.linear(x, jnp.array([[2., 3.]]), jnp.array([1.])).to_tensor(0)
+        Array([3.], dtype=float32)
+    """
+    product = einsum("...k,mk->...m", x, weight)
+    return product if bias is None else _add(product, bias)
+
+
+_ATTENTION = inspect.signature(nn.dot_product_attention)
+
+
+@functools.wraps(nn.dot_product_attention)
+def dot_product_attention(*args: Argument, **kwargs: Argument) -> Tensor:
+    """Attend as `jax.nn.dot_product_attention`, to keys with which a query has a score.
+
+    It has one if a term of their product exists, and the bias, if it is masked; where the mask
+    is masked it is False. The result is masked where no value takes part: a query without a
+    key sends derivative 0. Arguments and errors are JAX's; complex numbers are a TypeError.
+    """
+    attend: Function = nn.dot_product_attention
+    options = _ATTENTION.bind(*args, **kwargs).arguments
+    names = ("query", "key", "value", "bias", "mask")
+    operands: list[Argument] = [options.pop(name, None) for name in names]
+    for name, x in zip(names, operands, strict=True):
+        if x is not None and jnp.iscomplexobj(x):
+            raise TypeError(
+                f"`{name}` is complex, and JAX's attention drops the imaginary part: use "
+                "jmask.nn.softmax of scores that are real, jmask.numpy.real(scores)."
+            )
+    operands = [x if x is None else dense(adopted(x), attend.__name__) for x in operands]
+    if not any_masked(*operands):
+        return attend(*operands, **options)
+    *arrays, bias, mask = operands
+    on_query, on_key, on_value = (_four(existing(x)) for x in arrays)
+    arrays = [filled(x) for x in arrays]
+    jax.eval_shape(attend, *arrays)  # refuses shapes that do not fit
+
+    # --- where there is a score ----------------------------------------------------------
+    groups = on_query.shape[2] // max(on_key.shape[2], 1)
+    on_key, on_value = (jnp.repeat(x, groups, axis=2) for x in (on_key, on_value))
+    allowed = jnp.einsum("btnh,bsnh->bnts", on_query, on_key) > 0.5
+    queries, keys = (
+        lax.broadcasted_iota(jnp.int32, (1, 1, *allowed.shape[2:]), i) for i in (2, 3)
+    )
+    if isinstance(bias, MaskedTensor):
+        allowed &= _four(bias.valid)
+        bias = bias.to_tensor(0)
+    if mask is not None:
+        allowed &= _four(mask.to_tensor(False) if isinstance(mask, MaskedTensor) else mask)
+    if options.pop("is_causal", False):
+        allowed &= keys <= queries
+    window = options.pop("local_window_size", None)
+    if window is not None:
+        before, after = jnp.broadcast_to(jnp.asarray(window), 2)
+        allowed &= (keys >= queries - before) & (keys <= queries + after)
+    for name, numbers in (("query_seq_lengths", queries), ("key_value_seq_lengths", keys)):
+        lengths = options.pop(name, None)
+        if lengths is not None:
+            allowed &= numbers < jnp.asarray(lengths)[:, None, None, None]
+
+    values = attend(*arrays, bias, allowed, **options)
+    terms = jnp.einsum("bnts,bsnh->btnh", allowed.astype(on_value.dtype), on_value)
+    return joined(values, (terms > 0.5).reshape(values.shape))
+
+
+def _four(x: TensorLike) -> jax.Array:
+    x = jnp.asarray(x)
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def add_n(*tensors: TensorLike) -> Tensor:
+    """Sum tensors: row-sparse if all are, with the rows of all of them.
+
+    Args:
+        *tensors: tensors of one shape on any storage, or one sequence of them. The rows of
+            `RowSparse` tensors are put side by side: equal indices add.
+
+    Raises:
+        ValueError: if there is none, or the shapes differ.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.RowSparse([1], jnp.array([2.]), (3,))
+        >>> jmask.add_n(x, x, x), jmask.add_n(x, jnp.ones(3))
+        (RowSparse(float32[3], nse=3), Array([1., 3., 1.], dtype=float32))
+    """
+    if len(tensors) == 1 and isinstance(tensors[0], Sequence):
+        tensors = tuple(tensors[0])
+    if not tensors:
+        raise ValueError("`tensors` must hold at least one tensor, got none.")
+    terms = [x if is_tensor(x) else checked_array("tensors", x) for x in tensors]
+    shapes = {tuple(x.shape) for x in terms}
+    if len(shapes) > 1:
+        raise ValueError(f"`tensors` must have one shape, got {sorted(shapes)}.")
+    # Sparse ones first, so that they meet a dense one once.
+    order: list[Argument] = sorted(terms, key=lambda x: not isinstance(x, RowSparse))
+    return functools.reduce(operator.add, order)
+
+
+def square_sum(x: TensorLike, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """Sum the squares of the entries, at the cost of the rows that a `RowSparse` stores.
+
+    Args:
+        x: a tensor on any storage.
+        axis, keepdims: as of `jmask.numpy.sum`.
+
+    Returns:
+        A dense tensor; for a `RowSparse` of which axis 0 is kept, a `RowSparse`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.square_sum(jmask.RowSparse([1], jnp.array([[3., 4.]]), (3, 2)), axis=1)
+        RowSparse(float32[3], nse=1)
+    """
+    check_flag("keepdims", keepdims)
+    x = x if is_tensor(x) else checked_array("x", x)
+    return _sum(_square(x), axis, keepdims=keepdims)

@@ -26,9 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.sparse import BCOO, BCSR
 from jax.typing import DTypeLike
 
+from jmask._base import row_ids
 from jmask._base.array_types import joint_dtype, trailing, wide
 from jmask._base.types import (
     Argument,
@@ -43,16 +43,22 @@ from jmask._base.types import (
     Tensor,
     TensorLike,
 )
-from jmask._base.validation import refuse_scipy
 from jmask._kernels.rows import add_rows
 from jmask._ops.lift import adopted, dense, entrywise, filled, refuse_output
-from jmask._tensors.masked_tensor import MaskedTensor, as_booleans, as_tensor, is_tensor, joined
-from jmask._tensors.row_sparse import RowSparse
+from jmask._tensors.masked_tensor import (
+    MaskedTensor,
+    as_tensor,
+    checked_mask,
+    common_shape,
+    is_tensor,
+    joined,
+)
 from jmask._tensors.storage import (
     as_dense,
     coordinates,
     is_sparse,
     sampled,
+    sparse_sizes,
     stored_values,
     with_stored_values,
 )
@@ -142,20 +148,19 @@ def reduces(
             dtype = result_dtype(like, x.dtype, **kinds)
             x = x.astype(wide(joint_dtype(x.dtype, dtype)))
         result = (zeros if plain and callable(zeros) else formula)(x, axis=axes, **options)
-        if dtype is not None:
-            result = result.astype(dtype)
+        result = result if dtype is None else result.astype(dtype)
         if not keepdims:  # those of several quantiles come first
             result = without_axes(result, [a + result.ndim - x.ndim for a in axes])
         if plain:
             result = filled(result)
         elif not masked:
             nothing = empty(result.dtype) if callable(empty) else empty
-            if absent is None:
-                result = result.to_tensor(nothing)
-            else:
+            if absent is not None:
                 exists = x.valid.any(axes, keepdims=True)
-                left_out = jnp.where(exists, absent, nothing).astype(result.dtype)
-                result = jnp.where(result.valid, result.storage, left_out)
+                nothing = jnp.where(exists, absent, nothing).astype(result.dtype)
+                result = jnp.where(result.valid, result.storage, nothing)
+            else:
+                result = result.to_tensor(nothing)
         return result if start is None or initial is None else initial(result, start)
 
     return lifted
@@ -163,16 +168,8 @@ def reduces(
 
 def result_dtype(function: Function, kind: DTypeLike, **options: Argument) -> DType:
     """Return the dtype that a function of JAX, such as `jnp.sum`, gives for a dtype."""
-    x64 = jax.config.read("jax_enable_x64")
-    return _result_dtype(function, jnp.dtype(kind), x64, tuple(options.items()))
-
-
-@functools.lru_cache(maxsize=256)  # of functions of the table and dtypes, never of closures
-def _result_dtype(
-    function: Function, kind: DType, x64: bool, options: tuple[tuple[str, Argument], ...]
-) -> DType:
-    function = functools.partial(function, **dict(options))
-    return jax.eval_shape(function, jax.ShapeDtypeStruct((1,), kind)).dtype
+    like = jax.ShapeDtypeStruct((1,), kind)
+    return jax.eval_shape(functools.partial(function, **options), like).dtype
 
 
 def checked_axes(axis: Axis, ndim: int) -> tuple[int, ...]:
@@ -199,41 +196,23 @@ def valid_entries(x: TensorLike, where: TensorLike | None) -> MaskedTensor:
     x = x if isinstance(x, MaskedTensor) else MaskedTensor(x)
     if where is None:
         return x
-    refuse_scipy("where", where)
-    flags = as_tensor(where)
-    if isinstance(flags, MaskedTensor) or as_booleans(flags).dtype != jnp.dtype(bool):
-        kind = "a MaskedTensor" if isinstance(flags, MaskedTensor) else flags.dtype
-        raise TypeError(
-            f"`where` must be a boolean array, True where an entry takes part, got {kind}."
-        )
-    try:
-        fits = jnp.broadcast_shapes(flags.shape, x.shape) == x.shape
-    except ValueError:
-        fits = False
-    if not fits:
+    flags = checked_mask(where, "where")
+    if common_shape([x.shape, flags.shape], "`x` and `where`") != x.shape:
         raise ValueError(
             f"`where` of shape {flags.shape} does not broadcast to `x` of shape {x.shape}."
         )
-    return joined(x.storage, x.valid & sampled(as_dense(as_booleans(flags)), x.storage))
+    return joined(x.storage, x.valid & sampled(as_dense(flags), x.storage))
 
 
-def with_zeros(
-    formula: Function, absorb: Callable[[jax.Array, jax.Array], jax.Array]
-) -> Function:
-    """Return the formula of all entries of a sparse tensor, those that it does not store too.
-
-    Args:
-        absorb: takes results of stored entries, and where there are also zeros.
-    """
+def with_zeros(formula: Function, absorb: Callable[[jax.Array], jax.Array]) -> Function:
+    """Add zeros to a formula of stored entries: `absorb` takes its results to those with 0."""
 
     def of_all(x: MaskedTensor, axis: tuple[int, ...], **options: Argument) -> MaskedTensor:
         result = formula(x, axis=axis, **options)
         if is_sparse(result.storage):  # rows are stored as a whole
             return result
-        number = count(x, axis).to_tensor(0)
-        return MaskedTensor(
-            absorb(result.storage, number < math.prod(x.shape[a] for a in axis))
-        )
+        is_full = count(x, axis).to_tensor(0) == math.prod(x.shape[a] for a in axis)
+        return MaskedTensor(jnp.where(is_full, result.storage, absorb(result.storage)))
 
     return of_all
 
@@ -275,60 +254,49 @@ def reduced(x: Kind, axis: Sequence[int], kind: str) -> Kind:
     """
     if not isinstance(x, MaskedTensor):
         return _slices(kind, x, tuple(axis))
-    storage, sparse = x.storage, sparse_dimensions(x.storage)
-    values = jnp.where(x.valid, stored_values(storage), _IDENTITY[kind](x.dtype))
+    storage, sparse = x.storage, len(sparse_sizes(x.storage))
+    values = jnp.where(x.valid, stored_values(x), _IDENTITY[kind](x.dtype))
     shape = tuple(1 if a in axis else size for a, size in enumerate(x.shape))
     kept = [a for a in range(sparse) if a not in axis]
     # Stored values have one axis in place of the sparse ones.
     along: Shape = tuple(a - sparse + (sparse > 0) for a in axis if a >= sparse)
-    if sparse and not kept:
-        along = (0, *along)
+    along = (0, *along) if sparse and not kept else along
     result, exists = _slices(kind, values, along), x.valid.any(along, keepdims=True)
     if len(kept) == sparse > 0:
         return joined(with_stored_values(storage, result, shape), exists)
     if kept:
         ids, number = numbered(storage, kept).reshape(-1), math.prod(shape[:sparse])
         # Padding goes to some group: it is not valid, so that its entry is the identity.
-        result, exists = (
-            _segmented(kind, result, ids, max(number, 1))[:number],
-            _any(exists, ids, max(number, 1))[:number],
-        )
+        result = _segmented(kind, result, ids, max(number, 1))[:number]
+        exists = jax.ops.segment_max(exists.astype(jnp.uint8), ids, max(number, 1))[:number] > 0
     return joined(result.reshape(shape), exists.reshape(shape))
 
 
 def _slices(kind: str, values: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    dtype, options = values.dtype, {"keepdims": True}
+    dtype = values.dtype
     if kind in ("sum", "prod"):
-        return getattr(jnp, kind)(values, axes, dtype=dtype, **options)
-    return getattr(jnp, kind)(values, axes, initial=_IDENTITY[kind](dtype), **options)
+        return getattr(jnp, kind)(values, axes, dtype=dtype, keepdims=True)
+    return getattr(jnp, kind)(values, axes, initial=_IDENTITY[kind](dtype), keepdims=True)
 
 
 def _segmented(kind: str, values: jax.Array, ids: jax.Array, number: int) -> jax.Array:
     """Reduce the rows (n, *row) with equal ids; those that are not valid are the identity."""
     if kind == "sum":
         return add_rows(jnp.zeros((number, *values.shape[1:]), values.dtype), ids, values)
-    if kind == "prod":
-        return _product_of_segments(values, ids, number)
-    return getattr(jax.ops, f"segment_{kind}")(values, ids, number)
-
-
-def _any(valid: jax.Array, ids: jax.Array, number: int) -> jax.Array:
-    return jax.ops.segment_max(valid.astype(jnp.uint8), ids, number) > 0
-
-
-def _product_of_segments(values: jax.Array, ids: jax.Array, number: int) -> jax.Array:
-    """Scan over sorted segments: a scatter of products has no derivative at 0."""
+    if kind != "prod":
+        return getattr(jax.ops, f"segment_{kind}")(values, ids, number)
+    # A scan over sorted segments: a scatter of products has no derivative at 0.
+    product = jnp.ones((number, *values.shape[1:]), values.dtype)
     if values.shape[0] == 0:
-        return jnp.ones((number, *values.shape[1:]), values.dtype)
+        return product
     order = jnp.argsort(ids, stable=True)
     ids, values = ids[order], values[order]
-    changes = trailing(ids[1:] != ids[:-1], values.ndim)
-    starts = jnp.pad(changes, [(1, 0), *[(0, 0)] * (values.ndim - 1)], constant_values=True)
-    ends = jnp.roll(starts, -1, axis=0)
+    differs = ids[1:] != ids[:-1]
+    starts = trailing(jnp.append(True, differs), values.ndim)
     _, running = lax.associative_scan(_product_since_start, (starts, values))
-    product = _segmented("sum", jnp.where(ends, running, jnp.zeros_like(running)), ids, number)
-    exists = _any(jnp.ones(ids.shape, bool), ids, number)
-    return jnp.where(trailing(exists, product.ndim), product, jnp.ones_like(product))
+    place = lax.iota(ids.dtype, ids.shape[0])
+    ends = jnp.where(jnp.append(differs, True), ids, number + place)
+    return product.at[ends].set(running, mode="drop", unique_indices=True)
 
 
 def _product_since_start(
@@ -339,37 +307,23 @@ def _product_since_start(
     return starts_left | starts, jnp.where(starts, jnp.ones_like(product), product) * x
 
 
-def sparse_dimensions(x: TensorLike) -> int:
-    """Count the leading dimensions of `x` given by indices; 0 if it is dense."""
-    if isinstance(x, RowSparse):
-        return 1
-    return int(x.n_sparse) if isinstance(x, BCOO | BCSR) else 0
-
-
 def numbered(storage: Storage, axes: Sequence[int]) -> jax.Array:
-    """Return for each stored value its index in `axes`, flattened.
-
-    Raises:
-        ValueError: if these have more entries than an index can count.
-    """
-    integer = _integer()
-    size = math.prod(storage.shape[axis] for axis in axes)
-    if size > jnp.iinfo(integer).max:
+    """Return for each stored value its index in `axes`, flattened."""
+    integer, sizes = _integer(), [storage.shape[axis] for axis in axes]
+    if math.prod(sizes) > jnp.iinfo(integer).max:
         raise ValueError(
-            f"axes {tuple(axes)} have {size} entries, more than {integer} can count: set "
-            "jax_enable_x64."
+            f"axes {tuple(axes)} have {math.prod(sizes)} entries, more than {integer} can "
+            "count: set jax_enable_x64."
         )
-    sparse, shape = sparse_dimensions(storage), stored_values(storage).shape
-    number = jnp.zeros((), integer)
-    for axis in axes:
-        last = max(storage.shape[axis] - 1, 0)
+    sparse, shape = len(sparse_sizes(storage)), stored_values(storage).shape
+
+    def along(axis: int) -> jax.Array:
         if axis < sparse and is_sparse(storage):
-            along = jnp.clip(coordinates(storage)[axis], 0, last).astype(integer)
-            along = trailing(along, len(shape))
-        else:
-            along = lax.broadcasted_iota(integer, shape, axis - sparse + (sparse > 0))
-        number = number * storage.shape[axis] + along
-    return number
+            last = max(storage.shape[axis] - 1, 0)
+            return trailing(jnp.clip(coordinates(storage)[axis], 0, last), len(shape))
+        return lax.broadcasted_iota(integer, shape, axis - sparse + (sparse > 0))
+
+    return row_ids.numbered([along(axis) for axis in axes], sizes, integer)
 
 
 def _integer() -> DType:
@@ -379,21 +333,20 @@ def _integer() -> DType:
 def count(x: MaskedTensor, axis: Sequence[int], holds: jax.Array | None = None) -> MaskedTensor:
     """Count the valid entries of each group, or those of which `holds` is true."""
     ones = x.valid if holds is None else x.valid & holds
-    storage = with_stored_values(x.storage, ones.astype(_integer()))
-    return reduced(joined(storage, x.valid), axis, "sum")
+    return reduced(x.with_values(ones.astype(_integer()), x.valid), axis, "sum")
 
 
 def on_values(function: Function, x: Kind) -> Kind:
     """Apply a function to an array, or to all stored values, also under the mask."""
     if not isinstance(x, MaskedTensor):
         return function(x)
-    return joined(with_stored_values(x.storage, function(stored_values(x.storage))), x.valid)
+    return x.with_values(function(stored_values(x)), x.valid)
 
 
 def without_axes(x: MaskedTensor, axes: Sequence[int]) -> MaskedTensor:
     """Drop axes of size 1; those that sparse storage has indices of stay."""
     shape = tuple(size for axis, size in enumerate(x.shape) if axis not in axes)
-    sparse, values = sparse_dimensions(x.storage), stored_values(x.storage)
+    sparse, values = len(sparse_sizes(x.storage)), stored_values(x)
     stored = (*values.shape[: sparse > 0], *shape[sparse:])
     storage = with_stored_values(x.storage, values.reshape(stored), shape)
     return joined(storage, x.valid.reshape(stored))
@@ -422,7 +375,7 @@ def extremum(x: MaskedTensor, axis: Sequence[int], kind: str) -> MaskedTensor:
     # That of a maximum would be shared with equal fills.
     ties = x.valid & _ties(x, axis, kind)
     number = on_values(lambda n: jnp.maximum(n, 1).astype(x.dtype), count(x, axis, ties))
-    mean = stored_values(reduced(_divide(joined(x.storage, ties), number), axis, "sum").storage)
+    mean = stored_values(reduced(_divide(joined(x.storage, ties), number), axis, "sum"))
     return on_values(lambda value: _with_slope_of(value, mean), result)
 
 
@@ -430,7 +383,7 @@ def first_index(x: MaskedTensor, axis: Sequence[int], kind: str) -> MaskedTensor
     """Return where in `axis` the first valid entry is that equals the maximum or minimum."""
     numbers = jnp.broadcast_to(numbered(x.storage, axis), x.valid.shape)
     ties = x.valid & _ties(x, axis, kind)
-    first = reduced(joined(with_stored_values(x.storage, numbers), ties), axis, "min")
+    first = reduced(x.with_values(numbers, ties), axis, "min")
     return on_values(lambda i: jnp.where(first.valid, i, jnp.zeros_like(i)), first)
 
 
@@ -439,7 +392,7 @@ def _ties(x: MaskedTensor, axis: Sequence[int], kind: str) -> jax.Array:
     # XLA may compute x once for the reduction and once for the comparison, and round it in two
     # ways (a product and a sum, or both in one instruction): behind a barrier it is one array.
     x = on_values(lambda a: lax.optimization_barrier(lax.stop_gradient(a)), x)
-    return stored_values(_equals(x, reduced(x, axis, kind)).storage)
+    return stored_values(_equals(x, reduced(x, axis, kind)))
 
 
 _divide = entrywise(jnp.true_divide)

@@ -68,13 +68,13 @@ def on_stored_values(
 ) -> Storage:
     """Apply a function of entries to operands of which some are sparse and none is masked."""
     operands = [x if is_sparse(x) or np.ndim(x) == 0 else jnp.asarray(x) for x in operands]
-    if any(isinstance(x, RowSparse) and x.leading > 1 for x in operands):
+    rows = [x for x in operands if isinstance(x, RowSparse)]
+    if any(x.leading > 1 for x in rows):
         return _of_stacked_tables(function, operands, name, safe, words)
     shape = common_shape([np.shape(x) for x in operands])
     sparse = [x for x in operands if is_sparse(x)]
-    for x in sparse:
-        if isinstance(x, RowSparse):
-            x.check_single()
+    for x in rows:
+        x.check_single()
     if _one_layout(sparse, shape):
         keeps_zeros, is_linear = _at_zero(function, operands, words)
         if keeps_zeros and is_linear and (len(sparse) == 1 or isinstance(sparse[0], RowSparse)):
@@ -82,17 +82,15 @@ def on_stored_values(
         if keeps_zeros:
             return _on_common_positions(function, operands, safe, shape)
         full = [x for x in operands if not is_sparse(x)]
-        is_sum = words.adds and len(full) == 1 and np.shape(full[0]) == shape
-        if is_sum and isinstance(sparse[0], RowSparse):
-            rows: Argument = _each_alone(
-                function, [x if is_sparse(x) else _zero(x) for x in operands], shape
-            )
-            without_rows = [_zero(x) if is_sparse(x) else x for x in operands]
+        if words.adds and rows and len(full) == 1 and np.shape(full[0]) == shape:
+            alone = [x if is_sparse(x) else _zero(x) for x in operands]
+            added: Argument = _each_alone(function, alone, shape)
             # The array itself, if it can be: a copy of it would not be updated in place.
             ones = [np.ones((), x.dtype) if x is full[0] else _zero(x) for x in operands]
-            is_array = _evaluated(function, ones) == 1
-            dense: Argument = full[0] if is_array else function(*without_rows)
-            return add_to_dense(dense, rows)
+            dense: Argument = full[0]
+            if _evaluated(function, ones) != 1:
+                dense = function(*[_zero(x) if is_sparse(x) else x for x in operands])
+            return add_to_dense(dense, added)
     report_fallback(
         f"`{name}` made a sparse tensor of shape {tuple(sparse[0].shape)} dense, at O(size) "
         "cost: it does not keep zeros, or combines storages"
@@ -109,9 +107,6 @@ def _one_layout(sparse: Sequence[Sparse], shape: Shape) -> bool:
     return is_like and not any(x.n_batch for x in entries)
 
 
-# --- at zeros ----------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def trial() -> Iterator[None]:
     """Context in which a function is evaluated on numbers, also while something is traced.
@@ -126,21 +121,20 @@ def _at_zero(
     function: Function, operands: Sequence[Operand], words: Words
 ) -> tuple[bool, bool]:
     """Decide whether zeros stay zeros, and whether the function is linear in what is sparse."""
-    zeros = [_zero(x) for x in operands]
     sparse = {i for i, x in enumerate(operands) if is_sparse(x)}
     others = [x for x in operands if not is_sparse(x)]
     known = {i for i, x in enumerate(operands) if _is_known(x)}
     linear = words.adds or any(sparse <= one for one in words.scales)
     value = None
     if len(known) == len(others):
-        pairs = zip(operands, zeros, strict=True)
-        value = _evaluated(function, [zero if is_sparse(x) else x for x, zero in pairs])
+        value = _evaluated(function, [_zero(x) if is_sparse(x) else x for x in operands])
         zero = value is not None and not value.any()
     else:
         vanishing = sparse | {i for i in known if not np.asarray(operands[i]).any()}
         fits = words.by_arrays or all(np.ndim(x) == 0 for x in others)
         zero = fits and any(one <= vanishing for one in (*words.scales, *words.vanishes))
     if zero and linear:
+        zeros = map(_zero, operands)
         dtype = (jax.eval_shape(function, *zeros) if value is None else value).dtype
         linear = all(adds_when_cast(operands[i].dtype, dtype) for i in sparse)
     return zero, linear
@@ -159,9 +153,6 @@ def _evaluated(function: Function, numbers: Sequence[Ids]) -> HostArray | None:
     with trial():
         value = function(*map(jnp.asarray, numbers))
         return None if isinstance(value, jax.core.Tracer) else np.asarray(value)
-
-
-# --- at stored positions -----------------------------------------------------------------
 
 
 def _each_alone(function: Function, operands: Sequence[Operand], shape: Shape) -> Sparse:
@@ -217,9 +208,8 @@ def _sampled(
 
 
 def _broadcast(values: jax.Array, like: Sparse, shape: Shape) -> jax.Array:
-    if not isinstance(like, RowSparse):
-        return values
-    return jnp.broadcast_to(values, (like.nse, *shape[1:]))
+    is_rows = isinstance(like, RowSparse)
+    return jnp.broadcast_to(values, (like.nse, *shape[1:])) if is_rows else values
 
 
 def _on_union(sparse: Sequence[Sparse]) -> list[Sparse]:
@@ -239,9 +229,6 @@ def _on_union(sparse: Sequence[Sparse]) -> list[Sparse]:
     indices = jnp.concatenate([x.indices for x in entries])
     nse = indices.shape[0] if isinstance(indices, jax.core.Tracer) else None
     return [summed(BCOO((values, indices), shape=x.shape), nse) for x, values in pairs]
-
-
-# --- stacked tables ----------------------------------------------------------------------
 
 
 def _of_stacked_tables(

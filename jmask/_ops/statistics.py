@@ -1,24 +1,58 @@
-"""Statistics made of other functions: without nan, weighted, of pairs; and comparisons.
+"""Order and statistics: sorted, the largest, the different ones, running sums; of pairs.
 
-    x = MaskedTensor([1, nan, 3, 7], [T, T, T, F])
-    nansum(x) = 4,  nanmean(x) = 2                       nan takes no part, as masked entries
-    diff(x) = [nan, nan, --],  allclose(x, x) = False    a pair exists where both do
+    x = MaskedTensor([3, inf, 1, 3], [T, F, T, T])
+    sort(x) = [1, 3, 3, --],  top_k(x, 2) = [3, 3],  cumsum(x) = [3, --, 4, 7]
+    unique(x) = [1, 3, --],  compressed(x) = [3, 1, 3],  nonzero(x) = ([0, 2, 3],)
+    diff(x) = [--, --, 2],  allclose(x, x) = True        a pair exists where both do
+    nansum([1, nan, 3]) = 4                              nan takes no part, as masked entries
 
-Results that decide (`allclose`, `array_equal`) always exist, so they are arrays.
+Sparse storage becomes dense, with the warning. The size of `unique`, `nonzero` and `compressed`
+depends on data; under jit it is given as `size`, as in `jax.numpy`. Results that decide
+(`allclose`, `array_equal`) always exist, so they are arrays.
 """
 
 import functools
 import inspect
+import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jmask._base.array_types import joint_dtype, wide
-from jmask._base.types import Argument, Axis, Dense, Function, StorageLike, Tensor, TensorLike
-from jmask._ops import formulas
-from jmask._ops.lift import adopted, aligned, contracts, dense, entrywise, extends, moves, on
-from jmask._ops.reduce import checked_axes, result_dtype, valid_entries, without_axes
+from jmask._base.array_types import is_nonzero, joint_dtype, wide
+from jmask._base.shardings import typed_like
+from jmask._base.types import (
+    Argument,
+    Axis,
+    Dense,
+    Function,
+    PyTree,
+    Scalar,
+    StorageLike,
+    Tensor,
+    TensorLike,
+)
+from jmask._ops.lift import (
+    adopted,
+    aligned,
+    contracts,
+    dense,
+    entrywise,
+    extends,
+    filled,
+    moves,
+    on,
+)
+from jmask._ops.reduce import (
+    checked_axes,
+    reduced,
+    result_dtype,
+    valid_entries,
+    without_axes,
+)
+from jmask._ops.selection import take_along_axis
 from jmask._tensors.masked_tensor import (
     MaskedTensor,
     any_masked,
@@ -26,21 +60,201 @@ from jmask._tensors.masked_tensor import (
     as_tensor,
     joined,
 )
-from jmask._tensors.storage import stored_values
+from jmask._tensors.storage import as_dense, entry_indices, is_sparse, stored_values
+
+
+@extends(jnp.sort)
+def sort(a: MaskedTensor, axis: int | None = -1, **options: Argument) -> MaskedTensor:
+    """Sort with masked entries last, in ascending and in descending order."""
+    a, axis = _along(a, axis)
+    return take_along_axis(a, _order(a, axis, **options), axis)
+
+
+@extends(jnp.argsort)
+def argsort(
+    a: MaskedTensor, axis: int | None = -1, dtype: DTypeLike | None = None, **options: Argument
+) -> MaskedTensor:
+    """Return what `sort` takes, masked where that entry is masked."""
+    a, axis = _along(a, axis)
+    order = _order(a, axis, **options)
+    valid = jnp.take_along_axis(a.valid, order, axis)
+    return joined(order if dtype is None else order.astype(dtype), valid)
+
+
+def _along(x: MaskedTensor, axis: int | None) -> tuple[MaskedTensor, int]:
+    if axis is None:
+        return joined(as_dense(x.storage).reshape(-1), x.valid.reshape(-1)), 0
+    return x, checked_axes((axis,), x.ndim)[0]
+
+
+def _order(
+    x: MaskedTensor, axis: int, *, descending: bool = False, stable: bool = True
+) -> jax.Array:
+    """Return for each place along the axis which entry belongs there; masked ones last."""
+    values = lax.stop_gradient(jnp.where(x.valid, as_dense(x.storage), jnp.zeros((), x.dtype)))
+    position = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    operands = [x.valid, values, typed_like(position, jax.typeof(values))]
+    if descending:
+        # Backwards in and out, so that equal entries keep their order.
+        operands = [jnp.flip(operand, axis) for operand in operands]
+    else:
+        operands[0] = ~x.valid
+    order = lax.sort(operands, dimension=axis, is_stable=stable, num_keys=2)[-1]
+    return jnp.flip(order, axis) if descending else order
+
+
+def top_k(x: TensorLike, k: int, axis: int = -1) -> tuple[Tensor, Tensor]:
+    """Return the k largest valid entries along an axis, descending, and where they are.
+
+    Equal entries come in their order; where fewer than k are valid, the others are masked. The
+    derivative is that of the entries.
+
+    Raises:
+        ValueError: if the axis has fewer than `k` entries.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.numpy.top_k(jmask.numpy.masked_invalid(jnp.array([1., jnp.inf, 3.])), 2)[0]
+        MaskedTensor([3.0, 1.0], dtype=float32)
+    """
+    x = dense(as_tensor(adopted(x)), "top_k")
+    (axis,) = checked_axes((axis,), x.ndim)
+    if not 0 <= k <= x.shape[axis]:
+        raise ValueError(f"`k`={k} must be from 0 to the size of the axis, {x.shape[axis]}.")
+    order = argsort(x, axis, descending=True)
+    order = jax.tree.map(lambda a: lax.slice_in_dim(a, 0, k, axis=axis), order)
+    return take_along_axis(x, order, axis), order
+
+
+@extends(jnp.unique)
+def unique(
+    ar: MaskedTensor,
+    return_index: bool = False,
+    return_inverse: bool = False,
+    return_counts: bool = False,
+    axis: int | None = None,
+    fill_value: Scalar | None = None,
+    **options: Argument,
+) -> PyTree:
+    """Count masked entries as one, which comes last.
+
+    Padding is masked unless `fill_value` is given.
+    """
+    pair = jnp.stack([(~ar.valid).astype(ar.dtype), as_dense(filled(ar))])
+    pair = pair.reshape(2, -1) if axis is None else jnp.moveaxis(pair, axis % ar.ndim + 1, 1)
+    # Rows of a mask and values, so that JAX compares both.
+    rows = jnp.moveaxis(pair, 0, 1).reshape(-1, 2 * math.prod(pair.shape[2:]))
+    fills = (fill_value is None, 0 if fill_value is None else fill_value)
+    padding = jnp.repeat(jnp.asarray(fills, ar.dtype), rows.shape[1] // 2)
+    returned = return_index, return_inverse, return_counts
+    result = jnp.unique(rows, *returned, axis=0, fill_value=padding, **options)
+    result, *others = jax.tree.leaves(result)
+    pair = jnp.moveaxis(result.reshape(-1, 2, *pair.shape[2:]), 1, 0)
+    hidden, values = pair if axis is None else jnp.moveaxis(pair, 1, axis % ar.ndim + 1)
+    if axis is None and return_inverse:
+        others[return_index] = others[return_index].reshape(ar.shape)
+    result = joined(values, ~hidden.astype(bool))
+    return (result, *others) if others else result
+
+
+def nonzero(
+    a: TensorLike, *, size: int | None = None, fill_value: int | tuple[int, ...] | None = None
+) -> tuple[jax.Array, ...]:
+    """Return the indices of the valid entries that are not 0, an array for each dimension.
+
+    Arguments and errors are those of `jax.numpy.nonzero`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.numpy.nonzero(jmask.numpy.masked_equal(jnp.array([7, 0, 2]), 7))
+        (Array([2], dtype=int32),)
+    """
+    x = as_masked_tensor(as_tensor(adopted(a)))
+    if x.ndim == 0:
+        raise ValueError("`a` is a scalar, whose entry has no index: take `a.reshape(1)`.")
+    values, valid, places = _in_order(x)
+    chosen = valid & is_nonzero(values)
+    picked = jnp.flatnonzero(chosen, size=size, fill_value=chosen.size)
+    fill = fill_value if isinstance(fill_value, tuple) else (fill_value or 0,) * len(places)
+    return tuple(
+        place.at[picked].get(mode="fill", fill_value=index)
+        for place, index in zip(places, fill, strict=True)
+    )
+
+
+def compressed(x: TensorLike, *, size: int | None = None, fill_value: complex = 0) -> jax.Array:
+    """Return the valid entries, in the order of their positions, as an array (n,).
+
+    Args:
+        x: `MaskedTensor` on any storage; of any other tensor all (stored) entries.
+        size: how many to return, static: fewer are padded and more cut. Needed under jit.
+        fill_value: what they are padded with.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.masked_tensor(jnp.array([2, 7, 1]), jnp.array([True, False, True]))
+        >>> jmask.numpy.compressed(x)
+        Array([2, 1], dtype=int32)
+    """
+    values, valid, _ = _in_order(as_masked_tensor(as_tensor(adopted(x))))
+    picked = jnp.flatnonzero(valid, size=size, fill_value=valid.size)
+    return values.at[picked].get(mode="fill", fill_value=fill_value)
+
+
+def _in_order(x: MaskedTensor) -> tuple[jax.Array, jax.Array, Sequence[jax.Array]]:
+    """Return stored values, whether they are valid, and their indices, sorted by these."""
+    values = stored_values(x)
+    places = entry_indices(x.storage, jnp.arange(values.size))
+    values, valid = values.reshape(-1), x.valid.reshape(-1)
+    if not is_sparse(x.storage):
+        return values, valid, places
+    order = jnp.lexsort(tuple(places[::-1]))
+    return values[order], valid[order], [place[order] for place in places]
+
+
+def accumulates(of_jax: Function, identity: ArrayLike) -> Function:
+    """Lift a running reduction, in which an entry that is not valid adds the identity."""
+
+    @extends(of_jax, more=("where",))
+    def lifted(x: Dense, where: TensorLike | None = None, **options: Argument) -> Dense:
+        """Leave out entries that are not valid, which stay masked."""
+        checked_axes(options.get("axis"), x.ndim)
+        taken = valid_entries(x, where)
+        dtype = result_dtype(jnp.mean, x.dtype) if isinstance(identity, float) else x.dtype
+        values = stored_values(taken).astype(dtype)
+        values = jnp.where(taken.valid, values, jnp.asarray(identity, dtype))
+        result = of_jax(values, **options)
+        if not isinstance(x, MaskedTensor):
+            return result
+        return joined(result, taken.valid.reshape(result.shape))
+
+    return lifted
+
+
+def cumlogsumexp(x: jax.Array, axis: int | None = None) -> jax.Array:
+    """Return the log of the running sum of exp of the entries along `axis`."""
+    x = x.astype(result_dtype(jnp.mean, x.dtype))
+    x = x.reshape(-1) if axis is None else x
+    (axis,) = checked_axes((0 if axis is None else axis,), x.ndim)
+    # With -inf itself, derivatives of the function are nan.
+    adds = x != -jnp.inf
+    result = lax.cumlogsumexp(jnp.where(adds, x, jnp.finfo(x.dtype).min), axis)
+    exists = lax.cummax(adds.astype(jnp.int8), axis) > 0
+    return jnp.where(exists, result, jnp.asarray(-jnp.inf, x.dtype))
+
 
 _broadcast_to, _concatenate = moves(jnp.broadcast_to), moves(jnp.concatenate)
 _diagonal, _expand_dims = moves(jnp.diagonal), moves(jnp.expand_dims)
 _outer = contracts(jnp.outer)
 
 
-def skips_nan(function: Function, of_jax: Function, empty: ArrayLike | None) -> Function:
-    """Return a reduction of the entries that are not nan, which are as masked.
+def skips_nan(function: Function, empty: ArrayLike | None) -> Function:
+    """Return JAX's function of the entries that are not nan; of all, `function` is one.
 
     Args:
-        function: of `jmask.numpy`, of all entries; reduces or accumulates.
-        of_jax: gives arguments and name.
         empty: the result of an array where nothing but nan is. None keeps what is there.
     """
+    of_jax: Function = getattr(jnp, f"nan{function.__name__}")
     names = list(inspect.signature(of_jax).parameters)[1:]
 
     @functools.wraps(of_jax)
@@ -50,8 +264,8 @@ def skips_nan(function: Function, of_jax: Function, empty: ArrayLike | None) -> 
             return function(x, **options)
         masked = isinstance(x, MaskedTensor)
         x = x if isinstance(x, MaskedTensor) else as_masked_tensor(dense(x, of_jax.__name__))
-        is_nan = jnp.isnan(stored_values(x.storage))
-        result = function(joined(x.storage, x.valid & ~is_nan), **options)
+        is_number = ~jnp.isnan(stored_values(x))
+        result = function(joined(x.storage, x.valid & is_number), **options)
         if masked:
             return result
         return result.storage if empty is None else result.to_tensor(empty)
@@ -74,21 +288,18 @@ def weighted_average(
     valid = jnp.asarray(valid) & counted
     dtype = result_dtype(jnp.mean, joint_dtype(values, weights))
     weights = weights.astype(wide(dtype))
-    sums = formulas.total(on(like, weights, valid), axes)
-    # Values under the mask may be nan; `total` leaves them out.
+    sums = reduced(on(like, weights, valid), axes, "sum")
+    # Values under the mask may be nan; `reduced` leaves them out.
     products = on(like, values.astype(wide(dtype)) * weights, valid)
-    result = _divide(formulas.total(products, axes), sums)
+    result = _divide(reduced(products, axes, "sum"), sums)
     result, sums = (
         (x if keepdims else without_axes(x, axes)).astype(dtype) for x in (result, sums)
     )
     return (result, sums) if masked else (result.to_tensor(jnp.nan), sums.to_tensor(0))
 
 
-# --- of pairs ----------------------------------------------------------------------------
-
 _subtract, _differ = entrywise(jnp.subtract), entrywise(jnp.not_equal)
-_divide = entrywise(jnp.true_divide)
-_root = entrywise(lambda x: jnp.sqrt(jnp.real(x)))
+_divide, _root = entrywise(jnp.true_divide), entrywise(lambda x: jnp.sqrt(jnp.real(x)))
 
 
 @extends(jnp.cov, "m", "y")
@@ -109,15 +320,15 @@ def cov(
     `y` is that of `m`, an observation that one of them lacks is masked in both.
     """
     tensors = [as_masked_tensor(x) for x in (m, y) if x is not None]
-    if max(x.ndim for x in tensors) > 2:
-        raise ValueError(
-            f"`m` and `y` have 2 dimensions at most, got {[x.shape for x in tensors]}."
-        )
-    if len(tensors) == 2 and tensors[0].shape == tensors[1].shape:
+    shapes = [x.shape for x in tensors]
+    if max(map(len, shapes)) > 2:
+        raise ValueError(f"`m` and `y` have 2 dimensions at most, got {shapes}.")
+    if len(tensors) == 2 and shapes[0] == shapes[1]:
         both = tensors[0].valid & tensors[1].valid
         tensors = [joined(x.storage, both) for x in tensors]
-    rows = [x.reshape(1, -1) if x.ndim < 2 else x if rowvar else x.T for x in tensors]
-    x = _concatenate(rows)
+    x = _concatenate(
+        [x.reshape(1, -1) if x.ndim < 2 else x if rowvar else x.T for x in tensors]
+    )
     kind = result_dtype(jnp.mean, x.dtype if dtype is None else dtype)
     work = wide(kind)
     values, valid = jnp.where(x.valid, x.storage, 0).astype(work), x.valid.astype(work)
@@ -175,9 +386,6 @@ def diff(
     return x
 
 
-# --- comparisons -------------------------------------------------------------------------
-
-
 def _unlike(a: jax.Array, b: jax.Array, equal_nan: bool) -> jax.Array:
     differ = jnp.not_equal(a, b)
     return differ & ~(jnp.isnan(a) & jnp.isnan(b)) if equal_nan else differ
@@ -210,8 +418,7 @@ def allclose(
         >>> jmask.numpy.allclose(x, jnp.ones(2))
         Array(True, dtype=bool)
     """
-    far = _is_far(a, b, rtol=rtol, atol=atol, equal_nan=equal_nan)
-    return _none(far, masked_equal)
+    return _none(_is_far(a, b, rtol=rtol, atol=atol, equal_nan=equal_nan), masked_equal)
 
 
 def array_equal(
@@ -237,7 +444,7 @@ def _none(differs: TensorLike, masked_equal: bool) -> jax.Array:
     """Decide whether no entry differs; and, if masked entries do not count, that all exist."""
     masked = isinstance(differs, MaskedTensor)
     differs = as_masked_tensor(differs)
-    none = ~jnp.any(differs.valid & stored_values(differs.storage))
+    none = ~jnp.any(differs.valid & stored_values(differs))
     if masked_equal or not masked:
         return none
     return none & (jnp.sum(differs.valid) == differs.size)

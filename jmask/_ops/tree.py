@@ -12,8 +12,8 @@ from jmask._base.row_ids import hide
 from jmask._base.shardings import varying_alike, varying_axes
 from jmask._base.types import Function, PyTree, Scalar, Table, Tensor
 from jmask._base.validation import abstract_leaf, check_flag, check_leaves, shown
+from jmask._ops.formulas import factor_for, where_nonzero
 from jmask._ops.lift import entrywise
-from jmask._ops.norms import factor_for, where_nonzero
 from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, as_tensor, is_tensor
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._tensors.storage import stored_values
@@ -42,16 +42,13 @@ def add(tree: PyTree, *others: PyTree, like: PyTree | None = None) -> PyTree:
         >>> jmask.tree.add(g, g), jmask.tree.add(g, g, like=g)
         ({'t': RowSparse(float32[3], nse=2)}, {'t': RowSparse(float32[3], nse=1)})
     """
-    total = tree
     for other in others:
-        total = _map(_add_leaves, total, other)
-    if like is None:
-        return total
+        tree = _map(_add_leaves, tree, other)
 
     def fitted(x: Tensor, like: Tensor) -> Tensor:
         return x.coalesce(nse=like.nse) if is_row_sparse(x) and is_row_sparse(like) else x
 
-    return _map(fitted, total, like)
+    return tree if like is None else _map(fitted, tree, like)
 
 
 def scale(scalar: Scalar, tree: PyTree) -> PyTree:
@@ -152,14 +149,12 @@ def norm(tree: PyTree, squared: bool = False) -> jax.Array:
     check_flag("squared", squared)
     check_leaves("tree", tree)
     sizes = [_sizes(x) for x in jax.tree.leaves(tree, is_leaf=is_tensor)]
-    dtype = joint_dtype(jnp.float32, *sizes)
-    greatest = jnp.zeros((), dtype)
+    greatest = total = jnp.zeros((), joint_dtype(jnp.float32, *sizes))
     for size in sizes:
-        greatest = jnp.maximum(greatest, jnp.max(size, initial=0).astype(dtype))
+        greatest = jnp.maximum(greatest, jnp.max(size, initial=0).astype(total.dtype))
     factor = factor_for(greatest)
-    total = jnp.zeros((), dtype)
     for size in sizes:
-        total = total + jnp.sum(jnp.square(size * factor.astype(size.dtype))).astype(dtype)
+        total += jnp.sum(jnp.square(size * factor.astype(size.dtype))).astype(total.dtype)
     if squared:
         return total / factor / factor
     return where_nonzero(lambda x: jnp.sqrt(x) / factor)(total)
@@ -286,7 +281,7 @@ def _add_leaves(x: Tensor, y: Tensor) -> Tensor:
 def _sizes(x: Tensor) -> jax.Array:
     """Return the absolute values of the entries, in float32 at least."""
     x = as_masked_tensor(x.flat().widened() if is_row_sparse(x) else as_tensor(x))
-    size = jnp.abs(jnp.where(x.valid, stored_values(x.storage), 0))
+    size = jnp.abs(jnp.where(x.valid, stored_values(x), 0))
     return size.astype(joint_dtype(size, jnp.float32))
 
 

@@ -29,7 +29,7 @@ from jmask._base.types import Function, Gradient, Options, PyTree, PyTreeDef, Sc
 from jmask._kernels.coalesce import unique_slots
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
-from jmask._ops.norms import shortened
+from jmask._ops.formulas import shortened
 from jmask._optim.row_rule import check_numbers
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
@@ -239,7 +239,7 @@ def _summed(updates: PyTree, params: PyTree) -> PyTree:
 def _not_finite(x: Gradient) -> jax.Array:
     """Find the stored values that are nan or infinite, but those of padding and masked ones."""
     if isinstance(x, MaskedTensor):
-        return x.valid & ~jnp.isfinite(stored_values(x.storage))
+        return x.valid & ~jnp.isfinite(stored_values(x))
     if not is_row_sparse(x):
         return ~jnp.isfinite(x)
     exists = x.flat().row_ids() < x.row_count

@@ -66,8 +66,8 @@ def check_coalesced(ids: HostArray, rows: int) -> None:
 
 def checked_replacement(values: Argument, old: Shaped) -> jax.Array:
     """Return stored values that have the shape of those that they replace."""
-    known = isinstance(values, jax.Array | jax.ShapeDtypeStruct)
-    values = values if known else checked_array("values", values)
+    if not isinstance(values, jax.Array | jax.ShapeDtypeStruct):
+        values = checked_array("values", values)
     if jnp.shape(values) != jnp.shape(old):
         raise ValueError(
             f"`values` of shape {jnp.shape(values)} do not fit: the tensor stores values of "
@@ -77,11 +77,9 @@ def checked_replacement(values: Argument, old: Shaped) -> jax.Array:
 
 
 def checked_leading(leading: int, shape: Shape) -> int:
-    leading = checked_integer("leading", leading)
-    if not 1 <= leading <= len(shape):
-        raise ValueError(
-            f"`leading` must be between 1 and {len(shape)} for shape {shape}, got {leading}."
-        )
+    leading, most = checked_integer("leading", leading), len(shape)
+    if not 1 <= leading <= most:
+        raise ValueError(f"`leading` must be from 1 to {most} for {shape}, got {leading}.")
     return leading
 
 

@@ -37,12 +37,10 @@ from jmask._tensors.storage import stype as stype_of
 
 def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     """Return the tensor on coordinate (BCOO) storage, without dense dimensions."""
-    values, valid = stored_values(x.storage).reshape(-1), x.valid.reshape(-1)
+    values, valid = stored_values(x).reshape(-1), x.valid.reshape(-1)
     picked, inside, values = _chosen(values, valid, nse, "entries")
-    indices = [
-        jnp.where(inside, index, size)
-        for index, size in zip(entry_indices(x.storage, picked), x.shape, strict=True)
-    ]
+    pairs = zip(entry_indices(x.storage, picked), x.shape, strict=True)
+    indices = [jnp.where(inside, index, size) for index, size in pairs]
     dtype, rows_are_sorted = joint_dtype(*indices), getattr(x.storage, "coalesced", True)
     storage = BCOO(
         (values, jnp.stack([index.astype(dtype) for index in indices], axis=1)),
@@ -55,11 +53,10 @@ def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
 
 def to_csr(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     """Return the tensor of two dimensions on compressed row (BCSR) storage."""
-    x = to_coo(x, nse)
-    entries: Argument = x.storage  # a BCOO
+    entries: Argument = to_coo(x, nse)
     # Sorted or not, padding comes last.
-    valid = jnp.arange(x.valid.shape[0]) < x.valid.sum()
-    return joined(compressed(entries), valid)
+    valid = jnp.arange(entries.valid.shape[0]) < entries.valid.sum()
+    return joined(compressed(entries.storage), valid)
 
 
 def to_row_sparse(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
@@ -148,11 +145,10 @@ def _assembled_rows(x: MaskedTensor, stored: BCOO | BCSR, nse: int | None) -> Ma
     nse = _capacity(starts, nse, "rows")
     # The padding id is the largest, so it never takes the place of a row.
     ids = jnp.unique(first, size=nse, fill_value=rows)
-    slot = jnp.where(touched, jnp.searchsorted(ids, first), nse)
-    at = (slot, *others)
-    empty = jnp.zeros((nse, *x.shape[1:]), x.dtype)
-    values = empty.at[at].set(stored.data, mode="drop")
-    valid = jnp.zeros(empty.shape, bool).at[at].set(x.valid, mode="drop")
+    at = (jnp.where(touched, jnp.searchsorted(ids, first), nse), *others)
+    zeros = lambda dtype: jnp.zeros((nse, *x.shape[1:]), dtype).at[at]
+    values = zeros(x.dtype).set(stored.data, mode="drop")
+    valid = zeros(bool).set(x.valid, mode="drop")
     values = fit_or_poison(values, starts.sum(), nse, min(rows, first.shape[0]))
     storage = RowSparse.from_rows(ids, values, x.shape, coalesced=True)
     return joined(storage, valid)
@@ -248,7 +244,7 @@ def representation(x: MaskedTensor) -> str:
     except Exception:
         return f"MaskedTensor({x.storage!r}, {x.valid!r})"
     try:
-        return head + _entries(stored_values(x.storage), x.valid, head) + tail
+        return head + _entries(stored_values(x), x.valid, head) + tail
     except Exception:
         return f"MaskedTensor({described})"
 

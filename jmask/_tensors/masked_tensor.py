@@ -22,6 +22,7 @@ from jax.experimental.sparse import BCOO, BCSR
 from jax.typing import DTypeLike
 
 from jmask._base.types import (
+    Argument,
     DType,
     Function,
     PyTree,
@@ -197,7 +198,7 @@ class MaskedTensor(MaskedMethods):
 
     def get_data(self) -> Storage:
         """Return data in its storage, arbitrary where masked; no gradient flows to there."""
-        values = stored_values(self.storage)
+        values = stored_values(self)
         kept = jnp.where(self.valid, values, jax.lax.stop_gradient(values))
         return with_stored_values(self.storage, kept)
 
@@ -214,7 +215,7 @@ class MaskedTensor(MaskedMethods):
             >>> x.to_tensor(7)
             Array([1, 7], dtype=int32)
         """
-        values = stored_values(self.storage)
+        values = stored_values(self)
         fill = checked_scalar("fill_value", fill_value, values.dtype)
         values = jnp.where(self.valid, values, fill)
         return scattered(values, self.storage, fill)
@@ -225,7 +226,7 @@ class MaskedTensor(MaskedMethods):
         """Return the same tensor on dense storage; entries that are not stored are masked."""
         if not is_sparse(self.storage):
             return self
-        data = scattered(stored_values(self.storage), self.storage, 0)
+        data = scattered(stored_values(self), self.storage, 0)
         return joined(data, scattered(self.valid, self.storage, False))
 
     def to_sparse(self, nse: int | None = None) -> "MaskedTensor":
@@ -242,13 +243,13 @@ class MaskedTensor(MaskedMethods):
 
     def astype(self, dtype: DTypeLike) -> "MaskedTensor":
         """Return the tensor with its data cast to `dtype`."""
-        values = stored_values(self.storage).astype(checked_dtype("dtype", dtype))
+        values = stored_values(self).astype(checked_dtype("dtype", dtype))
         return self.with_values(values)
 
     def with_values(self, values: jax.Array, valid: jax.Array | None = None) -> "MaskedTensor":
         """Return the tensor with other stored values (and mask) at the same positions."""
         if valid is None:
-            values, valid = checked_replacement(values, stored_values(self.storage)), self.valid
+            values, valid = checked_replacement(values, stored_values(self)), self.valid
         return joined(with_stored_values(self.storage, values), valid)
 
 
@@ -387,20 +388,16 @@ def _summed(data: Sparse, valid: jax.Array) -> tuple[Storage, jax.Array]:
     return merged, (stored_values(number) > 0) & is_entry(merged)
 
 
-def checked_mask(mask: StorageLike) -> Storage:
+def checked_mask(mask: Argument, name: str = "mask") -> Storage:
     """Return a mask as an array or a storage of booleans, or raise TypeError."""
-    stype(mask, "mask")  # refuses what is no storage
-    flags = as_booleans(mask if is_sparse(mask) else jnp.asarray(mask))
+    stype(mask, name)  # refuses what is no storage
+    flags: Storage = mask if is_sparse(mask) else jnp.asarray(mask)
+    # JAX makes booleans in storages of entries int32.
+    if isinstance(flags, BCOO | BCSR) and jnp.issubdtype(flags.dtype, jnp.integer):
+        return with_stored_values(flags, flags.data != 0)
     if flags.dtype != jnp.dtype(bool):
         raise TypeError(
-            f"`mask` must be boolean, True where an entry is valid, got {flags.dtype}. Write "
-            "`mask != 0` if that is meant."
+            f"`{name}` must be boolean, True where an entry is valid, got {flags.dtype}. Write "
+            f"`{name} != 0` if that is meant."
         )
     return flags
-
-
-def as_booleans(x: Storage) -> Storage:
-    """Undo what JAX does to booleans in storages of entries, which it makes int32."""
-    if isinstance(x, BCOO | BCSR) and jnp.issubdtype(x.dtype, jnp.integer):
-        return with_stored_values(x, x.data != 0)
-    return x

@@ -30,7 +30,7 @@ from jmask._base.types import (
 )
 
 if TYPE_CHECKING:
-    from jmask._ops.indexing import At
+    from jmask._ops.selection import At
     from jmask._tensors.masked_tensor import MaskedTensor
 
 
@@ -54,6 +54,10 @@ def method(name: str) -> Function:
     return bound
 
 
+def methods(names: str) -> list[Function]:
+    return [method(name) for name in names.split()]
+
+
 def is_comparable(x: object) -> bool:
     """Decide whether `==` compares entries with `x`; it is False for None and text."""
     return not (x is None or isinstance(x, str | bytes))
@@ -66,9 +70,13 @@ class TensorMethods(NDArrayOperatorsMixin):
 
     __array_priority__ = 1000
 
-    if TYPE_CHECKING:  # the methods in `_METHODS`
-        all = any = argmax = argmin = clip = copy = cumprod = cumsum = max = mean = method("")
-        min = prod = round = squeeze = std = sum = swapaxes = take = var = method("")
+    all, any, argmax, argmin, clip, copy = methods("all any argmax argmin clip copy")
+    cumprod, cumsum, max, mean, min, prod = methods("cumprod cumsum max mean min prod")
+    round, squeeze, std, sum, swapaxes = methods("round squeeze std sum swapaxes")
+    take, var, conj = methods("take var conj")
+    T, mT = map(property, methods("transpose matrix_transpose"))  # noqa: N815
+    imag, real = map(property, methods("imag real"))
+    conjugate, flatten, ravel = methods("conj ravel ravel")
 
     @property
     def ndim(self: Shaped) -> int:
@@ -117,31 +125,24 @@ class TensorMethods(NDArrayOperatorsMixin):
         """See `jmask.numpy.transpose`; the axes as a tuple or as separate arguments."""
         return library().numpy.transpose(self, axes[0] if len(axes) == 1 else axes or None)
 
-    T = property(method("transpose"))
-    mT = property(method("matrix_transpose"))  # noqa: N815
-    imag = property(method("imag"))
-    real = property(method("real"))
-    conj = conjugate = method("conj")
-    flatten = ravel = method("ravel")
-
 
 class MaskedMethods(TensorMethods):
     """Methods of `MaskedTensor`; see the functions named."""
 
     __slots__ = ()
 
-    if TYPE_CHECKING:  # the methods in `_METHODS`
-        argsort = compressed = count = diagonal = dot = median = nonzero = method("")
-        ptp = repeat = sort = trace = method("")
+    argsort, compressed, count, diagonal = methods("argsort compressed count diagonal")
+    dot, median, nonzero, ptp = methods("dot median nonzero ptp")
+    repeat, sort, trace = methods("repeat sort trace")
 
     def __getitem__(self, index: IndexLike) -> "MaskedTensor":
-        """See `jmask._ops.indexing.masked_getitem`."""
-        return library()._ops.indexing.masked_getitem(self, index)
+        """See `jmask._ops.selection.masked_getitem`."""
+        return library()._ops.selection.masked_getitem(self, index)
 
     @property
     def at(self) -> "At":
-        """See `jmask._ops.indexing.At`."""
-        return library()._ops.indexing.At(self)
+        """See `jmask._ops.selection.At`."""
+        return library()._ops.selection.At(self)
 
     def __repr__(self) -> str:
         return library()._tensors.conversions.representation(self)
@@ -169,8 +170,8 @@ class RowSparseMethods(TensorMethods):
     __slots__ = ()
 
     def __getitem__(self, index: IndexLike) -> Tensor:
-        """See `jmask._ops.indexing.row_getitem`."""
-        return library()._ops.indexing.row_getitem(self, index)
+        """See `jmask._ops.selection.row_getitem`."""
+        return library()._ops.selection.row_getitem(self, index)
 
     def __len__(self: Shaped) -> int:
         return self.shape[0]
@@ -195,15 +196,3 @@ class RowSparseMethods(TensorMethods):
             "where that is meant"
         )
         return dense
-
-
-_METHODS = {
-    TensorMethods: """
-        all any argmax argmin clip copy cumprod cumsum max mean min prod round squeeze std sum
-        swapaxes take var""",
-    MaskedMethods: """
-        argsort compressed count diagonal dot median nonzero ptp repeat sort trace""",
-}
-for _class, _names in _METHODS.items():
-    for _name in _names.split():
-        setattr(_class, _name, method(_name))

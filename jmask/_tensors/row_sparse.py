@@ -24,7 +24,16 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import adds_when_cast, is_narrow, wide
 from jmask._base.row_ids import Order, canonical, hide, id_dtype, is_opaque, reveal, widen
-from jmask._base.types import DType, Function, HostArray, Ids, Numbers, PyTree, Shape, TypeIs
+from jmask._base.types import (
+    DType,
+    Function,
+    HostArray,
+    Ids,
+    Numbers,
+    PyTree,
+    Shape,
+    TypeIs,
+)
 from jmask._base.validation import check_flag, checked_array, checked_dtype
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gathered_rows import Rows, cast, gathered
@@ -260,17 +269,13 @@ class RowSparse(RowSparseMethods):
         """
         if self.leading == 1:
             return self
-        shape = (self.row_count, *self.row)
-        return self.with_leaves(
-            self.index_leaf, self.values, shape=shape, leading=1, width=None
-        )
+        static = (self.row_count, *self.row), self.order, 1, None
+        return RowSparse.tree_unflatten(static, (self.index_leaf, self.values))
 
     def stacked_as(self, like: "RowSparse") -> "RowSparse":
         """Undo `flat`: return the tensor with the shape of `like`."""
-        shape, _, leading, width = like._static
-        return self.with_leaves(
-            self.index_leaf, self.values, shape=shape, leading=leading, width=width
-        )
+        static = like.shape, self.order, like.leading, like.width
+        return RowSparse.tree_unflatten(static, (self.index_leaf, self.values))
 
     def with_rows_of(self, like: "RowSparse") -> "RowSparse":
         """Return the same tensor with the smaller rows of `like`: each row is several then."""
@@ -326,8 +331,7 @@ class RowSparse(RowSparseMethods):
         """
         ids = self.row_ids()
         kept = jnp.isin(ids, widen(checks.checked_indices(rows, "rows"), self.shape[0]))
-        ids = jnp.where(kept, ids, self.shape[0])
-        return RowSparse(ids, self.values, self.shape)
+        return RowSparse(jnp.where(kept, ids, self.shape[0]), self.values, self.shape)
 
     def astype(self, dtype: DTypeLike) -> "RowSparse":
         """Cast to `dtype`; rows with equal indices are summed first if need be."""
@@ -348,11 +352,11 @@ class RowSparse(RowSparseMethods):
                 one row for each, or if the tensor claims to be coalesced and is not.
         """
         self.check_single()
-        ids = np.asarray(self.indices)
-        checks.check_values(ids, self.values, (self.row_count, *self.row))
-        checks.check_padding(ids, self.row_count)
+        ids, rows = np.asarray(self.indices), self.row_count
+        checks.check_values(ids, self.values, (rows, *self.row))
+        checks.check_padding(ids, rows)
         if self.coalesced:
-            checks.check_coalesced(ids, self.row_count)
+            checks.check_coalesced(ids, rows)
 
     def check_single(self) -> None:
         """Raise ValueError if this is a stack of tensors, as `jax.vmap` and loops make them."""
@@ -366,11 +370,7 @@ class RowSparse(RowSparseMethods):
             )
 
     def row_ids(self) -> jax.Array:
-        """Return the indices in canonical form (n,): every one that is no row is V.
-
-        Raises:
-            ValueError: of stacked tables, whose indices are no positions in dimension 0.
-        """
+        """Return the indices in canonical form (n,): every one that is no row is V."""
         self.check_single()
         if self.leading > 1:
             kind = "packed" if self.width else "stacked"
@@ -388,14 +388,9 @@ class RowSparse(RowSparseMethods):
         return canonical(self.indices, self.shape[0])
 
     def with_values(self, values: jax.Array) -> "RowSparse":
-        """Return the tensor with the same indices and other values (n, *row).
-
-        Raises:
-            ValueError: if the values have another shape than those stored.
-        """
-        return self.with_leaves(
-            self.index_leaf, checks.checked_replacement(values, self.values)
-        )
+        """Return the tensor with the same indices and other values (n, *row)."""
+        values = checks.checked_replacement(values, self.values)
+        return self.with_leaves(self.index_leaf, values)
 
     def rows(self) -> Rows:
         """Return the values, or what makes them, for readers that go block by block."""
@@ -415,15 +410,7 @@ def _row_count(shape: Shape, leading: int, width: int | None) -> int:
     return math.prod(shape) // width if width else math.prod(shape[:leading])
 
 
-def _unpickle(
-    indices: Ids,
-    values: HostArray,
-    shape: Shape,
-    order: Order,
-    leading: int,
-    width: int | None = None,
-) -> RowSparse:
-    x = RowSparse.from_rows(
-        indices, jnp.asarray(values), shape, coalesced=False, leading=leading, width=width
-    )
-    return x.with_leaves(x.index_leaf, x.values, order=order)
+def _unpickle(indices: Ids, values: HostArray, *static: PyTree) -> RowSparse:
+    shape, order, leading, width = (*static, None)[:4]  # no width, before there was one
+    leaf = hide(widen(indices, _row_count(shape, leading, width)))
+    return RowSparse.tree_unflatten((shape, order, leading, width), (leaf, jnp.asarray(values)))

@@ -118,10 +118,17 @@ def sparse_mask(x: TensorLike, mask: TensorLike) -> Tensor:
         >>> jmask.sparse_mask(jnp.array([[5., 6.], [7., 8.]]), mask).todense().tolist()
         [[0.0, 6.0], [7.0, 0.0]]
     """
-    x = _tensor_or_array(x)
-    mask = mask if is_tensor(mask) else checked_mask(mask)
-    mask = without_placeholder(mask)
-    _check_mask(x, mask)
+    x = x if is_tensor(x) else todense(x)
+    mask = without_placeholder(mask if is_tensor(mask) else checked_mask(mask))
+    if getattr(mask, "n_batch", 0) or getattr(x, "n_batch", 0):
+        raise ValueError(
+            "`x` and `mask` may not have batch dimensions: use vmap over tensors without them."
+        )
+    if tuple(x.shape) != tuple(mask.shape):
+        raise ValueError(
+            f"`mask` must have the shape of `x`, {tuple(x.shape)}, got shape "
+            f"{tuple(mask.shape)}."
+        )
     placeholder, x = placeholder_of(x), without_placeholder(x)
     storage = x.storage if isinstance(x, MaskedTensor) else x
     if isinstance(mask, MaskedTensor):
@@ -131,7 +138,7 @@ def sparse_mask(x: TensorLike, mask: TensorLike) -> Tensor:
         specified = is_entry(pattern)
     else:
         pattern, specified = storage, sampled(mask, storage)
-    values, exists = stored_values(storage), getattr(x, "valid", jnp.ones((), bool))
+    values, exists = stored_values(x), getattr(x, "valid", jnp.ones((), bool))
     if not same_positions(storage, pattern):
         values = _at_positions_of(pattern, storage, jnp.where(exists, values, 0))
         if isinstance(x, MaskedTensor):
@@ -158,25 +165,6 @@ def _at_positions_of(pattern: Storage, storage: Storage, values: jax.Array) -> j
             f"{stype(pattern)} mask"
         )
     return sampled(as_dense(with_stored_values(storage, values)), pattern)
-
-
-def _tensor_or_array(x: TensorLike) -> Tensor:
-    if is_tensor(x):
-        return x
-    stype(x)  # refuses what is no tensor
-    return jnp.asarray(x)
-
-
-def _check_mask(x: Tensor, mask: Tensor) -> None:
-    if getattr(mask, "n_batch", 0) or getattr(x, "n_batch", 0):
-        raise ValueError(
-            "`x` and `mask` may not have batch dimensions: use vmap over tensors without them."
-        )
-    if tuple(x.shape) != tuple(mask.shape):
-        raise ValueError(
-            f"`mask` must have the shape of `x`, {tuple(x.shape)}, got shape "
-            f"{tuple(mask.shape)}."
-        )
 
 
 # --- placeholders --------------------------------------------------------------------------
@@ -212,21 +200,14 @@ def _subclass(base: type) -> PyTree:
     return jax.tree_util.register_pytree_node_class(kind)
 
 
-_KINDS: dict[type, PyTree] = {
-    base: _subclass(base) for base in (BCOO, BCSR, RowSparse, MaskedTensor)
-}
+_KINDS: dict[type, PyTree] = {x: _subclass(x) for x in (BCOO, BCSR, RowSparse, MaskedTensor)}
 _BASES: dict[type, PyTree] = {kind: base for base, kind in _KINDS.items()}
-
-
-def values_of(x: Tensor) -> jax.Array:
-    """Return the stored values of a sparse or masked tensor; of an array, the array."""
-    return stored_values(x.storage if isinstance(x, MaskedTensor) else x)
 
 
 def with_values_of(x: Tensor, values: jax.Array) -> Tensor:
     """Replace the stored values, at the same positions; the result has no placeholder."""
     if isinstance(x, MaskedTensor):
-        return joined(with_stored_values(x.storage, values), x.valid)
+        return x.with_values(values, x.valid)
     return with_stored_values(x, values)
 
 

@@ -24,7 +24,17 @@ import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import sum_dtype, trailing
-from jmask._base.types import Argument, Function, Ids, Scalar, Shape, Sparse, Storage, TypeIs
+from jmask._base.types import (
+    Argument,
+    Function,
+    Ids,
+    Scalar,
+    Shape,
+    Sparse,
+    Storage,
+    Tensor,
+    TypeIs,
+)
 from jmask._base.validation import abstract_leaf, refuse_scipy, shown
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.row_sparse import RowSparse
@@ -60,19 +70,14 @@ def without_nothing_sparse(x: _T) -> _T | jax.Array:
     return x.todense() if isinstance(x, BCOO) and x.n_sparse == 0 else x
 
 
-def stored_values(x: Storage) -> jax.Array:
-    """Return the stored values; of a dense array, the array."""
-    return x.values if isinstance(x, RowSparse) else x.data if isinstance(x, BCOO | BCSR) else x
+def stored_values(x: Tensor) -> jax.Array:
+    """Return the stored values of a tensor, masked or not; of an array, the array."""
+    s: Argument = getattr(x, "storage", x)
+    return s.values if isinstance(s, RowSparse) else s.data if isinstance(s, BCOO | BCSR) else s
 
 
 def with_stored_values(x: _Storage, values: jax.Array, shape: Shape | None = None) -> _Storage:
-    """Return the storage of `x` with other values at the same positions.
-
-    Args:
-        x: its placeholder, if it has one, is left out.
-        values: of the same shape, or with the trailing sizes of `shape`.
-        shape: of the result, if it is not that of `x`.
-    """
+    """Return the storage of `x` with other values, of `shape`, at the same positions."""
     result: Argument = values  # of the class of `x`, which no checker follows
     if isinstance(x, RowSparse) and shape is None:
         result = x.with_values(values)
@@ -99,22 +104,13 @@ def coordinates(x: Sparse) -> tuple[jax.Array, ...]:
     return tuple(x.indices[:, d] for d in range(x.n_sparse))
 
 
-_LINE = 64  # entries that are numbered together
-
-
 def row_of_each(pointers: Ids, count: int) -> jax.Array:
     """Return the row of each of `count` entries in compressed rows; padding gets row V.
 
     pointers [0, 2, 2, 3]  ->  [0, 0, 2, 3]      three rows have begun by entry 3: padding
     """
-    lines = -(-count // _LINE)
-    begun = jnp.zeros((lines * _LINE,), pointers.dtype).at[pointers].add(1, mode="drop")
-    # In two steps: of one long sum XLA makes a kernel for each power of two, and of a search
-    # for each entry it takes three times as long.
-    within = jnp.cumsum(begun.reshape(lines, _LINE), axis=1)
-    line_sums = within[:, -1]
-    before = jnp.cumsum(line_sums) - line_sums
-    return (within + before[:, None]).reshape(-1)[:count] - 1
+    begun = jnp.zeros((count,), pointers.dtype).at[pointers].add(1, mode="drop")
+    return jnp.cumsum(begun) - 1  # a search for each entry takes several times as long
 
 
 def stored_at(x: RowSparse, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -127,7 +123,7 @@ def stored_at(x: RowSparse, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     places = jnp.searchsorted(stored, ids).astype(stored.dtype)
     if not count:
         return x.values, places
-    # Padding of the tensor and of the ids is V, which is found, but is no row.
+    # Padding of the tensor and of the ids is V, which is no row.
     exists = (stored[jnp.minimum(places, count - 1)] == ids) & (ids < x.shape[0])
     return x.values, jnp.where(exists, places, count)
 
@@ -204,11 +200,8 @@ def same_positions(x: Storage, y: Storage) -> bool:
 
 def same_index_arrays(x: Storage, y: Storage) -> bool:
     """Decide as `same_positions`, for tensors whose dense, trailing sizes may differ."""
-    if stype(x) != stype(y) or x.ndim != y.ndim:
-        return False
-    if sparse_sizes(x) != sparse_sizes(y):
-        return False
-    return all(map(_same_array, _index_arrays(x), _index_arrays(y)))
+    kinds = [(stype(a), a.ndim, sparse_sizes(a)) for a in (x, y)]
+    return kinds[0] == kinds[1] and all(map(_same_array, _index_arrays(x), _index_arrays(y)))
 
 
 def sparse_sizes(x: Storage) -> Shape:
@@ -221,15 +214,11 @@ def sparse_sizes(x: Storage) -> Shape:
 # Some thirty operations, which outside jit would each be called from Python.
 @functools.partial(jax.jit, inline=True)
 def read_at_positions(x: Sparse, values: jax.Array, like: Sparse) -> jax.Array:
-    """Return what `x` stores at the positions of `like`: sums (`or` of booleans), or 0.
+    """Return sums (`or` of booleans) of values at the positions of `x`, at those of `like`.
 
-    The positions of both are sorted together, and equal ones get one number:
+    The positions of both, of equal `sparse_sizes`, are sorted together and numbered:
 
         x at (0, 2) (1, 0), like at (1, 0) (3, 1)    numbers 0 1, 1 2
-
-    Args:
-        x, like: of equal `sparse_sizes`.
-        values: in the place of those that `x` stores.
     """
     pairs = list(zip(coordinates(x), coordinates(like), strict=True))
     dtype = jnp.promote_types(pairs[0][0].dtype, pairs[0][1].dtype)

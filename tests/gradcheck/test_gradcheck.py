@@ -16,7 +16,7 @@ import jmask
 import jmask.numpy as jnm
 from jmask._gradcheck import check as checks
 from jmask._gradcheck.chart import Chart
-from jmask._gradcheck.message import Setting
+from jmask._gradcheck.check import Setting
 from tests.expressions import functions
 from tests.sparse_arrays import coo, csr
 
