@@ -23,12 +23,12 @@ from jax import nn as _nn
 
 from jmask._base import types as _types
 from jmask._ops import formulas as _of
+from jmask._ops.contractions import dot_product_attention as dot_product_attention
+from jmask._ops.contractions import linear as linear
 from jmask._ops.lift import adopted as _adopted
 from jmask._ops.lift import each as _each
 from jmask._ops.lift import entrywise as _entrywise
 from jmask._ops.lift import moves as _moves
-from jmask._ops.products import dot_product_attention as dot_product_attention
-from jmask._ops.products import linear as linear
 from jmask._ops.reduce import checked_axes as _checked_axes
 from jmask._ops.reduce import reduces as _reduces
 from jmask._tensors.masked_tensor import MaskedTensor as _MaskedTensor

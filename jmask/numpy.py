@@ -31,8 +31,8 @@ from jax import nn as _nn
 from jax.typing import DTypeLike as _DTypeLike
 
 from jmask._base import types as _types
+from jmask._ops import contractions as _contractions
 from jmask._ops import formulas as _of
-from jmask._ops import products as _products
 from jmask._ops import selection as _selection
 from jmask._ops import statistics as _statistics
 from jmask._ops.lift import contracts as _contracts
@@ -278,7 +278,7 @@ def trace(
 
 # --- contracts ---------------------------------------------------------------------------
 
-dot, matmul, einsum = _products.dot_of_numpy, _products.matmul, _products.einsum
+dot, matmul, einsum = _contractions.dot, _contractions.matmul, _contractions.einsum
 inner, outer = _each(_contracts, _jnp.inner, _jnp.outer)
 tensordot, vdot = _each(_contracts, _jnp.tensordot, _jnp.vdot)
 

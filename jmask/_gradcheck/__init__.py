@@ -1,5 +1,6 @@
 """`jmask.gradcheck`: gradients against differences, in plain and in masked semantics.
 
-check       the check and its errors, gradients of gradients, and `is_masked_function`
+check       the check, gradients of gradients, and `is_masked_function`
+message     its errors
 chart       arguments and results as real vectors
 """
