@@ -29,7 +29,7 @@ from jmask._autodiff.taps import NONE, Taps
 from jmask._autodiff.views import Lookup, TableView, View
 from jmask._base.array_types import is_known, trailing, wide
 from jmask._base.forms import aval_of, name_of, parameter
-from jmask._base.jaxprs import bound, read
+from jmask._base.jaxprs import bound_to_differentiate, read
 from jmask._base.row_ids import canonical, widen
 from jmask._base.shardings import sharding_of_type
 from jmask._base.types import Argument, Atom, Shape
@@ -67,7 +67,7 @@ class Scope:
     @functools.cached_property
     def _uses(self) -> Counter[Atom]:
         operands = [v for eqn in self._jaxpr.eqns for v in eqn.invars] + self._jaxpr.outvars
-        return Counter(v for v in operands if isinstance(v, Var))
+        return Counter([v for v in operands if isinstance(v, Var)])
 
     @functools.cached_property
     def _makers(self) -> dict[Atom, JaxprEqn]:
@@ -168,7 +168,8 @@ def made_of_rows(
     (plan, run), aval, (entries, described) = x.whole, aval_of(eqn.outvars[0]), made
 
     def changed(taps: Taps) -> jax.Array:
-        return bound(eqn, [run(taps) if i == which else a for i, a in enumerate(args)])[0]
+        inputs = [run(taps) if i == which else a for i, a in enumerate(args)]
+        return bound_to_differentiate(eqn, inputs)[0]
 
     return dataclasses.replace(
         x,

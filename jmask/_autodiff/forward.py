@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 
 from jmask._autodiff import bags, nested
 from jmask._autodiff.lookups import (
@@ -96,15 +96,18 @@ class Forward:
         """Return the outputs of a program; a gradient is taken of those that are wanted."""
         jaxpr, consts = program
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
-        value_of, scope = functools.partial(read, values), bags.Scope(jaxpr, values)
+        scope = bags.Scope(jaxpr, values)
         live, outer = self.needed.within(jaxpr, wanted), self._eqns
         # Bag sums of several tables that do not need each other run in one loop.
         for eqns in side_by_side(jaxpr.eqns, _BAGS):
             eqn = eqns[0]
-            args = [[value_of(v) for v in each.invars] for each in eqns]
+            args = [
+                [v.val if isinstance(v, Literal) else values[v] for v in each.invars]
+                for each in eqns
+            ]
             flags = [[v in live for v in each.outvars] for each in eqns]
-            is_plain = not any(isinstance(x, View) for x in args[0])
-            if taps.is_trial and is_plain and not eqns[1:]:
+            views = [x for x in args[0] if isinstance(x, View)]
+            if taps.is_trial and not views and not eqns[1:]:
                 outs = [aval_of(v) for v in eqn.outvars]
             else:
                 self._eqns = (*outer, eqn)
@@ -121,7 +124,7 @@ class Forward:
             results = [v for each in eqns for v in each.outvars]
             values.update(zip(results, outs, strict=True))
         self._eqns = outer
-        return [value_of(v) for v in jaxpr.outvars]
+        return [read(values, v) for v in jaxpr.outvars]
 
     def arrays(
         self,
@@ -138,12 +141,15 @@ class Forward:
     def _equation(
         self, eqn: JaxprEqn, args: list[Argument], taps: Taps, flags: Flags, scope: bags.Scope
     ) -> list[Argument]:
-        name, is_live = name_of(eqn), any(flags)
+        name, is_live = name_of(eqn), True in flags
+        views = [x for x in args if isinstance(x, View)]
+        if not views:
+            return self._bound(eqn, name, args, taps)
         aval = next(map(aval_of, eqn.outvars), None)  # what prints has no result
         enters = is_call(name)
 
         # 0. Rows that wait for their sum. They may wait in a call, too.
-        if any(isinstance(x, bags.Rows) for x in args):
+        if [x for x in views if isinstance(x, bags.Rows)]:
             made = None if enters or not is_live else bags.made_of_rows(eqn, name, args, scope)
             if isinstance(made, bags.Rows):
                 return [made]
@@ -188,12 +194,12 @@ class Forward:
         if name in COMPUTING:
             args = [self.array(a, taps, not is_live) if self._is_small(a) else a for a in args]
         if any(isinstance(a, View) for a in args):
-            views = views_of(self._eqns, name, args)
-            if views is not None:
+            made_views = views_of(self._eqns, name, args)
+            if made_views is not None:
                 if name in ("slice", "dynamic_slice"):
                     whole = slice_lookup(eqn, name, args)
-                    views = [dataclasses.replace(views[0], whole=whole)]
-                return views
+                    return [dataclasses.replace(made_views[0], whole=whole)]
+                return made_views
 
         # 5. Anything else needs arrays.
         return self._bound(eqn, name, [self.array(a, taps, not is_live) for a in args], taps)

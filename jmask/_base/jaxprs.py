@@ -196,7 +196,8 @@ def side_by_side(eqns: Sequence[JaxprEqn], name: str) -> Iterator[list[JaxprEqn]
     Equations that need what they make come after them; where some have effects all stay as
     they are.
     """
-    if any(eqn.effects for eqn in eqns) or sum(eqn.primitive.name == name for eqn in eqns) < 2:
+    names = [eqn.primitive.name for eqn in eqns]
+    if names.count(name) < 2 or any(eqn.effects for eqn in eqns):
         yield from ([eqn] for eqn in eqns)
         return
     while eqns:
