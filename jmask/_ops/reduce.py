@@ -168,8 +168,16 @@ def reduces(
 
 def result_dtype(function: Function, kind: DTypeLike, **options: Argument) -> DType:
     """Return the dtype that a function of JAX, such as `jnp.sum`, gives for a dtype."""
-    like = jax.ShapeDtypeStruct((1,), kind)
-    return jax.eval_shape(functools.partial(function, **options), like).dtype
+    x64 = jax.config.read("jax_enable_x64")
+    return _result_dtype(function, jnp.dtype(kind), x64, tuple(options.items()))
+
+
+@functools.lru_cache(maxsize=256)  # or a small sum outside of jit takes 2.7 times as long
+def _result_dtype(
+    function: Function, kind: DType, x64: bool, options: tuple[tuple[str, Argument], ...]
+) -> DType:
+    function = functools.partial(function, **dict(options))
+    return jax.eval_shape(function, jax.ShapeDtypeStruct((1,), kind)).dtype
 
 
 def checked_axes(axis: Axis, ndim: int) -> tuple[int, ...]:
