@@ -122,6 +122,14 @@ def while_of(eqn: JaxprEqn) -> While:
     return While(condition, body, eqn.params["cond_nconsts"], eqn.params["body_nconsts"])
 
 
+def _is_known_while(eqn: JaxprEqn) -> bool:
+    loop, carried = while_of(eqn), len(eqn.outvars)
+    inputs = [len(x[0].invars) for x in (loop.condition, loop.body)]
+    consts = [loop.condition_consts, loop.body_consts]
+    is_known = inputs == [count + carried for count in consts]
+    return is_known and len(eqn.invars) == sum(consts) + carried
+
+
 def branches_of(eqn: JaxprEqn) -> list[Opened]:
     """Return the branches of a `cond`, which run on all inputs but the first, their number."""
     return [opened(branch) for branch in eqn.params["branches"]]
@@ -263,6 +271,7 @@ name: | name
 _HOLDS: dict[str, Callable[[JaxprEqn], bool]] = {
     **dict.fromkeys((*CALLS, *REMATS, "cond", "shard_map"), _runs_on_all),
     "scan": _is_known_scan,
+    "while": _is_known_while,
     "gather": _is_known_gather,
     "mul": lambda eqn: eqn.params.get("out_dtype") is None,
     "reshape": lambda eqn: eqn.params.get("dimensions") is None,

@@ -210,7 +210,8 @@ def _sum_dtype(kind: DType, combiner: str, has_weights: bool) -> DType:
     """Return the dtype in which rows of this one are combined; refuse what has no meaning."""
     if has_weights and combiner == "max":
         raise ValueError(
-            "`weights` have no meaning for `combiner` 'max': leave them out, or take 'sum'."
+            "`weights` have no meaning for `combiner` 'max': leave them out, or use 'sum', "
+            "'mean' or 'sqrtn'."
         )
     if combiner == "max" and jnp.issubdtype(kind, jnp.complexfloating):
         raise TypeError(

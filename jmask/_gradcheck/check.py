@@ -98,8 +98,8 @@ def gradcheck(
     """
     _check_function("gradcheck(fun, args)", fun)
     modes = (modes,) if isinstance(modes, str) else modes
-    known = isinstance(modes, list | tuple) and set(map(str, modes)) <= {"rev", "fwd"}
-    if not known or not modes:
+    are_names = isinstance(modes, list | tuple) and all(isinstance(x, str) for x in modes)
+    if not are_names or set(modes) not in ({"rev"}, {"fwd"}, {"rev", "fwd"}):
         raise ValueError(f'`modes` must be ("rev",), ("fwd",) or both, got {shown(modes)}.')
     for name, value in {"eps": eps, "atol": atol, "rtol": rtol}.items():
         if not isinstance(value, int | float | np.number) or isinstance(value, bool):
