@@ -106,8 +106,8 @@ class Forward:
                 for each in eqns
             ]
             flags = [[v in live for v in each.outvars] for each in eqns]
-            views = [x for x in args[0] if isinstance(x, View)]
-            if taps.is_trial and not views and not eqns[1:]:
+            is_shaped = taps.is_trial and not eqns[1:]
+            if is_shaped and not [x for x in args[0] if isinstance(x, View)]:
                 outs = [aval_of(v) for v in eqn.outvars]
             else:
                 self._eqns = (*outer, eqn)

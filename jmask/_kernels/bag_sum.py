@@ -11,6 +11,7 @@ differentiated as a gather and a sum.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -177,7 +178,8 @@ ad.primitive_jvps[BAG_SUM.primitive] = _derivative
 def _on_one_cpu(sums: Sequence[BagSum]) -> Results:
     # Bags of all tables advance in one loop, so that the blocks of all fit into the cache
     # together.
-    size = block_size([x.start().nbytes // x.bags for x in sums])
+    tables = (x.table for x in sums)
+    size = block_size([math.prod(x.shape[1:]) * wide(x.dtype).itemsize for x in tables])
     return [[x] for x in run_side_by_side([x.loop(size) for x in sums])]
 
 

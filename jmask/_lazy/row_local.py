@@ -73,14 +73,24 @@ ELEMENTWISE = ARITHMETIC | frozenset(
 )
 # Operations on real numbers that NumPy rounds as XLA does, with a result that is no integer.
 _EXACT: dict[str, Function] = {
-    name: getattr(np, numpy_name)
-    for name, numpy_name in zip(
-        "add convert_element_type div eq ge gt le lt max min mul ne neg not".split(),
-        "add asarray divide equal greater_equal greater less_equal less maximum minimum "
-        "multiply not_equal negative invert".split(),
-        strict=True,
-    )
-} | {"abs": np.abs, "square": np.square, "sub": np.subtract}
+    "abs": np.abs,
+    "add": np.add,
+    "convert_element_type": np.asarray,
+    "div": np.divide,
+    "eq": np.equal,
+    "ge": np.greater_equal,
+    "gt": np.greater,
+    "le": np.less_equal,
+    "lt": np.less,
+    "max": np.maximum,
+    "min": np.minimum,
+    "mul": np.multiply,
+    "ne": np.not_equal,
+    "neg": np.negative,
+    "not": np.invert,
+    "square": np.square,
+    "sub": np.subtract,
+}
 # Reductions to which a value contributes nothing.
 NEUTRAL = {"reduce_sum": 0, "reduce_or": False, "reduce_and": True, "reduce_prod": 1}
 _IDEMPOTENT = ("reduce_or", "reduce_and", "reduce_max", "reduce_min")

@@ -116,7 +116,7 @@ def multi_steps(
     def accumulate(updates, state, params):
         check_state_type(state, MultiStepsState)
         updates = as_gradients(updates)
-        _check_fits(updates, like)
+        _check_fits(updates, like, parts)
         have, expected = jax.tree.map(jnp.shape, (state.accumulated, jax.eval_shape(empty)))
         if have != expected:
             raise ValueError(
@@ -191,7 +191,7 @@ def _as_gradient(like: Gradient, kept: Accumulated, divisor: jax.Array) -> Gradi
     return joined(x.coalesce(), often.values > 0)
 
 
-def _check_fits(updates: PyTree, like: PyTree) -> None:
+def _check_fits(updates: PyTree, like: PyTree, parts: list[Accumulated]) -> None:
     """Refuse a gradient that is not as `like`, or has more rows."""
     given: PyTreeDef = jax.tree.structure(updates, is_leaf=is_gradient_leaf)
     expected: PyTreeDef = jax.tree.structure(like, is_leaf=is_gradient_leaf)
@@ -203,10 +203,9 @@ def _check_fits(updates: PyTree, like: PyTree) -> None:
         )
     leaves: list[tuple[KeyPath, Gradient]]
     leaves = jax.tree.leaves_with_path(updates, is_leaf=is_gradient_leaf)
-    for (path, x), y in zip(
-        leaves, jax.tree.leaves(like, is_leaf=is_gradient_leaf), strict=True
-    ):
-        new, old = jax.eval_shape(_parts, x), jax.eval_shape(_parts, y)
+    likes = jax.tree.leaves(like, is_leaf=is_gradient_leaf)
+    for (path, x), y, old in zip(leaves, likes, parts, strict=True):
+        new = jax.eval_shape(_parts, x)
         # Rows of a table and entries of it have values of other numbers of dimensions.
         is_like = x.shape == y.shape and jax.tree.map(jnp.ndim, new) == jax.tree.map(
             jnp.ndim, old
