@@ -44,7 +44,7 @@ from jmask._base.forms import aval_of, parameter
 from jmask._base.jaxprs import bound
 from jmask._base.row_ids import canonical, id_dtype, widen
 from jmask._base.shardings import sharding_of_type
-from jmask._base.types import Argument, Function, Index, Shape, Shaped
+from jmask._base.types import Argument, Function, IdVector, Index, RowArray, Shape, Shaped
 from jmask._kernels.bag_sum import BAG_SUM, BagSum
 from jmask._kernels.lines import LOOKUP as ROWS_OF_LINES
 from jmask._kernels.lines import is_packed
@@ -63,7 +63,7 @@ class BagsOfTable:
     entries: int
     aval: Shaped
     # When it runs: ids, bag, weight (n,), canonical; weight None for ones.
-    arrays: Callable[[], tuple[jax.Array, jax.Array, jax.Array | None]]
+    arrays: Callable[[], tuple[IdVector, jax.Array, jax.Array | None]]
 
     def lookup(self, sums: Callable[[], jax.Array]) -> Lookup:
         """Return the lookup that sums are, with their tap."""
@@ -78,7 +78,7 @@ def bag_of_table(x: BagSum, aval: Shaped) -> BagsOfTable:
     """Return what a bag sum of a table adds up."""
     entries = math.prod(x.positions.shape)
 
-    def arrays() -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    def arrays() -> tuple[IdVector, jax.Array, jax.Array | None]:
         ids = x.positions.reshape(-1)
         weight = None if x.weights is None else x.weights.reshape(-1)
         if x.bag_of_entry is None:
@@ -105,7 +105,7 @@ def rows_of_bag(x: BagSum, aval: Shaped) -> tuple[list[Tap], Function]:
     return plan, run
 
 
-def _rows_at(view: View, ids: jax.Array, taps: Taps) -> tuple[jax.Array, jax.Array]:
+def _rows_at(view: View, ids: IdVector, taps: Taps) -> tuple[RowArray, jax.Array]:
     """Return the rows of a view at canonical ids (n,), and where they are no padding."""
     last = np.asarray(view.shape[0] - 1, ids.dtype)
     exists = ids <= last
@@ -149,7 +149,7 @@ def _csr_terms(eqn: JaxprEqn, sparse: Sequence[Argument], table: View) -> BagsOf
         return None
     rows, entries = pointers.shape[0] - 1, columns.shape[0]
 
-    def arrays() -> tuple[jax.Array, jax.Array, jax.Array]:
+    def arrays() -> tuple[IdVector, jax.Array, jax.Array]:
         number = lax.iota(pointers.dtype, entries)
         bag = jnp.searchsorted(pointers, number, side="right").astype(jnp.int32) - 1
         # Entries before the first row or after the last one are padding.
@@ -176,7 +176,7 @@ def _coo_terms(eqn: JaxprEqn, sparse: Sequence[Argument], table: View) -> BagsOf
     kept = [d for d in range(len(shape)) if d not in contract]
     bags = math.prod(shape[d] for d in kept)
 
-    def arrays() -> tuple[jax.Array, jax.Array, jax.Array]:
+    def arrays() -> tuple[IdVector, jax.Array, jax.Array]:
         places = [lax.broadcasted_iota(indices.dtype, entries, d) for d in range(batched)]
         places += [jnp.broadcast_to(indices[..., d], entries) for d in range(columns)]
         inside, bag = jnp.ones(entries, bool), jnp.zeros(entries, jnp.int32)
@@ -193,7 +193,7 @@ def _coo_terms(eqn: JaxprEqn, sparse: Sequence[Argument], table: View) -> BagsOf
 
 def _in_bags(
     ids: jax.Array, bag: jax.Array, bags: int, weight: jax.Array, rows: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[IdVector, jax.Array, jax.Array]:
     ids = canonical(ids, rows)
     padding = np.asarray(rows, ids.dtype)
     bag = jnp.where(ids < padding, bag, bags)

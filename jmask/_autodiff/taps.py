@@ -29,7 +29,16 @@ from jmask._base.shardings import (
     varying_axes,
     varying_over,
 )
-from jmask._base.types import ArrayFunction, Arrays, DType, PyTree, Shape
+from jmask._base.types import (
+    ArrayFunction,
+    Arrays,
+    DType,
+    IdVector,
+    PyTree,
+    RowArray,
+    Shape,
+    TableArray,
+)
 from jmask._kernels import sharded_rows, tuning
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows, joined, pays
 from jmask._kernels.rows import split_rows
@@ -170,10 +179,10 @@ NONE = Taps(is_without=True)
 
 
 def gradients_of_tables(
-    tables: Sequence[jax.Array], specs: PyTree, ids: PyTree, cotangents: PyTree
+    tables: Sequence[TableArray], specs: PyTree, ids: PyTree, cotangents: PyTree
 ) -> dict[int, RowSparse]:
     """Return the gradient of each table that has taps: the cotangents at the ids of all."""
-    parts: dict[int, list[tuple[Tap, jax.Array, jax.Array]]] = defaultdict(list)
+    parts: dict[int, list[tuple[Tap, IdVector, RowArray]]] = defaultdict(list)
     of_lookups = jax.tree.leaves(ids, is_leaf=lambda x: isinstance(x, tuple))
     taps = zip(jax.tree.leaves(specs), of_lookups, jax.tree.leaves(cotangents), strict=True)
     for spec, i, cotangent in taps:
@@ -183,7 +192,7 @@ def gradients_of_tables(
     return {number: _joined(tables[number], of_table) for number, of_table in parts.items()}
 
 
-def _on_mesh_of(table: jax.Array, x: jax.Array) -> jax.Array:
+def _on_mesh_of(table: TableArray, x: jax.Array) -> jax.Array:
     """Return an array that was made where axes are automatic on the axes of the table."""
     sharding, own = explicit_sharding(table), getattr(jax.typeof(x), "sharding", None)
     if sharding is None or own is None or own.mesh == sharding.mesh:
@@ -192,8 +201,8 @@ def _on_mesh_of(table: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _from_all_devices(
-    spec: Tap, table: jax.Array, ids: PyTree, rows: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    spec: Tap, table: TableArray, ids: PyTree, rows: jax.Array
+) -> tuple[IdVector, RowArray]:
     """Return ids (n,) and rows (n, *row); of a table that devices share, those of all."""
     ids, rows = _flat(spec, table, ids, rows)
     axes = tuple(sorted((varying_axes(ids) | varying_axes(rows)) - varying_axes(table)))
@@ -207,8 +216,8 @@ def _from_all_devices(
 
 
 def _flat(
-    spec: Tap, table: jax.Array, ids: PyTree, rows: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    spec: Tap, table: TableArray, ids: PyTree, rows: jax.Array
+) -> tuple[IdVector, RowArray]:
     row = spec.row
     if spec.kind == "rows":
         if ids.ndim != 1 and explicit_sharding(ids, rows) is not None:
@@ -231,7 +240,7 @@ def _flat(
     return ids.reshape(-1), result
 
 
-def _joined(table: jax.Array, parts: Sequence[tuple[Tap, jax.Array, jax.Array]]) -> RowSparse:
+def _joined(table: TableArray, parts: Sequence[tuple[Tap, IdVector, RowArray]]) -> RowSparse:
     """Return what several lookups of a table add to its gradient, as one `RowSparse`."""
     # Rows of the finest kind: single entries, rows of a packed table, rows.
     finest, *_ = min(parts, key=lambda part: (-part[0].leading, math.prod(part[0].row)))

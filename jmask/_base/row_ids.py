@@ -27,7 +27,7 @@ from jax import lax
 from jax.extend.random import define_prng_impl
 from jax.typing import DTypeLike
 
-from jmask._base.types import DType, Ids
+from jmask._base.types import DType, IdArray, Ids
 
 INT32_MAX = np.iinfo(np.int32).max
 
@@ -76,7 +76,7 @@ def _opaque_dtype(words: int) -> Hashable:
 _IMPLEMENTATIONS = {4: _opaque_dtype(1), 8: _opaque_dtype(2)}
 
 
-def hide(ids: jax.Array) -> jax.Array:
+def hide(ids: IdArray) -> jax.Array:
     """Turn integer ids (...,) into the opaque leaf of the same shape."""
     # lax, not jnp: operators of arrays take several times as long to trace.
     words = lax.bitcast_convert_type(lax.bitwise_not(ids), np.uint32)
@@ -130,7 +130,7 @@ def id_dtype(rows: int) -> DType:
     return np.dtype(np.int64)
 
 
-def canonical(ids: Ids, rows: int) -> jax.Array:
+def canonical(ids: Ids, rows: int) -> IdArray:
     """Cast integer ids to `id_dtype(rows)`; those out of range become `rows`."""
     ids = widen(ids, rows)
     # Negative ones are the greatest without a sign. XLA knows that a minimum twice is one, so
@@ -161,7 +161,7 @@ def positions_of(number: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
     return positions
 
 
-def widen(ids: Ids, rows: int) -> jax.Array:
+def widen(ids: Ids, rows: int) -> IdArray:
     """Cast integer ids to `id_dtype(rows)`; what does not fit becomes padding.
 
     Unlike a plain cast this never wraps an id onto another row: 2**32 + 3 is not row 3.

@@ -7,7 +7,7 @@ that import this one are named in strings, and imported for the checker alone.
 
 from collections.abc import Callable, Hashable, Sequence
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Protocol, Union
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, Union
 
 import jax
 import numpy as np
@@ -49,6 +49,16 @@ HostArray = np.ndarray
 """An array of NumPy: its numbers are known while a program is traced."""
 Ids = jax.Array | HostArray
 """Integers, of JAX or NumPy."""
+TableArray = Annotated[jax.Array, "V *row"]
+"""A table, or a block of one: V rows."""
+IdVector = Annotated[jax.Array, "n"]
+"""Canonical row ids of n entries; V, which is no row, is padding."""
+IdArray = Annotated[jax.Array, "*n"]
+"""Canonical row ids in any number of dimensions."""
+RowArray = Annotated[jax.Array, "n *row"]
+"""One row for each of n entries."""
+LineArray = Annotated[jax.Array, "n 128"]
+"""One line of packed rows for each of n entries."""
 DType = np.dtype
 """The dtype of an array."""
 _Lists = Sequence[ArrayLike] | Sequence[Sequence[ArrayLike]]

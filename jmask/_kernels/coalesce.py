@@ -18,12 +18,12 @@ from jax import lax
 
 from jmask._base.array_types import fewer, is_known, sum_dtype
 from jmask._base.shardings import varying_alike, with_whole_rows
-from jmask._base.types import Shaped
+from jmask._base.types import IdVector, RowArray, Shaped
 from jmask._kernels import tuning
 from jmask._kernels.rows import add_rows, entries_of, gather_rows, set_rows, sorted_with
 
 
-def coalesce_rows(ids: jax.Array, values: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+def coalesce_rows(ids: IdVector, values: RowArray, rows: int) -> tuple[IdVector, RowArray]:
     """Coalesce values (n, *row) of canonical ids (n,) into min(n, rows) slots.
 
     Returns ids (m,), sorted, unique, padding last, and values (m, *row), zero at padding.
@@ -35,12 +35,12 @@ def coalesce_rows(ids: jax.Array, values: jax.Array, rows: int) -> tuple[jax.Arr
     wide = sum_dtype(values.dtype)
     zeros = lambda: jnp.zeros((slots, *values.shape[1:]), wide)
 
-    def rows_as_they_come(ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def rows_as_they_come(ids: IdVector, values: RowArray) -> tuple[IdVector, RowArray]:
         slot_ids, slot_of_entry = unique_slots(ids, slots, rows)
         sums = add_rows(zeros(), slot_of_entry, values.astype(wide))
         return slot_ids, sums.astype(values.dtype)
 
-    def rows_in_order(ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def rows_in_order(ids: IdVector, values: RowArray) -> tuple[IdVector, RowArray]:
         runs = Runs.of(*in_stable_order(ids))
         slot = jnp.where(runs.ids < rows, runs.slots(), slots)
         ordered = gather_rows(values, runs.entries).astype(wide)
@@ -64,7 +64,7 @@ def are_large(values: Shaped) -> bool:
 # --- which ids there are ------------------------------------------------------------------
 
 
-def unique_slots(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.Array]:
+def unique_slots(ids: IdVector, slots: int, rows: int) -> tuple[jax.Array, jax.Array]:
     """Return the sorted unique ids (slots,), and for each entry (n,) the slot it belongs to.
 
     Entries whose id is padding get slot = `slots`, which writes drop.
@@ -86,19 +86,19 @@ def unique_slots(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.
 # --- sorted ids ---------------------------------------------------------------------------
 
 
-def in_order(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+def in_order(ids: IdVector) -> tuple[jax.Array, jax.Array]:
     """Sort ids (n,); return them and the entry of each, int32.
 
     On CPUs equal ids stay in the order in which they came.
     """
 
-    def in_one_array(ids: jax.Array, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def in_one_array(ids: IdVector, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
         # XLA's CPU compiler sorts one array up to three times faster than two.
         with jax.enable_x64(True):
             both = lax.sort((ids.astype(jnp.int64) << 32) | entry.astype(jnp.int64))
             return (both >> 32).astype(jnp.int32), both.astype(jnp.int32)
 
-    def stably(ids: jax.Array, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def stably(ids: IdVector, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
         ordered, entries = lax.sort((ids, entry), num_keys=1)
         return ordered, entries
 
@@ -106,7 +106,7 @@ def in_order(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     return lax.platform_dependent(ids, entries_of(ids), cpu=on_cpus, default=sorted_with)
 
 
-def in_stable_order(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+def in_stable_order(ids: IdVector) -> tuple[jax.Array, jax.Array]:
     """Sort ids (n,), stably, in the form of TPUs; return them and the entry of each, int32."""
     # With the entry as a second key equal ids stay in order, as XLA makes a sort stable itself:
     # by an iota as one more key.
@@ -117,12 +117,12 @@ def in_stable_order(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 class Runs(NamedTuple):
     """Sorted ids, equal ones of which are a run."""
 
-    ids: jax.Array  # (n,): sorted, n > 0
+    ids: IdVector  # (n,): sorted, n > 0
     entries: jax.Array  # (n,): which entry each of them was, int32
     starts: jax.Array  # (n,): whether it is the first of its run
 
     @classmethod
-    def of(cls, ids: jax.Array, entries: jax.Array) -> "Runs":
+    def of(cls, ids: IdVector, entries: jax.Array) -> "Runs":
         starts = jnp.concatenate([jnp.ones((1,), bool), ids[1:] != ids[:-1]])
         return cls(ids, entries, starts)
 
@@ -142,16 +142,14 @@ class Runs(NamedTuple):
 
         # Of 8192 ids a TPU takes 3 us for a sort and 50 for a scatter, by its compiler. A CPU
         # takes 100 us longer for a sort than for a scatter, and an H100 40 us for 3, of 65,536.
-        ids: jax.Array = lax.platform_dependent(self, tpu=by_sort, default=by_scatter)
+        ids: IdVector = lax.platform_dependent(self, tpu=by_sort, default=by_scatter)
         return ids
 
 
 # --- on TPUs, for updates that need no order ------------------------------------------------
 
 
-def summed_where_first(
-    ids: jax.Array, values: jax.Array, rows: int
-) -> tuple[jax.Array, jax.Array]:
+def summed_where_first(ids: IdVector, values: RowArray, rows: int) -> tuple[IdVector, RowArray]:
     """Sum rows of equal ids into the first of them.
 
         ids    [4, 1, 4, V]            ids    [4, 1, V, V]

@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_known, joint_dtype, trailing
 from jmask._base.shardings import varying_alike
-from jmask._base.types import DType
+from jmask._base.types import DType, RowArray
 from jmask._kernels import tuning
 from jmask._kernels.rows import Gather
 
@@ -63,7 +63,7 @@ class GatheredRows:
         return dataclasses.replace(self, source=function(self.source))  # fewer than entries
 
 
-Rows = jax.Array | GatheredRows
+Rows = RowArray | GatheredRows
 
 
 class _Known:
@@ -99,13 +99,13 @@ def pays(sources: int, entries: int) -> bool:
     return is_known(sources, entries) and 0 < tuning.REPEATS * sources <= entries
 
 
-def gathered(rows: jax.Array) -> Rows:
+def gathered(rows: RowArray) -> Rows:
     """Return what is known to make the rows, or the array itself."""
     known = GATHERED.of(rows)
     return rows if known is None else known
 
 
-def scaled(rows: jax.Array, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def scaled(rows: RowArray, function: Callable[[jax.Array], jax.Array]) -> RowArray:
     """Multiply all rows by one number, and what makes them too."""
     known, result = GATHERED.of(rows), function(rows)
     if known is not None and result.dtype == rows.dtype:
@@ -113,7 +113,7 @@ def scaled(rows: jax.Array, function: Callable[[jax.Array], jax.Array]) -> jax.A
     return result
 
 
-def cast(rows: jax.Array, dtype: DTypeLike) -> jax.Array:
+def cast(rows: RowArray, dtype: DTypeLike) -> RowArray:
     """Cast rows to a wider dtype; what makes them is not rounded to theirs before."""
     known, result = GATHERED.of(rows), rows.astype(dtype)
     if known is not None:
@@ -121,7 +121,7 @@ def cast(rows: jax.Array, dtype: DTypeLike) -> jax.Array:
     return result
 
 
-def joined(parts: Sequence[jax.Array]) -> jax.Array:
+def joined(parts: Sequence[RowArray]) -> RowArray:
     """Concatenate rows; they are known as gathered if some parts are and it pays."""
     if len(parts) == 1:
         return parts[0]
@@ -160,12 +160,12 @@ def joined_rows(parts: Sequence[Rows]) -> GatheredRows | None:
     )
 
 
-def as_array(rows: Rows) -> jax.Array:
+def as_array(rows: Rows) -> RowArray:
     """Return the rows as one array."""
     return rows.array() if isinstance(rows, GatheredRows) else rows
 
 
-def rows_at(rows: Rows, entries: jax.Array) -> jax.Array:
+def rows_at(rows: Rows, entries: jax.Array) -> RowArray:
     """Return the rows of the entries (k,), all of which exist."""
     if isinstance(rows, GatheredRows):  # index and weight are read first: few rows are written
         index = rows_at(rows.index, entries)

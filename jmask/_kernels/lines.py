@@ -31,7 +31,17 @@ from jax.interpreters import batching
 from jmask._base.array_types import is_complex, wide
 from jmask._base.lowering import lower, primitive
 from jmask._base.shardings import explicit_sharding, varying_alike
-from jmask._base.types import Arrays, DType, Shape, Shaped
+from jmask._base.types import (
+    Arrays,
+    DType,
+    IdArray,
+    IdVector,
+    LineArray,
+    RowArray,
+    Shape,
+    Shaped,
+    TableArray,
+)
 from jmask._kernels.rows import Gather
 
 LANES = 128
@@ -59,12 +69,12 @@ def is_packed(shape: Shape, width: int) -> bool:
 # --- lookup --------------------------------------------------------------------------------
 
 
-def _by_definition(lines: jax.Array, ids: jax.Array, *, width: int) -> list[jax.Array]:
+def _by_definition(lines: TableArray, ids: IdArray, *, width: int) -> list[jax.Array]:
     rows, fills = lines.reshape(-1, width), lax.GatherScatterMode.FILL_OR_DROP
     return [Gather.rows_of(rows.shape, fills, ids.ndim, fill_value=0)(rows, ids[..., None])]
 
 
-def _with_lines(lines: jax.Array, ids: jax.Array, *, width: int) -> list[jax.Array]:
+def _with_lines(lines: TableArray, ids: IdArray, *, width: int) -> list[jax.Array]:
     flat, each = ids.reshape(-1), per_line(width)
     gather = Gather.rows_of(lines.shape, lax.GatherScatterMode.CLIP)
     rows = picked(gather(lines, (flat // each)[:, None]), flat % each, width)
@@ -95,7 +105,7 @@ def _batched(
 batching.primitive_batchers[LOOKUP] = _batched
 
 
-def rows_of_lines(lines: jax.Array, ids: jax.Array, width: int) -> jax.Array:
+def rows_of_lines(lines: TableArray, ids: IdArray, width: int) -> jax.Array:
     """Return the rows that `LOOKUP` reads.
 
     Its derivative is that of `lines.reshape(-1, width)[ids]`.
@@ -108,7 +118,7 @@ def rows_of_lines(lines: jax.Array, ids: jax.Array, width: int) -> jax.Array:
 # --- lines read and written ----------------------------------------------------------------
 
 
-def picked(line: jax.Array, place: jax.Array, width: int) -> jax.Array:
+def picked(line: LineArray, place: jax.Array, width: int) -> RowArray:
     """Return the row at `place` (n,) of each line (n, 128): halved until it is `width` wide."""
     if width == 1 and not is_complex(line):  # in one pass instead of seven
         is_own = lax.broadcasted_iota(place.dtype, line.shape, 1) == place[:, None]
@@ -123,7 +133,7 @@ def picked(line: jax.Array, place: jax.Array, width: int) -> jax.Array:
     return line
 
 
-def widened(rows: jax.Array, place: jax.Array) -> jax.Array:
+def widened(rows: RowArray, place: jax.Array) -> LineArray:
     """Return lines (n, 128) of zeros with the row of each (n, width) at its `place` (n,)."""
     zero = jnp.zeros((), rows.dtype)
     while rows.shape[1] < LANES:
@@ -134,7 +144,7 @@ def widened(rows: jax.Array, place: jax.Array) -> jax.Array:
 
 
 def masked_lines(
-    ids: jax.Array, rows: jax.Array, lines: int
+    ids: IdVector, rows: RowArray, lines: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Place rows (n, width) in lines; ids are sorted, and unique apart from padding.
 
@@ -195,7 +205,7 @@ def _absent(dtype: DType) -> tuple[DType, int]:
 
 
 def inserted(
-    lines: jax.Array, ids: jax.Array, entries: jax.Array, count: int
+    lines: LineArray, ids: IdVector, entries: jax.Array, count: int
 ) -> tuple[jax.Array, jax.Array]:
     """Insert entries (n,) in the lines (n, 128) that were read at `ids // 128`.
 

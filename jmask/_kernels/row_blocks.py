@@ -31,7 +31,7 @@ from jax import lax
 
 from jmask._base.array_types import sum_dtype
 from jmask._base.shardings import varying_alike
-from jmask._base.types import Index, PyTree
+from jmask._base.types import IdVector, Index, PyTree
 from jmask._kernels import tuning
 from jmask._kernels.coalesce import in_order
 from jmask._kernels.gathered_rows import Rows, rows_at
@@ -85,7 +85,7 @@ OnRows = Callable[[Tables, jax.Array, jax.Array], Tables]
 
 
 def sums_in_blocks(
-    update: OnRows, tables: Tables, ids: jax.Array, values: Rows, size: int
+    update: OnRows, tables: Tables, ids: IdVector, values: Rows, size: int
 ) -> BlockLoop:
     """Return a loop that updates tables with the sums of the rows of equal ids.
 
@@ -126,7 +126,7 @@ class _Plan:
     count: jax.Array  # of blocks that are needed
 
 
-def _plan(ids: jax.Array, rows: int, size: int) -> _Plan:
+def _plan(ids: IdVector, rows: int, size: int) -> _Plan:
     # One block more than n / size rounded down holds all ids. The sum that the last of them
     # leaves open is complete only where another id follows: the second one is padding alone.
     blocks = ids.shape[0] // size + 2
@@ -170,7 +170,7 @@ def _running_max(x: jax.Array) -> jax.Array:
 
 
 def rows_in_blocks(
-    update: OnRows, tables: Tables, ids: jax.Array, values: Rows, size: int
+    update: OnRows, tables: Tables, ids: IdVector, values: Rows, size: int
 ) -> BlockLoop:
     """Return a loop that updates tables with rows as they come, of equal ids too."""
     rows, count = tables[0].shape[0], ids.shape[0]

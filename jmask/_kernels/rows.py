@@ -39,7 +39,15 @@ from jmask._base.shardings import (
     varying_alike,
     without_repetition,
 )
-from jmask._base.types import Argument, ArrayFunction, Scalar, Shaped
+from jmask._base.types import (
+    Argument,
+    ArrayFunction,
+    IdVector,
+    RowArray,
+    Scalar,
+    Shaped,
+    TableArray,
+)
 from jmask._kernels import tuning
 
 # --- gathers ------------------------------------------------------------------------------
@@ -221,7 +229,7 @@ _CLIP = lax.GatherScatterMode.CLIP
 _DROP = lax.GatherScatterMode.FILL_OR_DROP
 
 
-def gather_rows(table: jax.Array, ids: jax.Array, *, coalesced: bool = False) -> jax.Array:
+def gather_rows(table: TableArray, ids: IdVector, *, coalesced: bool = False) -> RowArray:
     """Gather `table[ids]` (n, *row); padding ids read an arbitrary existing row.
 
     `coalesced` says that ids are sorted, and unique but for padding.
@@ -232,7 +240,7 @@ def gather_rows(table: jax.Array, ids: jax.Array, *, coalesced: bool = False) ->
     return gather(table, ids[:, None])
 
 
-def ids_after_reading(ids: jax.Array, rows: jax.Array) -> jax.Array:
+def ids_after_reading(ids: IdVector, rows: RowArray) -> IdVector:
     """Make ids (n,) depend on rows (n, *row) that were read, or on a scalar made of them.
 
     XLA orders a read before a write in place only where the write depends on the read.
@@ -242,7 +250,7 @@ def ids_after_reading(ids: jax.Array, rows: jax.Array) -> jax.Array:
     return ids if read is None else plus_zero(ids, read)
 
 
-def zero_after_reading(rows: jax.Array) -> jax.Array | None:
+def zero_after_reading(rows: RowArray) -> jax.Array | None:
     """Return integer zeros (n,) that depend on rows (n, *row), as far as XLA can tell.
 
     None if there are no rows, or no integers of their size.
@@ -263,8 +271,8 @@ def plus_zero(ids: jax.Array, zero: jax.Array) -> jax.Array:
 
 
 def split_rows(
-    ids: jax.Array, rows: jax.Array, each: int, count: int, row: tuple[int, ...]
-) -> tuple[jax.Array, jax.Array]:
+    ids: IdVector, rows: RowArray, each: int, count: int, row: tuple[int, ...]
+) -> tuple[IdVector, RowArray]:
     """Split each row into `each` rows of shape `row`, of `count` in all, with canonical ids."""
     first = widen(ids, count)
     if each != 1:
@@ -273,27 +281,27 @@ def split_rows(
     return first, rows.reshape(first.shape[0], *row)
 
 
-def entries_of(ids: jax.Array) -> jax.Array:
+def entries_of(ids: IdVector) -> jax.Array:
     """Number the entries (n,) of ids, int32."""
     return varying_alike(lax.iota(jnp.int32, ids.shape[0]), ids)[0]
 
 
-def sorted_with(ids: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def sorted_with(ids: IdVector, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Sort ids (n,) and carry numbers (n,) along; equal ids may have them in any order."""
     ordered, moved = lax.sort((ids, x), num_keys=1, is_stable=False)
     return ordered, moved
 
 
 def set_rows(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, order: Order = "any"
-) -> jax.Array:
+    table: TableArray, ids: IdVector, rows: RowArray, order: Order = "any"
+) -> TableArray:
     """Return `table` with `table[ids] = rows`, in place when its buffer may be reused."""
     return _write("set", table, ids, rows, order)
 
 
 def add_rows(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, order: Order = "any"
-) -> jax.Array:
+    table: TableArray, ids: IdVector, rows: RowArray, order: Order = "any"
+) -> TableArray:
     """Return `table` with `table[ids] += rows`, duplicates summed, in place when possible."""
     return _write("add", table, ids, rows, order)
 
@@ -303,8 +311,8 @@ _SCATTERS = {"set": lax.scatter, "add": lax.scatter_add}
 
 
 def _write(
-    kind: Kind, table: jax.Array, ids: jax.Array, rows: jax.Array, order: Order
-) -> jax.Array:
+    kind: Kind, table: TableArray, ids: IdVector, rows: RowArray, order: Order
+) -> TableArray:
     # There is no row, or no id. A sum without terms still depends on them, as a gradient.
     if table.shape[0] == 0 or (kind == "set" and 0 in ids.shape):
         return table
@@ -319,19 +327,19 @@ def _write(
     return written
 
 
-def is_routed(shards: Shards, ids: jax.Array, order: Order) -> bool:
+def is_routed(shards: Shards, ids: IdVector, order: Order) -> bool:
     """Decide whether ids (n,) are on the shards that have their rows."""
     return order == "routed" and spec_of(ids)[0] == entry(shards.rows)
 
 
 def _written_on_shards(
-    shards: Shards, kind: Kind, table: jax.Array, ids: jax.Array, rows: jax.Array, order: Order
-) -> jax.Array:
+    shards: Shards, kind: Kind, table: TableArray, ids: IdVector, rows: RowArray, order: Order
+) -> TableArray:
     """Return the table with rows written by each shard where they live."""
     is_there = is_routed(shards, ids, order)
     batch = entry(shards.rows) if is_there else shards.batch(ids)
 
-    def written(block: jax.Array, ids: jax.Array, rows: jax.Array) -> jax.Array:
+    def written(block: TableArray, ids: IdVector, rows: RowArray) -> jax.Array:
         ids, rows = all_gathered(None if is_there else batch, ids, rows)
         places = shards.local(ids, block.shape[0])
         return _write(kind, block, places, rows, order if order == "any" else "unique")
@@ -341,8 +349,8 @@ def _written_on_shards(
 
 
 def scattered(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, kind: Kind, order: Order
-) -> jax.Array:
+    table: TableArray, ids: IdVector, rows: RowArray, kind: Kind, order: Order
+) -> TableArray:
     """Bind one scatter, which promises this order of the ids."""
     ids, rows = never_alone(table.shape[0], ids, rows)
     is_unique = order != "any"
@@ -364,7 +372,7 @@ def scattered(
     )
 
 
-def never_alone(rows: int, ids: jax.Array, *values: jax.Array) -> list[jax.Array]:
+def never_alone(rows: int, ids: IdVector, *values: RowArray) -> list[jax.Array]:
     """Add padding to a single id (1,) and its rows.
 
     XLA makes slices of a gather and a scatter of one row, reads the one again where it is
@@ -376,7 +384,7 @@ def never_alone(rows: int, ids: jax.Array, *values: jax.Array) -> list[jax.Array
     return [jnp.concatenate([ids, jnp.full_like(ids, rows)]), *padded]
 
 
-def _unique_padding(ids: jax.Array, rows: int) -> tuple[jax.Array, bool]:
+def _unique_padding(ids: IdVector, rows: int) -> tuple[jax.Array, bool]:
     """Replace padding V, V, V by V, V+1, V+2, so that unique ids can be promised to XLA.
 
     Returns the ids and whether the promise can be made (V + n must fit the dtype).
@@ -398,7 +406,7 @@ WRITE = primitive(
 
 
 def _written_on_gpus(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: Kind, order: Order
+    table: TableArray, ids: IdVector, rows: RowArray, *, kind: Kind, order: Order
 ) -> list[jax.Array]:
     # XLA fuses the lookup of the old rows into the scatter that writes the new ones, and where
     # it does not see that both are of one buffer (stacked tables) it reads from a copy of it.
@@ -408,7 +416,7 @@ def _written_on_gpus(
 lower(WRITE, _written_on_gpus, platform="gpu")
 
 
-def gather_unique_rows(table: jax.Array, ids: jax.Array, order: Order) -> jax.Array:
+def gather_unique_rows(table: TableArray, ids: IdVector, order: Order) -> RowArray:
     """Gather rows as `gather_rows`, in O(n) on a TPU for tables of one entry a row too."""
     if ids.shape[0] == 1:
         (ids,) = never_alone(table.shape[0], ids)
@@ -416,7 +424,7 @@ def gather_unique_rows(table: jax.Array, ids: jax.Array, order: Order) -> jax.Ar
     shards = Shards.of(table, ids)
     if shards is not None and is_routed(shards, ids, order):
 
-        def own(block: jax.Array, ids: jax.Array) -> jax.Array:
+        def own(block: TableArray, ids: IdVector) -> jax.Array:
             return gather_unique_rows(block, shards.local(ids, block.shape[0]), "unique")
 
         here = entry(shards.rows)
@@ -429,7 +437,7 @@ def gather_unique_rows(table: jax.Array, ids: jax.Array, order: Order) -> jax.Ar
     return READ.bind(table, ids, order=order)[0]
 
 
-def read_rows(table: jax.Array, ids: jax.Array, *, order: Order) -> list[jax.Array]:
+def read_rows(table: TableArray, ids: IdVector, *, order: Order) -> list[jax.Array]:
     return [gather_rows(table, ids, coalesced=order == "sorted")]
 
 

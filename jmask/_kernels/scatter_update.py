@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 from jmask._base.forms import aval_of
 from jmask._base.jaxprs import evaluate, only_arithmetic
 from jmask._base.row_ids import Order
-from jmask._base.types import Argument, Arrays, ArraysFunction, Shaped
+from jmask._base.types import Argument, Arrays, ArraysFunction, IdVector, Shaped
 from jmask._kernels._tpu import choice, row_updates
 from jmask._kernels.gathered_rows import Rows
 from jmask._kernels.rows import gather_unique_rows, never_alone, set_rows
@@ -37,7 +37,7 @@ Combiner = ArraysFunction
 def update_elementwise(
     combiner: Combiner,
     tables: Sequence[jax.Array],
-    ids: jax.Array,
+    ids: IdVector,
     grad: Rows,
     scalars: Sequence[ArrayLike],
     order: Order,

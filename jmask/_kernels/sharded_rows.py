@@ -40,10 +40,14 @@ from jmask._base.types import (
     ArrayFunction,
     Arrays,
     Function,
+    IdArray,
+    IdVector,
     MeshAxes,
     PyTree,
+    RowArray,
     Shape,
     Shaped,
+    TableArray,
 )
 from jmask._kernels import tuning
 from jmask._kernels.coalesce import coalesce_rows, unique_slots
@@ -81,7 +85,7 @@ class _Outbox(NamedTuple):
 
 
 def _outbox(
-    shards: Shards, batch: MeshAxes, ids: jax.Array, size: int, capacity: int
+    shards: Shards, batch: MeshAxes, ids: IdVector, size: int, capacity: int
 ) -> _Outbox:
     """Return where ids (m,) go, which are sorted and unique, with padding last."""
     shard = jnp.arange(shards.count, dtype=ids.dtype) * size
@@ -105,8 +109,8 @@ def _swapped(shards: Shards, x: jax.Array) -> jax.Array:
 def rows_from_owners(
     shards: Shards,
     batch: MeshAxes,
-    block: jax.Array,
-    ids: jax.Array,
+    block: TableArray,
+    ids: IdVector,
     capacity: int,
     by_all_gather: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
@@ -119,7 +123,7 @@ def rows_from_owners(
     unique, slot_of_entry = unique_slots(ids, fewer(ids.shape[0], count), count)
     outbox = _outbox(shards, batch, unique, size, capacity)
 
-    def by_exchange(block: jax.Array, ids: jax.Array) -> jax.Array:
+    def by_exchange(block: TableArray, ids: IdVector) -> jax.Array:
         places = _swapped(shards, outbox.places)
         rows = gather_rows(block, places.reshape(-1)).reshape(*places.shape, *row)
         received = _swapped(shards, rows).reshape(-1, *row)
@@ -133,7 +137,7 @@ def rows_from_owners(
 def with_own_rows(
     shards: Shards,
     batch: MeshAxes,
-    ids: jax.Array,
+    ids: IdVector,
     rows: Sequence[jax.Array],
     size: int,
     count: int,
@@ -170,14 +174,14 @@ def with_own_rows(
     return lax.cond(outbox.excess > 0, by_all_gather, by_exchange, *operands)
 
 
-def excess_of(shards: Shards, ids: jax.Array, rows: int) -> jax.Array:
+def excess_of(shards: Shards, ids: IdVector, rows: int) -> jax.Array:
     """Return how many ids (n,) of a lookup do not fit the exchange, int32; see `_Outbox`."""
     batch = shards.batch(ids)
     capacity = capacity_of(shards, batch, ids.shape[0])
     if capacity is None:
         return jnp.zeros((), jnp.int32)
 
-    def counted(ids: jax.Array) -> jax.Array:
+    def counted(ids: IdVector) -> jax.Array:
         unique, _ = unique_slots(ids, fewer(ids.shape[0], rows), rows)
         return _outbox(shards, batch, unique, rows // shards.count, capacity).excess
 
@@ -189,7 +193,7 @@ def excess_of(shards: Shards, ids: jax.Array, rows: int) -> jax.Array:
 
 # In one program, so that outside of jit ids of no mesh come to its devices.
 @functools.partial(jax.jit, inline=True)
-def looked_up(table: jax.Array, ids: jax.Array) -> jax.Array:
+def looked_up(table: TableArray, ids: IdArray) -> jax.Array:
     """Return the rows (*ids.shape, *row) of canonical ids, zeros for padding.
 
     The rows lie where their ids do, as far as their columns are not sharded over these axes.
@@ -201,13 +205,13 @@ def looked_up(table: jax.Array, ids: jax.Array) -> jax.Array:
     return resharded(_bound(shards, table, ids), like, wanted)
 
 
-def _bound(shards: Shards, table: jax.Array, ids: jax.Array) -> jax.Array:
+def _bound(shards: Shards, table: TableArray, ids: IdArray) -> jax.Array:
     where = NamedSharding(shards.mesh, P(*spec_of(ids), *shards.columns))
     (rows,) = LOOKUP.bind(table, ids, sharding=where)
     return rows
 
 
-def _lookup(table: jax.Array, ids: jax.Array, *, sharding: NamedSharding) -> list[jax.Array]:
+def _lookup(table: TableArray, ids: IdArray, *, sharding: NamedSharding) -> list[jax.Array]:
     shards, spec = _shards(table, ids), spec_of(ids)
     if not ids.size:
         zeros = jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
@@ -217,7 +221,7 @@ def _lookup(table: jax.Array, ids: jax.Array, *, sharding: NamedSharding) -> lis
     shared = [tuple(axis for axis in names(axes) if axis in shards.rows) for axes in spec]
     others = tuple(axis for axis in shards.rows if axis not in sum(shared, ()))
 
-    def by_all_gather(block: jax.Array, ids: jax.Array) -> jax.Array:
+    def by_all_gather(block: TableArray, ids: IdArray) -> jax.Array:
         for d, axes in enumerate(shared):
             if axes:
                 ids = lax.all_gather(ids, axes, axis=d, tiled=True)
@@ -233,7 +237,7 @@ def _lookup(table: jax.Array, ids: jax.Array, *, sharding: NamedSharding) -> lis
         rows = lax.psum(rows, others) if others else rows
         return rows != 0 if is_bool else rows
 
-    def rows_of(block: jax.Array, ids: jax.Array) -> jax.Array:
+    def rows_of(block: TableArray, ids: IdArray) -> jax.Array:
         if capacity is None:
             return by_all_gather(block, ids)
         rows = rows_from_owners(shards, batch, block, ids.reshape(-1), capacity, by_all_gather)
@@ -258,7 +262,7 @@ def _shards(*arrays: jax.Array) -> Shards:
 
 
 def _add(
-    ids: jax.Array, rows: jax.Array, *, shape: Shape, sharding: NamedSharding
+    ids: IdArray, rows: jax.Array, *, shape: Shape, sharding: NamedSharding
 ) -> list[jax.Array]:
     zeros = resharded(jnp.zeros(shape, rows.dtype), sharding, tuple(sharding.spec))
     return [add_rows(zeros, *flat(ids, rows))]
@@ -276,7 +280,7 @@ ADD = primitive("jmask_add_on_shards", _add, _shapes_of_table)
 """A table of zeros, of a shape and a sharding, plus rows (*n, *row) at ids (*n,)."""
 
 
-def flat(ids: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+def flat(ids: IdArray, rows: jax.Array) -> tuple[IdVector, RowArray]:
     """Return ids (n,) and rows (n, *row), sharded if the first dimension of both alone is."""
     batch = ids.ndim
     if batch == 0:
@@ -316,7 +320,7 @@ def _define_linear(made: Primitive, linear: int, transposed: ArrayFunction) -> N
     ad.primitive_jvps[made], ad.primitive_transposes[made] = derivative, transpose
 
 
-def _added_like(rows: jax.Array, table: jax.Array, ids: jax.Array) -> jax.Array:
+def _added_like(rows: jax.Array, table: TableArray, ids: IdArray) -> TableArray:
     shape, sharding = tuple(table.aval.shape), table.aval.sharding
     return ADD.bind(ids, rows, shape=shape, sharding=sharding)[0]
 
@@ -329,7 +333,7 @@ _define_linear(ADD, 1, lambda table, ids, rows: _bound(_shards(table), table, id
 # --- to the shards --------------------------------------------------------------------------
 
 
-def routed(table: jax.Array, ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+def routed(table: TableArray, ids: IdVector, values: RowArray) -> tuple[IdVector, RowArray]:
     """Bring the rows of a gradient to the shards that they live on, equal ids summed.
 
     Returns ids (S m,) and values, where m is min(n, V / S): entries [s m, (s + 1) m) belong to
@@ -338,10 +342,10 @@ def routed(table: jax.Array, ids: jax.Array, values: jax.Array) -> tuple[jax.Arr
     shards, count = _shards(table), table.shape[0]
     batch, size, entries = shards.batch(ids), table.shape[0] // shards.count, ids.shape[0]
 
-    def own(ids: jax.Array, values: jax.Array) -> list[jax.Array]:
+    def own(ids: IdVector, values: RowArray) -> list[jax.Array]:
         return with_own_rows(shards, batch, ids, [values], size, entries, summed)
 
-    def summed(ids: jax.Array, values: list[jax.Array]) -> list[jax.Array]:
+    def summed(ids: IdVector, values: list[jax.Array]) -> list[jax.Array]:
         places, rows = coalesce_rows(shards.local(ids, size), values[0], size)
         first = lax.axis_index(shards.rows).astype(id_dtype(count)) * size
         own_ids = jnp.where(places < size, places.astype(first.dtype) + first, count)

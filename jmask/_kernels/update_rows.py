@@ -28,7 +28,7 @@ from jax import lax
 from jmask._base.lowering import CallDefinition, GroupedPrimitive, Results, switched_on
 from jmask._base.row_ids import Order
 from jmask._base.shardings import Shards, entry, spec_of, varying_alike
-from jmask._base.types import PyTreeDef
+from jmask._base.types import IdVector, PyTreeDef, RowArray, TableArray
 from jmask._kernels._tpu import choice, narrow_rows, row_updates  # noqa: F401
 from jmask._kernels.coalesce import are_large, coalesce_rows, summed_where_first
 from jmask._kernels.gathered_rows import GatheredRows, Rows, as_array
@@ -78,7 +78,7 @@ class RowUpdate:
 
     update: Update  # what is done
     tables: Tables  # arrays (V, ...)
-    ids: jax.Array  # (n,): canonical
+    ids: IdVector  # (n,): canonical
     values: Rows  # (n, *row): one row for each id; rows of equal ids are summed
     # Passed on to the update. If ids are unique, there may be arrays among them that belong to
     # the entries, which then stay where they are.
@@ -150,14 +150,14 @@ def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]
 
     def updated_here(
         tables: list[jax.Array],
-        ids: jax.Array,
+        ids: IdVector,
         rows: list[jax.Array],
         numbers: dict[int, jax.Array],
     ) -> list[jax.Array]:
         axes, size = None if is_there else batch, tables[0].shape[0]
 
         def with_all(
-            ids: jax.Array, rows: list[jax.Array], tables: list[jax.Array]
+            ids: IdVector, rows: list[jax.Array], tables: list[jax.Array]
         ) -> list[jax.Array]:
             values, *more = rows
             scalars = numbers | dict(zip(of_entries, more, strict=True))
@@ -183,7 +183,7 @@ def _prepared(x: RowUpdate) -> RowUpdate:
 
 
 def add_to_rows(
-    table: jax.Array, ids: jax.Array, values: Rows, order: Order = "any"
+    table: TableArray, ids: IdVector, values: Rows, order: Order = "any"
 ) -> jax.Array:
     """Return `table` with `table[ids] += values`, duplicates summed, in place if possible."""
     if 0 in ids.shape:
@@ -261,7 +261,7 @@ def _on_one_cpu(updates: Sequence[RowUpdate]) -> Results:
 def _loop(x: RowUpdate, size: int) -> BlockLoop:
     order: Order = "any" if x.update.additive else "unique"
 
-    def block(tables: list[jax.Array], ids: jax.Array, rows: jax.Array) -> list[jax.Array]:
+    def block(tables: list[jax.Array], ids: IdVector, rows: RowArray) -> list[jax.Array]:
         return x.update.fastest(
             dataclasses.replace(x, tables=tables, ids=ids, values=rows, order=order)
         )

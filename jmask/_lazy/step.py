@@ -26,7 +26,7 @@ from jmask._base.array_types import has_8_bits
 from jmask._base.jaxprs import evaluate, origins
 from jmask._base.row_ids import hide
 from jmask._base.shardings import automatically, explicit_sharding, spec_of, varying_axes
-from jmask._base.types import Argument, Gradient, PyTree, PyTreeDef, Shape, Table
+from jmask._base.types import Argument, Gradient, PyTree, PyTreeDef, RowArray, Shape, Table
 from jmask._kernels.rows import gather_unique_rows, ids_after_reading, set_rows
 from jmask._lazy import row_local
 from jmask._lazy.row_local import RowLocal, RowWise
@@ -86,11 +86,11 @@ class Leaf:
         row = shape.shape if self.row is None else (shape.shape[0], *self.row)
         return jax.ShapeDtypeStruct(row, shape.dtype, weak_type=weak)
 
-    def shown(self, rows: jax.Array) -> jax.Array:
+    def shown(self, rows: RowArray) -> RowArray:
         """Return rows of `value` as `inner` sees them."""
         return rows if self.row is None else with_row(rows, self.row)
 
-    def stored(self, rows: jax.Array) -> jax.Array:
+    def stored(self, rows: RowArray) -> RowArray:
         """Undo `shown`."""
         return rows if self.row is None else with_row(rows, self.value.shape[1:])
 
@@ -344,7 +344,7 @@ class LazyStep:
         return automatically(run, *arrays, like=sharding, spec=specs)
 
 
-def with_row(rows: jax.Array, row: Shape) -> jax.Array:
+def with_row(rows: RowArray, row: Shape) -> RowArray:
     """Return rows (n, ...) reshaped to (n, *row)."""
     return rows if rows.shape[1:] == row else jnp.reshape(rows, (rows.shape[0], *row))
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import fewer, is_narrow
-from jmask._base.types import Argument, Gradient, KeyPath, PyTree, PyTreeDef, Table
+from jmask._base.types import Argument, Gradient, KeyPath, PyTree, PyTreeDef, RowArray, Table
 from jmask._base.validation import (
     KEEP_ARRAYS,
     Model,
@@ -297,7 +297,7 @@ def keep_valid(new: jax.Array, old: jax.Array, valid: jax.Array | None) -> jax.A
 
 def _entries_as_rows(
     storage: BCOO | BCSR, values: jax.Array, valid: jax.Array
-) -> tuple[RowSparse, jax.Array]:
+) -> tuple[RowSparse, RowArray]:
     """Turn entries (nse,) at (row, ...) into coalesced rows and their valid entries."""
     rows, row = storage.shape[0], tuple(storage.shape[1:])
     values = jnp.where(_in_promised_order(storage), values, jnp.nan).astype(values.dtype)

@@ -23,7 +23,7 @@ from jmask._base.fallback import LARGE
 from jmask._base.forms import CALLS, aval_of, name_of, names_in
 from jmask._base.jaxprs import ON_SCALARS, bound, inlined, interpret
 from jmask._base.lowering import switched_on
-from jmask._base.types import Shaped
+from jmask._base.types import IdVector, Shaped, TableArray
 from jmask._kernels import tuning
 from jmask._kernels._tpu.row_updates import block_size
 from jmask._kernels.lines import LANES, has_narrow_rows
@@ -44,7 +44,7 @@ def _warn_of_copies(shape: tuple[int, ...], dtype: DTypeLike) -> None:
     )
 
 
-def warn_if_copied(table: jax.Array) -> None:
+def warn_if_copied(table: TableArray) -> None:
     """Warn, once for each shape, of a large table whose rows are not whole lines."""
     if has_narrow_rows(table.shape) and table.size * table.dtype.itemsize >= LARGE:
         _warn_of_copies(table.shape, table.dtype)
@@ -58,7 +58,7 @@ def sorted_pays(table: Shaped, ids: Shaped) -> bool:
 
 def accepts(
     tables: Sequence[Shaped],
-    ids: jax.Array,
+    ids: IdVector,
     rows: Sequence[jax.Array],
     scalars: Sequence[jax.Array] = (),
     program: Jaxpr | None = None,
@@ -75,13 +75,13 @@ def accepts(
     )
 
 
-def accepts_pairs(table: Shaped, ids: jax.Array) -> bool:
+def accepts_pairs(table: Shaped, ids: IdVector) -> bool:
     """Decide whether rows of a 16-bit table can be written by the kernel, in pairs."""
     is_pairs = table.dtype in (jnp.bfloat16, jnp.float16) and table.shape[0] % 2 == 0
     return is_pairs and _fits(table, ids, 3)
 
 
-def _fits(table: Shaped, ids: jax.Array, arrays: int) -> bool:
+def _fits(table: Shaped, ids: IdVector, arrays: int) -> bool:
     return (
         switched_on()
         # Mosaic (JAX 0.12) lowers Python numbers to 64 bits then, which do not fit int32 ids.

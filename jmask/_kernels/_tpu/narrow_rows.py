@@ -9,6 +9,7 @@ from jax import lax
 
 from jmask._base.lowering import lower
 from jmask._base.row_ids import Order
+from jmask._base.types import IdVector, RowArray, TableArray
 from jmask._kernels._tpu.choice import accepts, accepts_pairs, sorted_pays
 from jmask._kernels._tpu.row_updates import read_lines, update
 from jmask._kernels.lines import LANES, inserted, joined_in_lines, picked
@@ -25,14 +26,14 @@ from jmask._kernels.rows import (
 
 
 def _written_by_xla(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: Kind, order: Order
+    table: TableArray, ids: IdVector, rows: RowArray, *, kind: Kind, order: Order
 ) -> list[jax.Array]:
     pays = order == "sorted" and sorted_pays(table, ids)
     return [scattered(table, ids, rows, kind, "sorted" if pays else "any")]
 
 
 def _written_on_a_tpu(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: Kind, order: Order
+    table: TableArray, ids: IdVector, rows: RowArray, *, kind: Kind, order: Order
 ) -> list[jax.Array]:
     is_sorted = order == "sorted"
     if _is_in_lines(table, ids):
@@ -56,7 +57,7 @@ def _written_on_a_tpu(
 
 
 def _written_in_pairs(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, kind: Kind
+    table: TableArray, ids: IdVector, rows: RowArray, kind: Kind
 ) -> jax.Array:
     """Write rows of a 16-bit table (V, width), which share words of 32 bits in pairs."""
     if kind == "add":
@@ -83,7 +84,7 @@ def _written_in_pairs(
 # write lines of 128 entries.
 
 
-def _is_in_lines(table: jax.Array, ids: jax.Array) -> bool:
+def _is_in_lines(table: TableArray, ids: IdVector) -> bool:
     """Decide whether a table (V, 1, ..., 1) is read and written by lines on a TPU."""
     in_one_row = jax.ShapeDtypeStruct((1, LANES), table.dtype)
     return (
@@ -95,7 +96,7 @@ def _is_in_lines(table: jax.Array, ids: jax.Array) -> bool:
 
 
 def _written_in_lines(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, kind: Kind
+    table: TableArray, ids: IdVector, rows: RowArray, kind: Kind
 ) -> jax.Array:
     n, start = ids.shape[0], table.shape[0] // LANES * LANES
     lines, old = _lines_and_entries(table, ids)
@@ -121,14 +122,14 @@ def _written_in_lines(
     return lax.dynamic_update_slice_in_dim(flat.reshape(table.shape), rest, start, axis=0)
 
 
-def _last_line(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _last_line(table: TableArray, ids: IdVector) -> tuple[jax.Array, jax.Array]:
     """Return the entries of a table (V, 1, ..., 1) that fill no line, and the ids in them."""
     start = table.shape[0] // LANES * LANES
     rest = lax.slice_in_dim(table, start, None)
     return rest, jnp.where(ids < start, rest.shape[0], ids - start)
 
 
-def _lines_and_entries(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _lines_and_entries(table: TableArray, ids: IdVector) -> tuple[jax.Array, jax.Array]:
     """Read the lines (n, 128) of ids in a table (V, 1, ..., 1), and their entries (n,)."""
     line = jnp.minimum(ids // LANES, table.shape[0] // LANES - 1)
     lines = read_lines(table.reshape(1, -1), line)
@@ -140,7 +141,7 @@ def _lines_and_entries(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax
     return lines, jnp.where(is_rest, gather_rows(rest, rest_ids).reshape(-1), entries)
 
 
-def _read_on_a_tpu(table: jax.Array, ids: jax.Array, *, order: Order) -> list[jax.Array]:
+def _read_on_a_tpu(table: TableArray, ids: IdVector, *, order: Order) -> list[jax.Array]:
     if not _is_in_lines(table, ids):
         return read_rows(table, ids, order=order)
     # Sorted as `_written_on_a_tpu` sorts them, so that XLA reads the lines once for both.

@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.types import Argument, ArraysFunction, DType, Index
+from jmask._base.types import Argument, ArraysFunction, DType, IdVector, Index, TableArray
 from jmask._kernels.lines import LANES
 
 # Rows of a block, if they fit: the latency of a DMA, about 1 us, is short against the 5 us in
@@ -66,7 +66,7 @@ class _Plan:
 def update(
     body: Body,
     tables: Sequence[jax.Array],
-    ids: jax.Array,
+    ids: IdVector,
     rows: Sequence[jax.Array],
     scalars: Sequence[jax.Array] = (),
     *,
@@ -182,7 +182,7 @@ def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
     return shape
 
 
-def _kept_in_hbm(table: jax.Array) -> jax.Array:
+def _kept_in_hbm(table: TableArray) -> jax.Array:
     """Keep a table in HBM: XLA would move a small one into the core's memory and back."""
     from jax.experimental.pallas import tpu as pltpu
 
@@ -287,7 +287,7 @@ def _kernel(plan: _Plan, valid: Argument, numbers: Argument, *refs: Argument) ->
     pl.when((step >= 1) & (step <= blocks))(update_block)
 
 
-def read_lines(table: jax.Array, ids: jax.Array) -> jax.Array:
+def read_lines(table: TableArray, ids: IdVector) -> jax.Array:
     """Read lines (n, 128) of an array (1, V); `ids` (n,) are in range."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
