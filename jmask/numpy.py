@@ -6,7 +6,7 @@
 
 A function has JAX's arguments in JAX's order. What it does with masks and storages is one word
 of its line: *entrywise*, *reduces*, *moves* or *contracts* (`_ops/lift.py`, `_ops/reduce.py`);
-what it does with zeros that are not stored is said beside it (`_ops/rows.py`).
+what it does with zeros that are not stored is said in the same line (`_ops/rows.py`).
 
     >>> import jax.numpy as jnp, jmask
     >>> x = jmask.masked_tensor(jnp.array([1., jnp.nan, 3.]), jnp.array([True, False, True]))
@@ -197,7 +197,7 @@ def average(
     Args:
         a, axis, keepdims, where: as of `jmask.numpy.sum`.
         weights: an array that broadcasts to `a`, or (n,) for the n entries along one axis;
-            all 1 by default. Where those of valid entries sum to 0, the result is nan or
+            all 1 by default. Where the weights of valid entries sum to 0, the result is nan or
             inf. Entries with a masked weight take no part, as masked ones.
         returned: whether to return the sums of weights too.
 
@@ -222,7 +222,7 @@ def count(
 ) -> _types.Tensor:
     """Count the valid entries: an ordinary tensor, as there always is a number.
 
-    Arguments are those of `jmask.numpy.sum`. All entries of an ordinary tensor are valid.
+    Takes the arguments of `jmask.numpy.sum`. All entries of an ordinary tensor are valid.
 
     Example:
         >>> import jax.numpy as jnp, jmask

@@ -153,10 +153,10 @@ class Leaves:
         given: arrays, in the order of the arguments; the shape of a placeholder that nobody
             gave.
         owners: the number of the leaf that each is of.
-        of_tensors: the numbers of arrays that are of tensors, which are no tables.
-        placeholders: those of placeholders.
-        everywhere: whether tensors have their placeholders: at first only those that have
-            them of a gradient program around this one.
+        of_tensors: the numbers of arrays that belong to tensors, which are no tables.
+        placeholders: the numbers of placeholders among them.
+        everywhere: whether tensors get placeholders. At first only where a gradient program
+            around this one has given them some.
     """
 
     def __init__(self, arguments: Sequence[PyTree]) -> None:
@@ -196,7 +196,7 @@ class Leaves:
         ]
 
     def gradients(self, of_arrays: Sequence[Argument]) -> list[PyTree]:
-        """Return the gradient of each argument; None is that of what has none."""
+        """Return the gradient of each argument; None for an argument without one."""
         rest, leaves = iter(of_arrays), []
         for x in self._leaves:
             gradient = next(rest)

@@ -6,8 +6,8 @@
     jmask_bag_sum                        sums of rows of a table, bag by bag
     bcoo_dot_general, bcsr_dot_general   X @ table, X sparse: a bag for each row of X
 
-Where a table is looked up, the equation itself runs, and its result gets a tap. The cotangent
-of a bag is that of all of its rows, which are not written out. Where a view is looked up, rows
+Where a table is looked up, the equation itself runs, and its result gets a tap. All rows of a
+bag have its cotangent, which is not repeated for each of them. Where a view is looked up, rows
 of its tables are read, and these have the taps.
 """
 
@@ -247,7 +247,7 @@ class Windows:
         """Return where windows begin along each dimension, moved to where they fit."""
         begins: list[Index] = [0] * len(shape)
         for d, start in self.starts().items():
-            if not isinstance(start, int):  # that of a slice fits
+            if not isinstance(start, int):  # a slice has static bounds, which fit
                 start = jnp.clip(widen(start, shape[d]), 0, shape[d] - self.sizes[d])
             begins[d] = start
         return begins

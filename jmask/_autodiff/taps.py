@@ -91,7 +91,7 @@ class Tap:
 
     @property
     def key(self) -> tuple[int, int, Shape, DType]:
-        """Of taps of one key those of several branches of a `cond` are one."""
+        """The key by which branches of a `cond` share taps: equal ones become one tap."""
         return self.table, self.leading, self.row, self.dtype
 
     def rows_of(self, table: Shape) -> int:
@@ -118,7 +118,7 @@ class Tap:
 
 
 class Taps:
-    """The taps of a program in the order of its lookups; lists are those of what it runs.
+    """The taps of a program in the order of its lookups; a list has those of a nested program.
 
     Without specs and arrays it is a trial: nothing runs, and lookups are only noted.
 
@@ -203,7 +203,7 @@ def _on_mesh_of(table: TableArray, x: jax.Array) -> jax.Array:
 def _from_all_devices(
     spec: Tap, table: TableArray, ids: PyTree, rows: jax.Array
 ) -> tuple[IdVector, RowArray]:
-    """Return ids (n,) and rows (n, *row); of a table that devices share, those of all."""
+    """Return ids (n,) and rows (n, *row), gathered from all devices that share the table."""
     ids, rows = _flat(spec, table, ids, rows)
     axes = tuple(sorted((varying_axes(ids) | varying_axes(rows)) - varying_axes(table)))
     if axes:
@@ -226,7 +226,7 @@ def _flat(
     # All entries of a bag have the cotangent of its sum.
     ids, bag, weight = ids
     bags, rounds = spec.shape[0], math.prod(spec.batch)
-    if spec.batch:  # bags of each round of a loop come after those of the round before
+    if spec.batch:  # number the bags of all rounds of a loop in sequence
         first = bags * lax.iota(bag.dtype, rounds)[:, None]
         bag = bag.reshape(rounds, -1)
         bag = jnp.where(bag < bags, bag + first, rounds * bags)

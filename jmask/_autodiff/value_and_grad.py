@@ -266,7 +266,7 @@ class Reading:
         leaves, jaxpr: the inputs of the program, and the program.
         needed: the variables that a gradient goes through.
         real: the inputs that a gradient is taken in.
-        tables: those of them whose gradient is rows.
+        tables: the inputs in `real` whose gradient is row-sparse.
         taps: of the lookups of tables, as the record of `Taps`.
         needs: of each input that might have been a table.
     """
@@ -362,7 +362,7 @@ class Reading:
         return bool(slices) and is_large and 8 * share <= 1
 
     def result(self, computed: Sequence[jax.Array]) -> PyTree:
-        """Return what the function returned, of what was computed beside the loss."""
+        """Rebuild the result of the function from the outputs that follow the loss."""
         rest, count = iter(computed), len(computed) + len(self._static)
         results = [self._static[i] if i in self._static else next(rest) for i in range(count)]
         return self.leaves.without_placeholders(self._structure.unflatten(results))

@@ -1,4 +1,4 @@
-"""What equations make of views: views again, that are read from their operands.
+"""Rules of equations whose results are views, read from the operands of the equation.
 
     slice rows 3 to 5            row i     row i + 3
     reshape (V, D) to (M, W, D)  m, w      row m * W + w
@@ -64,7 +64,7 @@ def window_of(
     steps: Sequence[int],
     p: Positions,
 ) -> tuple[Part, ArrayFunction]:
-    """Return how a window is read; of entries (*batch, ...) those of a batch have their own."""
+    """Return how a window is read. Each entry of a batch may begin at a place of its own."""
     begins, count, lead = functools.cache(starts), len(p.along), len(p.entries)
 
     def at() -> tuple[list[jax.Array], Valid]:

@@ -3,7 +3,7 @@
     y    = convert_element_type t        t (V, D) in bfloat16: O(V) where it is made
     rows = gather y ids                  convert_element_type (gather t ids): O(n)
 
-A view knows how to read some of its entries from those of other views, and a read ends at a
+A view knows how to read its entries from other views. A read ends at a
 table, with a tap for its rows. So a lookup in what is made of tables is a lookup in these, and
 its gradient is rows. What equations make of views is in `view_rules`.
 """
@@ -44,13 +44,13 @@ class Positions(NamedTuple):
 
     @classmethod
     def of_all(cls, shape: Shape) -> "Positions":
-        """Return those of all entries along dimensions of these sizes."""
+        """Return the positions of all entries along dimensions of these sizes."""
         along = [lax.broadcasted_iota(id_dtype(n), shape, d) for d, n in enumerate(shape)]
         return cls(along, shape)
 
 
 class Part(NamedTuple):
-    """What a view is read from: another view, along so many of its dimensions.
+    """Name another view that a view is read from, and the number of dimensions indexed.
 
     `at` returns the indices and where they count; None stands for the positions of the view.
     """
@@ -77,7 +77,7 @@ class View:
     make: Callable[[Callable[["View"], jax.Array]], jax.Array] | None = None
     tables: frozenset[int] = frozenset()  # the numbers of the leaves that it has a gradient for
     equations: int = 0  # how many make it, each counted wherever it is used
-    # Whether its rows are decided when it runs, as those of a `dynamic_slice`.
+    # Whether its rows depend on run-time values, as with `dynamic_slice`.
     is_lookup: bool = False
     is_stopped: bool = False  # whether it is behind a `stop_gradient`
     varies: frozenset[str] = frozenset()  # the axes of a `shard_map` over which it differs
@@ -95,7 +95,7 @@ class View:
 
     @functools.cached_property
     def fits(self) -> list[bool]:
-        """Whether it can be read by positions along its first 0, 1, ... dimensions."""
+        """For 0, 1, ... leading dimensions, whether positions along them can be read."""
         return [planned(self, n, ()) is not None for n in range(self.ndim + 1)]
 
 
@@ -147,7 +147,7 @@ def view_of_table(number: int, x: Argument, width: int | None = None) -> TableVi
 
 
 def as_view(x: Argument) -> View:
-    """Return a view, that of an array: it is read without a tap."""
+    """Return a view; an array becomes one that is read without a tap."""
     if isinstance(x, View):
         return x
     read = lambda p: ((), lambda: gathered(jnp.asarray(x), p))

@@ -87,7 +87,7 @@ def adds_when_cast(old: DTypeLike, new: DTypeLike) -> bool:
 def joint_dtype(*arrays: ArrayLike | DTypeLike) -> DType:
     """Return dtype of a sum of arrays, also where `jax_numpy_dtype_promotion` refuses one.
 
-    8-bit floating numbers, which JAX promotes to nothing, are as bfloat16 beside others.
+    8-bit floating numbers, which JAX promotes to nothing, count as bfloat16 with others.
     """
     with jax.numpy_dtype_promotion("standard"):
         kinds = {dtype for x in arrays if (dtype := getattr(x, "dtype", x)) is not None}

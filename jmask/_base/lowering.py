@@ -84,7 +84,7 @@ def lower(
     Args:
         on_several: on several devices, over which arrays may be sharded; None if as `on_one`,
             as in a `shard_map` over all axes.
-        platform: a name of JAX's, or "gpu" for those of all GPUs.
+        platform: a name of JAX's, or "gpu" for all GPUs.
     """
 
     def rule(

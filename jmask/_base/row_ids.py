@@ -46,7 +46,7 @@ def _refuse(*args: object, **kwargs: object) -> NoReturn:
 class _Tag(str):
     """Text in the names of dtypes, "multiply does not accept dtypes key<...>", else empty.
 
-    orbax writes `str(key_impl)` beside the words of a key, and looks that up among JAX's own
+    orbax writes `str(key_impl)` next to the words of a key, and looks that up among JAX's own
     implementations when it reads them. Where it is empty, orbax returns the words, of which
     `RowSparse.tree_unflatten` makes the leaf again.
     """

@@ -233,7 +233,7 @@ class Shards:
 
     mesh: AbstractMesh | Mesh  # its axes are explicit
     rows: tuple[str, ...]  # the axes that shard dimension 0; none if all devices have all rows
-    columns: Spec  # those of the other dimensions, as in a `PartitionSpec`
+    columns: Spec  # the axes of the other dimensions, as in a `PartitionSpec`
 
     @classmethod
     def of(cls, table: jax.Array, *others: jax.Array) -> "Shards | None":
@@ -263,7 +263,7 @@ class Shards:
         return self.without_columns(spec_of(ids)[0])
 
     def without_columns(self, axes: MeshAxes) -> MeshAxes:
-        """Return those of some axes that columns are not sharded over."""
+        """Drop from some axes those over which columns are sharded."""
         taken = {axis for of_column in self.columns for axis in names(of_column)}
         return entry([axis for axis in names(axes) if axis not in taken])
 

@@ -62,7 +62,7 @@ _BLOCK = 1 << 16
 
 
 class TableState(NamedTuple):
-    """What is kept of a table besides the state of its optimizer.
+    """Hold what a deferred table needs besides the state of its optimizer.
 
     Attributes:
         last: how many steps each row has taken, (V,) int32; of a stack (M, V).
@@ -122,8 +122,8 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
 
     Parameters stay the arrays that they are. A leaf with a row-sparse gradient is a table in
     that step, any other one takes the dense step. After the last line parameters and
-    `state.inner` are those of a run of `inner` on dense gradients, up to rounding, so that a
-    run may go on in either way from there; a dense one goes on as a deferred one with the state
+    `state.inner` equal, up to rounding, what a run of `inner` on dense gradients has. A run
+    may go on in either way from there; a dense one goes on as a deferred one with the state
     `tx.init(params)._replace(inner=opt_state)`.
 
     `ids` is a tree like the parameters, parts of which may be missing: an array of row
@@ -140,8 +140,7 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
             for longer, as in a table that no `catch_up` names for so long, reads as nan.
 
     Returns:
-        A transformation with `catch_up`. Its state has one int32 for each row besides that of
-        `inner`.
+        A transformation with `catch_up`. Its state is `inner`'s and one int32 for each row.
 
     Raises:
         TypeError: if `inner` is no transformation; by `init`, if a parameter is no array.
@@ -318,7 +317,7 @@ def _scalars(step: LazyStep, forms: Sequence[Found]) -> list[Step | None]:
     results = [(i, k) for i, at in places.items() for k in at]
 
     def probed(*given: jax.Array) -> list[jax.Array]:
-        """Return what becomes of the probes, beside the rows of the batch or alone."""
+        """Run the step on the probes, with the rows of the batch if it sums over rows."""
         arrays, sizes = list(given), {}
         for k, (leaf, x) in enumerate(zip(step.leaves, rows, strict=True)):
             if leaf.table is not None:
@@ -352,7 +351,7 @@ def _caught_up(
     clock: jax.Array,
     ids: jax.Array | None,
 ) -> tuple[list[jax.Array], TableState]:
-    """Return parameter and state with rows as they are now: those of ids (n,), None for all."""
+    """Return parameter and state with the rows `ids` (n,) caught up; all rows for None."""
     arrays, shared = [*slots, table.last], [table.lines, clock, table.swept]
     shards = Shards.of(slots[0], *([] if ids is None else [ids]))
 

@@ -12,8 +12,8 @@ zero, in groups:
 
 The structure, which of these numbers may differ from 0, is found when a state is made, at
 several counts of steps: it is the first one that predicts them (`form_of`). The numbers are
-measured in each step (`Probes`), beside the rows of the batch. So is the check: what a step
-does beyond that structure makes rows that wait read as nan.
+measured in each step (`Probes`), together with the rows of the batch. So is the check: a step
+that does not fit the structure makes inactive rows read as nan.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from jmask._updates.checks import NotRowLocalError
 # The greatest difference of a step from its prediction: relative to the terms of its sum, and
 # to what it is added to.
 _RELATIVE, _OF_ENTRY = 2e-4, 1e-6
-# The least e of the structure, in that of a step, from which it is measured to some 2e-6.
+# The least ratio of the structure's e to the step's at which e is measured to some 2e-6.
 _LEAST = 0.05
 
 
@@ -65,7 +65,7 @@ def measured(
     Args:
         groups: parameter and state, each (groups, n): first a unit for each entry.
         moves: by how much the step moved them.
-        at_e: the group in which the quotient has c / 2e, if e is that of `form`.
+        at_e: the group whose quotient is c / 2e if the step has the e of `form`.
         checks: the groups that are predicted.
     """
     xp: Argument = np if isinstance(moves[0], np.ndarray) else jnp
@@ -93,8 +93,8 @@ def measured(
             e = xp.where(is_taken, form.e / ratio, form.e)
             step = step._replace(c=at_0 * e, e=e)
             terms[0].append(step.c * x[a] / (x[b] ** 0.5 + e))
-        # Of a much larger e the difference of two quotients is nothing but rounding, and the
-        # checks, with roots near that of `form`, would not see it.
+        # If e is much larger, the difference of two quotients is rounding alone, and the
+        # checks, whose roots are near the e of `form`, would not see it.
         fits.append(~is_taken | (ratio > _LEAST))
     fits += [
         xp.all(
@@ -108,7 +108,7 @@ def measured(
 
 # --- the structure ------------------------------------------------------------------------
 #
-# Rows of one entry: a unit for each entry, units with a v beside them, and random ones.
+# Rows of one entry: a unit for each entry, units with a second entry v, and random ones.
 
 # Counts of steps at which the structure of a step is looked at: a rate may begin at 0.
 _LATER = (1_000, 100_000)
@@ -218,7 +218,7 @@ def one_row_of(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def places_of_tables(step: LazyStep) -> dict[int, list[int]]:
-    """Return where among the leaves, and results, of a step those of each table are.
+    """Return the positions of each table's leaves, and results, in a step.
 
     First its gradient, or update, then its state.
     """
@@ -321,7 +321,7 @@ _ENTRIES = 64
 
 
 class Probes:
-    """Rows of numbers that are given to an optimizer beside those of the batch.
+    """Make the rows of numbers that an optimizer gets in addition to the rows of the batch.
 
     Attributes:
         rows: parameter and state, each (count, *row).
@@ -377,7 +377,7 @@ def unrounded(program: ClosedJaxpr) -> ArraysFunction:
     """Return the program with all numbers of 16 bits in float32.
 
     Rounding b x to 16 bits makes of b something else, by 2⁻⁹: from step to step the errors of a
-    dense run cancel, and that of a measured b would not.
+    dense run cancel, and the error of a measured b would not.
     """
     program = inlined(program)
     consts = list(map(_widened, program.consts))

@@ -102,7 +102,7 @@ class Form:
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """Where products of the A may not be 0, sorted."""
+        """The (row, column) where a product of the A may not be 0, sorted."""
         pairs = {(i, i) for i in range(self.width)} | set(self.changes)
         while True:
             more = {(i, k) for i, j in pairs for j_too, k in pairs if j == j_too}
@@ -173,7 +173,7 @@ def advanced(
         shift = [jnp.where(slot == clock % ring, first, shift[0])]
         factors = old[a, a], old[b, b]
         values = step.c * _at_nodes(form.terms, *factors, shift[0], step.e)
-        # `dot` is less precise on accelerators. All columns are computed at once, since XLA
+        # `dot` is less precise on accelerators. All columns are computed together, since XLA
         # compiles a kernel for each column that is computed by itself.
         to_terms = jnp.asarray(_dct(form.terms).T[:, None], dtype)
         columns = (to_terms[i] * values[:, i : i + 1] for i in range(form.terms))

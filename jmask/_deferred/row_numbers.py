@@ -1,4 +1,4 @@
-"""Which rows the ids that a user gives to `catch_up` are.
+"""Turn the ids that a user gives to `catch_up` into row numbers.
 
 {"table": ids}                  along the first dimension of table (V, D)
 {"tables": (m, ids)}            of tables (M, V, D), as in `tables[m, ids]`

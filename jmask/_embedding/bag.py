@@ -235,7 +235,7 @@ class Bags(NamedTuple):
     """The bags that entries are in.
 
     Attributes:
-        shape: that of the bags, (b,); or where each line of entries (*shape, L) is a bag.
+        shape: (b,); or *shape of entries (*shape, L), each line of which is a bag.
         ids (n,): the bag of each entry, b where it is in none; None for lines.
         left_out: which entries are in none; None if all are in one.
         valid: whether traced offsets ascend from 0 to n at most; None if that is known.

@@ -171,8 +171,8 @@ def checked_integers(x: Argument, name: str, mode: str, order: str = "") -> Ids:
 
     NumPy arrays and lists stay NumPy, so that 64-bit ids are not cut to 32 bits. In mode
     "raise" all that is concrete becomes NumPy: under a trace, JAX makes even of a
-    comparison of two constants a value that cannot be looked at. `order` is that of the
-    arguments, for callers who give the ids first, as torch does.
+    comparison of two constants a value that cannot be looked at. `order` is the call
+    with its arguments in order, for callers who give the ids first, as torch does.
     """
     if isinstance(x, MaskedTensor):
         raise TypeError(

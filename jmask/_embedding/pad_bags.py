@@ -92,7 +92,7 @@ def pad_bags(
     """Pad ragged bags to one of a few sizes, on the host.
 
     Under jit every other number of ids is another program. These are padded to a power of √2,
-    those of a dict of tables alike. A new size is logged once, as INFO of the logger "jmask".
+    the same for all tables of a dict. A new size is logged once, as INFO of the logger "jmask".
 
     Args:
         ids: a list of bags, each a list of integers; or with `offsets` integers (n,). Or a

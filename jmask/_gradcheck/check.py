@@ -94,7 +94,7 @@ def gradcheck(
         False
 
     References:
-        The two semantics are those of `torch.autograd.gradcheck` for sparse inputs.
+        `torch.autograd.gradcheck` has the same two semantics for sparse inputs.
     """
     _check_function("gradcheck(fun, args)", fun)
     modes = (modes,) if isinstance(modes, str) else modes

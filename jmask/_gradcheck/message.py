@@ -34,7 +34,7 @@ class GradcheckError(AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is checked, in which semantics and to which tolerances; see `gradcheck`."""
+    """Hold semantics, tolerances and order of a check; see `gradcheck`."""
 
     masked: bool = False
     eps: float = 1e-6

@@ -67,7 +67,7 @@ Rows = RowArray | GatheredRows
 
 
 class _Known:
-    """What makes traced arrays, by their identity; it keeps neither an array nor its trace."""
+    """Remember how traced arrays are made, by identity, without keeping array or trace."""
 
     # Tracers have no hash, and `==` of arrays is elementwise, so this is no WeakKeyDictionary:
     # the key is the address, which the callback of the weak reference removes before it is used

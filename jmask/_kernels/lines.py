@@ -108,7 +108,7 @@ batching.primitive_batchers[LOOKUP] = _batched
 def rows_of_lines(lines: TableArray, ids: IdArray, width: int) -> jax.Array:
     """Return the rows that `LOOKUP` reads.
 
-    Its derivative is that of `lines.reshape(-1, width)[ids]`.
+    It has the derivative of `lines.reshape(-1, width)[ids]`.
     """
     if explicit_sharding(lines, ids) is not None:
         return _by_definition(lines, ids, width=width)[0]

@@ -204,7 +204,7 @@ def densified(
 ) -> optax.GradientTransformationExtraArgs:
     """Return `tx` for row-sparse gradients, which become dense: all rows are updated.
 
-    The state is that of `tx`, and not of a chain, so that a run can switch.
+    It has the state of `tx`, and not of a chain, so that a run can switch.
     """
     init = lazy(tx).init
 

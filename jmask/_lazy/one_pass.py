@@ -57,7 +57,7 @@ from jmask._tensors.storage import stored_values
 from jmask._updates.checks import keep_valid, unchanged_where_masked
 
 _FILL = "broadcast_in_dim"
-# They keep the entries of a row apart where the shape of the result begins with that of a row.
+# They keep the entries of a row apart if the result's shape begins with the shape of a row.
 _ENTRY_BY_ENTRY = {*ELEMENTWISE, _FILL, "concatenate", "reshape", "slice", "split", "squeeze"}
 
 
@@ -249,7 +249,7 @@ def _rule(
             return values[:1]
         if eqn.primitive.name not in ARITHMETIC:
             return bound(at_sizes(eqn), values)
-        # Arithmetic takes scalars beside arrays, but for what is selected or clamped.
+        # Arithmetic takes scalars and arrays together, except in `select_n` and `clamp`.
         shapes = {jnp.shape(x) for x in values}
         shapes -= set() if eqn.primitive.name in ("clamp", "select_n") else {()}
         if not is_filled and len(shapes) > 1:

@@ -358,7 +358,7 @@ def _reduce(eqn: JaxprEqn, inputs: list[Known]) -> Known:
 
 
 def _along(parameter_of_axis: str) -> Rule:
-    """Return the rule of an operation along other axes than that of rows."""
+    """Return the rule of an operation that must not run along the axis of rows."""
 
     def rule(eqn: JaxprEqn, inputs: list[Known]) -> Known:
         along = {*np.atleast_1d(parameter(eqn, parameter_of_axis)).tolist()}

@@ -58,7 +58,7 @@ class Leaf:
             are gathered.
         valid: the valid entries of the gradient that it belongs to, if that is masked.
         row: of stacked tables, the shape of a row as `inner` sees it: (1, D), which has as many
-            dimensions as a table of the stack. None where it is that of `value`.
+            dimensions as a table of the stack. None where `value` has it already.
         stack: what it was before it became one table: an array, or the gradient.
     """
 
@@ -353,8 +353,8 @@ def _is_block(table: jax.Array, params: Sequence[jax.Array]) -> bool:
     """Decide whether a table is a block of one device, by the types of all parameters.
 
     It differs over an axis of a `shard_map` over which another parameter is the same. What an
-    optimizer makes of all rows (a global norm) it would make of those of one device. Where all
-    parameters differ, each device trains a model of its own.
+    optimizer computes from all rows (a global norm) would be of one device's rows alone. Where
+    all parameters differ, each device trains a model of its own.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return False

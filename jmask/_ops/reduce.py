@@ -92,7 +92,7 @@ def reduces(
     one_axis: bool = False,
     arrays_too: bool = False,
 ) -> Reduction:
-    """Lift a reduction: its arguments are those of `of_jax`, or else of the formula.
+    """Lift a reduction, with the arguments of `of_jax`, or else of the formula.
 
     Args:
         formula: takes a `MaskedTensor`, `axis` as a tuple and its options by name; returns a
@@ -104,8 +104,8 @@ def reduces(
         like: a function of JAX with results of the same dtype: the formula gets at least 32
             bits, and its result is cast.
         initial: combines a result with the option `initial`.
-        absent: of a formula with a result for each entry: that of an entry of an array that
-            takes no part, while others of its group do.
+        absent: for a formula with a result for each entry: the result at an entry of an array
+            that takes no part, while others of its group do.
         one_axis: whether a tuple of axes is refused.
         arrays_too: whether the formula serves arrays too, with the arguments of `of_jax`.
     """
@@ -149,7 +149,7 @@ def reduces(
             x = x.astype(wide(joint_dtype(x.dtype, dtype)))
         result = (zeros if plain and callable(zeros) else formula)(x, axis=axes, **options)
         result = result if dtype is None else result.astype(dtype)
-        if not keepdims:  # those of several quantiles come first
+        if not keepdims:  # the axes of several quantiles come first
             result = without_axes(result, [a + result.ndim - x.ndim for a in axes])
         if plain:
             result = filled(result)
@@ -339,7 +339,7 @@ def _integer() -> DType:
 
 
 def count(x: MaskedTensor, axis: Sequence[int], holds: jax.Array | None = None) -> MaskedTensor:
-    """Count the valid entries of each group, or those of which `holds` is true."""
+    """Count the valid entries of each group, or the valid ones where `holds` is True."""
     ones = x.valid if holds is None else x.valid & holds
     return reduced(x.with_values(ones.astype(_integer()), x.valid), axis, "sum")
 

@@ -48,7 +48,7 @@ Operand = Storage | HostArray
 
 
 class Words(NamedTuple):
-    """What a function makes of zeros.
+    """Say what a function makes of zeros.
 
     Attributes:
         adds: whether it is linear in all operands together.
@@ -199,7 +199,7 @@ def where_or(valid: jax.Array, x: jax.Array, safe: float) -> jax.Array:
 def _sampled(
     operands: Sequence[Operand], values: Sequence[jax.Array], like: Sparse, shape: Shape
 ) -> list[Argument]:
-    """Return the operands at the positions of `like`; `values` are those of the sparse ones."""
+    """Return the operands at the positions of `like`, given the `values` of sparse ones."""
     stored = iter(values)
     return [
         next(stored) if is_sparse(x) else sampled(jnp.asarray(x), like, shape) if x.ndim else x

@@ -328,7 +328,7 @@ def _arithmetic(name: str, doc: str) -> Function:
 
 
 class Positions:
-    """`x.at[index]`; keyword arguments of the methods are those of `jax.Array.at`."""
+    """`x.at[index]`, whose methods take the keyword arguments of `jax.Array.at`."""
 
     __slots__ = ("data", "index", "valid")
 
@@ -420,7 +420,7 @@ def row_getitem(x: RowSparse, key: IndexLike) -> Tensor:
     if all(parts) and jnp.issubdtype(getattr(first, "dtype", object), jnp.integer):
         rows = library().embedding_lookup(x, from_the_end(first, x.shape[0]))
         return rows[(slice(None),) * first.ndim + tuple(rest)]
-    # One array of columns stays where it is, unless an integer beside it is an array too.
+    # NumPy keeps the dimension of one index array in place, but not of several.
     is_slice = isinstance(first, slice) and first == slice(None)
     all_rows = is_slice or (first is Ellipsis and sum(map(_consumed, rest)) < x.ndim)
     if all_rows and (all(parts) or len(rest) == 1):

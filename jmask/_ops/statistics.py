@@ -107,7 +107,7 @@ def top_k(x: TensorLike, k: int, axis: int = -1) -> tuple[Tensor, Tensor]:
     """Return the k largest valid entries along an axis, descending, and where they are.
 
     Equal entries come in their order; where fewer than k are valid, the others are masked. The
-    derivative is that of the entries.
+    derivative goes to the entries taken.
 
     Raises:
         ValueError: if the axis has fewer than `k` entries.
@@ -162,7 +162,7 @@ def nonzero(
 ) -> tuple[jax.Array, ...]:
     """Return the indices of the valid entries that are not 0, an array for each dimension.
 
-    Arguments and errors are those of `jax.numpy.nonzero`.
+    It has the arguments and errors of `jax.numpy.nonzero`.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -315,9 +315,9 @@ def cov(
 ) -> MaskedTensor:
     """Take each covariance over the observations that both variables have, as `numpy.ma.cov`.
 
-    The mean of a variable is that of all its entries, and the divisor counts the observations
-    that exist for both; it is masked where not more than `ddof` are there. Where the shape of
-    `y` is that of `m`, an observation that one of them lacks is masked in both.
+    The mean of a variable is taken over all its entries, and the divisor counts the
+    observations that exist for both; it is masked where not more than `ddof` are there. If `m`
+    and `y` have one shape, an observation that one of them lacks is masked in both.
     """
     tensors = [as_masked_tensor(x) for x in (m, y) if x is not None]
     shapes = [x.shape for x in tensors]

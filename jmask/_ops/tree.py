@@ -30,7 +30,7 @@ def add(tree: PyTree, *others: PyTree, like: PyTree | None = None) -> PyTree:
         *others: trees of the same structure. A dense and a row-sparse leaf add to a dense
             one.
         like: a tree whose row-sparse leaves give the capacity of the result's; by
-            default the capacity is that of all rows.
+            default all rows fit.
 
     Raises:
         ValueError: if structures or shapes differ, or more different rows come together
@@ -231,7 +231,7 @@ def map(  # noqa: A001
 ) -> PyTree:
     """Apply a function to each leaf, as `jax.tree.map`, where tensors are leaves.
 
-    Arguments and errors are those of `jax.tree.map`. `f` gets the `RowSparse`, `MaskedTensor`,
+    It has the arguments and errors of `jax.tree.map`. `f` gets the `RowSparse`, `MaskedTensor`,
     BCOO or BCSR itself, and never their indices or masks; in the same place of each of `rest`
     may be a tensor of another kind or shape.
 

@@ -46,7 +46,7 @@ class Ema(optax.GradientTransformationExtraArgs):
         """Return the averages of all parameters after the last step, at the cost of all rows.
 
         Args:
-            opt_state: a state that holds one of this transformation, as that of a chain does.
+            opt_state: a state that holds this transformation's, as the state of a chain does.
             params: the parameters after the last step.
 
         Returns:

@@ -65,8 +65,8 @@ class Guard(OnePassTransformation):
 def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide) -> Guard:
     """Return a transformation that takes a step of `inner` where `decide` says so.
 
-    Guards of guards decide first, and then there is one step: in that of the outer one, taken
-    without rows, an inner `multi_steps` would have the rows that it keeps.
+    Guards of guards decide first, and then there is one step. A step of the outer guard
+    without rows would still have the rows that an inner `multi_steps` keeps.
 
     Args:
         init: makes a named tuple with an `inner_state`.
@@ -197,7 +197,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
 
     Returns:
         A transformation whose state counts in `skipped` the steps not taken. It looks at the
-        rows of the batch, those of equal ids summed, and a step stays one pass. In a
+        rows of the batch, equal ids summed, and a step stays one pass. In a
         `shard_map` no device takes the step where one has such a gradient; only where all
         parameters differ from device to device, by their types, each decides for its own.
 
@@ -237,7 +237,7 @@ def _summed(updates: PyTree, params: PyTree) -> PyTree:
 
 
 def _not_finite(x: Gradient) -> jax.Array:
-    """Find the stored values that are nan or infinite, but those of padding and masked ones."""
+    """Find stored values that are nan or infinite, and neither padding nor masked."""
     if isinstance(x, MaskedTensor):
         return x.valid & ~jnp.isfinite(stored_values(x))
     if not is_row_sparse(x):
@@ -349,7 +349,7 @@ def clip_by_row_norm(
     """Scale down rows of the gradient whose norm exceeds `max_norm`.
 
     One example with a huge loss then moves the rows it looked up by a bounded amount and no
-    others. Rows are along axis 0 of every leaf; those of equal ids are added first.
+    others. Rows are along axis 0 of every leaf; rows of equal ids are added first.
 
     Args:
         max_norm: positive; a number or a (traced) scalar.

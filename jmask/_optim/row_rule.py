@@ -150,7 +150,8 @@ class Common:
         if not (isinstance(self.rescale_grad, int | float) and self.rescale_grad == 1):
             grad = grad * self.rescale_grad
         grad = grad if clips_last else clip(grad)
-        if self.decays and self.decay_mode == "l2":  # that of (weight_decay / 2) * |param|**2
+        if self.decays and self.decay_mode == "l2":
+            # The gradient of (weight_decay / 2) * |param|**2.
             grad = grad + self.weight_decay * param
         return clip(grad) if clips_last else grad
 
@@ -279,7 +280,7 @@ def _initial(slot: Slot, param: jax.Array, state_dtype: DTypeLike | None) -> jax
     """Return a slot before the first step."""
     like = shape_of(param)
     dtype = slot.dtype or state_dtype or like.dtype
-    if slot.initial is None:  # not the parameter itself, which may be donated beside it
+    if slot.initial is None:  # not the parameter itself: both may be donated
         return jnp.array(param, wide(dtype))
     if slot.per_row:
         shape = like.shape if len(like.shape) < 2 else (*like.shape[:-1], 1)

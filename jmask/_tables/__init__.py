@@ -1,4 +1,4 @@
-"""What is done with the rows of tables, which are arrays.
+"""Tables, which are arrays: sharded, packed, quantized, and their rows.
 
 rows_at         the rows of a gradient in its tables: read, written, added
 packed          narrow rows in lines of 128, as TPUs lay them out

@@ -6,9 +6,8 @@
 
 What lies under the mask is never read as a number: not by a result, not by a gradient.
 Operations combine masks by intersection (an entry of `a + b` exists where both do), and
-reductions run over the entries that exist. Of sparse storage (`RowSparse`, BCOO, BCSR) the
-entries that are not stored do not exist either; the mask is kept as the booleans of the stored
-values alone.
+reductions run over the entries that exist. On sparse storage (`RowSparse`, BCOO, BCSR)
+entries that are not stored do not exist either; the mask is kept for the stored values alone.
 """
 
 import functools
@@ -67,7 +66,7 @@ class MaskedTensor(MaskedMethods):
             array; it and the data broadcast against each other. For sparse data a boolean
             array of the shape of the tensor or of its stored values. A sparse mask, whose
             booleans JAX may have made int32, gives dense data its storage; for sparse data it
-            stores positions in the same way, and the result has those of the mask.
+            stores positions in the same way, and the result has the positions of the mask.
 
     Equal positions of sparse data are one entry: the sum of those that are valid.
 

@@ -7,7 +7,7 @@ An entry that is not specified counts for zero in the first, and is left out of 
 `todense(x)` sends a gradient to every entry of x, `todense(x, masked_grad=True)` to those that
 are specified, `sparse_mask(x, mask)` to those that `mask` specifies. Other functions of sparse
 tensors compute with stored values, and their gradients go there: `x @ y` is the matrix product
-with masked gradient, `todense(x) @ y` with that of an ordinary tensor.
+with masked gradient, `todense(x) @ y` with an ordinary tensor's.
 """
 
 from collections.abc import Sequence
@@ -171,9 +171,9 @@ def _at_positions_of(pattern: Storage, storage: Storage, values: jax.Array) -> j
 #
 # JAX keeps a sparse tensor as its stored values, so a gradient has numbers for those alone. The
 # tangent placeholder is a dense array of zeros that `todense` adds, so that its gradient has
-# those of the other entries. A tensor with a placeholder *is* a BCOO, BCSR, `RowSparse` or
-# `MaskedTensor`; functions that do not know of it return tensors without one, which is what
-# their gradients say: nothing at other entries.
+# the derivatives at the other entries. A tensor with a placeholder *is* a BCOO, BCSR,
+# `RowSparse` or `MaskedTensor`; functions that do not know of it return tensors without one,
+# which is what their gradients say: nothing at other entries.
 
 
 class _WithPlaceholder:

@@ -214,7 +214,7 @@ def sparse_sizes(x: Storage) -> Shape:
 # Some thirty operations, which outside jit would each be called from Python.
 @functools.partial(jax.jit, inline=True)
 def read_at_positions(x: Sparse, values: jax.Array, like: Sparse) -> jax.Array:
-    """Return sums (`or` of booleans) of values at the positions of `x`, at those of `like`.
+    """Read the values at the positions of `x`, summed (booleans: `or`), at positions of `like`.
 
     The positions of both, of equal `sparse_sizes`, are sorted together and numbered:
 

@@ -107,7 +107,7 @@ def rows_of_state(
         params: shapes of the leaves of the parameters.
         seen: the same, of stacked tables (M, V, D) as one table (M * V, 1, D).
         is_table: which of them have a sparse or masked gradient.
-        dtypes: whether those of `params` are known, and the rows must have the dtypes that
+        dtypes: whether the dtypes of `params` are known; then rows must have the dtypes that
             `init` gives them. All other leaves may get another dtype in a step, as optax
             promotes them.
 

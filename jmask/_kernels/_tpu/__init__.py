@@ -1,4 +1,4 @@
-"""What is done otherwise on TPUs.
+"""Row updates and reads for TPUs.
 
 row_updates     an update of rows, and a read of lines, as kernels of row DMAs
 choice          which updates are made by the kernel
