@@ -95,7 +95,7 @@ class RowUpdate:
         """True if ids are sorted, with padding last."""
         return self.order == "sorted"
 
-    def summed(self) -> "RowUpdate":
+    def coalesced(self) -> "RowUpdate":
         """Return the same update with the rows of equal ids summed."""
         if self.order != "any":
             return self
@@ -104,7 +104,7 @@ class RowUpdate:
 
     def as_needed(self) -> "RowUpdate":
         """Return the same update; an additive one may take equal ids as they come."""
-        return self if self.update.additive else self.summed()
+        return self if self.update.additive else self.coalesced()
 
 
 def updated(updates: Sequence[RowUpdate | list[jax.Array]]) -> list[list[jax.Array]]:
@@ -236,7 +236,7 @@ def _on_a_tpu(x: RowUpdate) -> list[jax.Array]:
     if x.order == "any" and are_large(x.values) and choice.accepts(x.tables[:1], x.ids, []):
         ids, rows = summed_where_first(x.ids, x.rows, x.tables[0].shape[0])
         x = dataclasses.replace(x, ids=ids, values=rows, order="unique")
-    return (x.update.kernel or x.update.fastest)(x.summed())
+    return (x.update.kernel or x.update.fastest)(x.coalesced())
 
 
 def _on_one_gpu(x: RowUpdate) -> list[jax.Array]:
@@ -305,14 +305,14 @@ def _in_one_round(x: RowUpdate) -> list[jax.Array]:
 # On several devices equal ids are summed first. XLA would add sharded rows that come one at a
 # time to a table of zeros on each device, and sum these tables over devices: it moves as much
 # as the table holds.
-_summed = _each(lambda x: x.update.definition(x.summed()))
+_coalesced = _each(lambda x: x.update.definition(x.coalesced()))
 # XLA cannot shard a kernel over devices, and it is believed to add rows faster that are
 # promised to be distinct.
-_summed_and_fused = _each(lambda x: x.update.fastest(x.summed()))
-_summed_in_one_round = _each(lambda x: _in_one_round(x.summed()))
+_coalesced_and_fused = _each(lambda x: x.update.fastest(x.coalesced()))
+_coalesced_in_one_round = _each(lambda x: _in_one_round(x.coalesced()))
 _on_one_tpu = _each(_on_a_tpu)
 
-_update_rows.lower(_by_definition, _summed)
-_update_rows.lower(_each(_on_one_gpu), _summed, platform="gpu")
-_update_rows.lower(_on_one_tpu, _summed_and_fused, platform="tpu")
-_update_rows.lower(_on_one_cpu, _summed_in_one_round, platform="cpu")
+_update_rows.lower(_by_definition, _coalesced)
+_update_rows.lower(_each(_on_one_gpu), _coalesced, platform="gpu")
+_update_rows.lower(_on_one_tpu, _coalesced_and_fused, platform="tpu")
+_update_rows.lower(_on_one_cpu, _coalesced_in_one_round, platform="cpu")

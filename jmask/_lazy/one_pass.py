@@ -107,8 +107,8 @@ def applied_in_one_pass(step: LazyStep) -> tuple[PyTree, PyTree] | None:
         if leaf.table is None:
             known[v] = leaf.value
         elif v in needed:
-            known[v] = leaf.shown(stored_values(leaf.summed))
-            sizes[leaf.table] = leaf.summed.nse
+            known[v] = leaf.shown(stored_values(leaf.coalesced_value))
+            sizes[leaf.table] = leaf.coalesced_value.nse
     run(before, known, _rule(parts, proof, sizes))
 
     # --- the pass
@@ -119,7 +119,7 @@ def applied_in_one_pass(step: LazyStep) -> tuple[PyTree, PyTree] | None:
         # Rows of equal ids are summed here only if something is computed of the sums. Then
         # nothing is gained by adding them one at a time.
         if c.source in computed or table in parts.reduced:
-            gradient = leaf.summed.with_values(leaf.stored(known[c.source]))
+            gradient = leaf.coalesced_value.with_values(leaf.stored(known[c.source]))
             steps = None
         replaced, is_elementwise = [leaves[i] for i in c.places], table not in parts.by_rows
         update = _update_of_rows(c, replaced, gradient, scalars, is_elementwise, steps)

@@ -30,15 +30,15 @@ from jmask._base.types import Argument, Gradient, PyTree, PyTreeDef, RowArray, S
 from jmask._kernels.rows import gather_unique_rows, ids_after_reading, set_rows
 from jmask._lazy import row_local
 from jmask._lazy.row_local import RowLocal, RowWise
-from jmask._tables.rows_at import as_one_table, fitted, shape_of
+from jmask._tables.rows_at import as_one_table, routed_to_shards, shape_of
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values
 from jmask._updates.checks import (
     NotRowLocalError,
+    coalesced,
     gradient_and_valid,
     is_gradient_leaf,
     keep_valid,
-    summed,
     unchanged_where_masked,
 )
 from jmask._updates.state_rows import once_a_step, rows_of_state
@@ -70,9 +70,9 @@ class Leaf:
     stack: Argument = None
 
     @functools.cached_property
-    def summed(self) -> Argument:
+    def coalesced_value(self) -> Argument:
         """The gradient, its rows of equal ids summed. One pass needs it at times."""
-        return summed(self.value) if is_row_sparse(self.value) else self.value
+        return coalesced(self.value) if is_row_sparse(self.value) else self.value
 
     def has_lines(self) -> bool:
         """Decide whether it is the gradient of a packed table, of lines: see `in_lines`."""
@@ -153,7 +153,7 @@ class LazyStep:
         for i, x in arrays:
             gradient = gradients[i]
             if is_row_sparse(gradient) and is_row_sparse(given[i]) and i not in stacks:
-                gradients[i] = fitted(x, gradient)
+                gradients[i] = routed_to_shards(x, gradient)
 
         def leaf(x: Argument, kind: Kind, i: int | None, row: Shape = ()) -> Leaf:
             if i is None:
@@ -283,7 +283,7 @@ class LazyStep:
         outputs = self.flat_update(*rows) if self.proof is None else self._on_rows(rows)
         results: list[Table] = []
         for i, (leaf, old, new) in enumerate(zip(self.leaves, rows, outputs, strict=False)):
-            gradient = None if leaf.table is None else self.leaves[leaf.table].summed
+            gradient = None if leaf.table is None else self.leaves[leaf.table].coalesced_value
             if gradient is not None and not gradient.nse:
                 new = new[:0]  # the program had a row in the place of none
             if leaf.kind == "gradient":
@@ -310,11 +310,11 @@ class LazyStep:
         rows = []
         for i, leaf in enumerate(self.leaves):
             if leaf.kind == "gradient":
-                x = stored_values(leaf.summed)
+                x = stored_values(leaf.coalesced_value)
             elif leaf.table is None:
                 x = leaf.value
             else:
-                gradient = self.leaves[leaf.table].summed
+                gradient = self.leaves[leaf.table].coalesced_value
                 x = gather_unique_rows(leaf.value, gradient.row_ids(), gradient.order)
             if i in self.unordered.values():
                 # GPUs would read them once more, for another result and after the write: from
@@ -326,7 +326,7 @@ class LazyStep:
     def _on_rows(self, rows: Sequence[jax.Array]) -> Sequence[jax.Array]:
         assert self.proof is not None
         # A table without lookups has a row here: of no rows there is no maximum.
-        sizes = {i: max(self.leaves[i].summed.nse, 1) for i in self.proof.rows}
+        sizes = {i: max(self.leaves[i].coalesced_value.nse, 1) for i in self.proof.rows}
         program = self.proof.at(sizes)
         arrays = [
             x if jnp.shape(x) == aval.shape else jnp.zeros(aval.shape, aval.dtype)

@@ -328,10 +328,10 @@ def _product_of(
 ) -> jax.Array | RowSparse:
     dtype = jnp.result_type(lhs.dtype, rhs.dtype)
     is_row, is_column = lhs.ndim == 1, rhs.ndim == 1
-    summed = sum_dtype(dtype)
-    a = operand(_matrix(lhs, summed), transpose_a or is_row)
-    b = operand(_matrix(rhs, summed), transpose_b and not is_column)
-    result = _product(a, b, summed, sparse)
+    dtype_of_sums = sum_dtype(dtype)
+    a = operand(_matrix(lhs, dtype_of_sums), transpose_a or is_row)
+    b = operand(_matrix(rhs, dtype_of_sums), transpose_b and not is_column)
+    result = _product(a, b, dtype_of_sums, sparse)
     if isinstance(result, RowSparse) and not sparse:
         result = result.todense()
     result = _on_values(result, lambda values: values.astype(dtype))

@@ -38,7 +38,7 @@ from jmask._tensors.storage import (
     same_positions,
     sampled,
     stored_values,
-    summed,
+    sum_duplicates,
     unique_positions,
     with_stored_values,
 )
@@ -228,7 +228,7 @@ def _on_union(sparse: Sequence[Sparse]) -> list[Sparse]:
         return [RowSparse(ids, values, x.shape).coalesce() for x, values in pairs]
     indices = jnp.concatenate([x.indices for x in entries])
     nse = indices.shape[0] if isinstance(indices, jax.core.Tracer) else None
-    return [summed(BCOO((values, indices), shape=x.shape), nse) for x, values in pairs]
+    return [sum_duplicates(BCOO((values, indices), shape=x.shape), nse) for x, values in pairs]
 
 
 def _of_stacked_tables(

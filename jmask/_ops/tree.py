@@ -45,10 +45,10 @@ def add(tree: PyTree, *others: PyTree, like: PyTree | None = None) -> PyTree:
     for other in others:
         tree = _map(_add_leaves, tree, other)
 
-    def fitted(x: Tensor, like: Tensor) -> Tensor:
+    def within_capacity(x: Tensor, like: Tensor) -> Tensor:
         return x.coalesce(nse=like.nse) if is_row_sparse(x) and is_row_sparse(like) else x
 
-    return tree if like is None else _map(fitted, tree, like)
+    return tree if like is None else _map(within_capacity, tree, like)
 
 
 def scale(scalar: Scalar, tree: PyTree) -> PyTree:

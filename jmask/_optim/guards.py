@@ -37,9 +37,9 @@ from jmask._tensors.storage import stored_values, with_stored_values
 from jmask._updates.apply import Fit, advising_lazy, apply_gradients, noticed_as
 from jmask._updates.checks import (
     check_transformation,
+    coalesced,
     gradient_and_valid,
     is_gradient_leaf,
-    summed,
     with_wide_rows,
 )
 from jmask._updates.state_rows import check_state_type, one_step
@@ -216,7 +216,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
 
     def decide(updates, state, params):
         check_state_type(state, SkipNonfiniteState)
-        gradients = _summed(updates, params)
+        gradients = _coalesced(updates, params)
         finite = jnp.ones((), bool)
         for x in jax.tree.leaves(gradients, is_leaf=is_gradient_leaf):
             finite &= ~jnp.any(_not_finite(x))
@@ -227,13 +227,13 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
     return guarded(inner, init, decide)
 
 
-def _summed(updates: PyTree, params: PyTree) -> PyTree:
+def _coalesced(updates: PyTree, params: PyTree) -> PyTree:
     """Return gradients with the rows of equal ids summed: finite ones may have an infinite sum.
 
     Sums of 16-bit rows are in float32, as the optimizer takes them.
     """
     gradients = with_wide_rows(Fit.of(updates, params).gradients)
-    return _at_leaves(lambda x: summed(x) if is_row_sparse(x) else x, gradients)
+    return _at_leaves(lambda x: coalesced(x) if is_row_sparse(x) else x, gradients)
 
 
 def _not_finite(x: Gradient) -> jax.Array:
@@ -278,7 +278,7 @@ def drop_nonfinite_rows() -> optax.GradientTransformation:
 
     def update(updates, state, params=None):
         check_state_type(state, DropNonfiniteState)
-        gradients, dropped = _summed(updates, params), [state.dropped]
+        gradients, dropped = _coalesced(updates, params), [state.dropped]
 
         def kept(x: Gradient) -> Gradient:
             bad = _not_finite(x)
@@ -381,7 +381,7 @@ def clip_by_row_norm(
         return rows if valid is None else joined(rows, valid)
 
     def update(updates, state, params=None, **extra_args):
-        gradients = _summed(updates, params)
+        gradients = _coalesced(updates, params)
         return noticed_as(gradients, _at_leaves(clipped, gradients)), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)

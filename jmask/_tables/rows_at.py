@@ -32,7 +32,7 @@ def from_the_end(ids: Numbers, rows: int) -> Ids:
     return jnp.where(numbers < 0, numbers + rows, numbers)
 
 
-def fitted(table: jax.Array, gradient: RowSparse) -> RowSparse:
+def routed_to_shards(table: jax.Array, gradient: RowSparse) -> RowSparse:
     """Return a gradient of which each shard has its own rows, if a table is sharded by type."""
     shards = Shards.of(table) if isinstance(table, jax.Array) else None
     if shards is None or not shards.rows:

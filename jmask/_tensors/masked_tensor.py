@@ -358,7 +358,7 @@ def _on_sparse(data: Sparse, mask: Storage | None) -> tuple[Storage, jax.Array]:
         valid = sampled(mask, data) if fits[0] else mask
     if has_unique_positions(data):
         return data, valid & is_entry(data)
-    return _summed(data, valid)
+    return _with_unique_positions(data, valid)
 
 
 def _on_other_positions(data: Sparse, mask: Sparse) -> tuple[Storage, jax.Array]:
@@ -379,7 +379,7 @@ def _on_other_positions(data: Sparse, mask: Sparse) -> tuple[Storage, jax.Array]
 
 # Some fifty operations, which outside jit would each be called from Python.
 @functools.partial(jax.jit, inline=True)
-def _summed(data: Sparse, valid: jax.Array) -> tuple[Storage, jax.Array]:
+def _with_unique_positions(data: Sparse, valid: jax.Array) -> tuple[Storage, jax.Array]:
     values = stored_values(data)
     existing = with_stored_values(data, jnp.where(valid, values, jnp.zeros_like(values)))
     number = unique_positions(with_stored_values(data, valid.astype(jnp.int32)))

@@ -248,13 +248,13 @@ def unique_positions(x: _Storage) -> _Storage:
     if isinstance(x, RowSparse):
         result = x.coalesce()
     elif isinstance(x, BCSR):
-        result = compressed(summed(x.to_bcoo(), x.nse))
+        result = compressed(sum_duplicates(x.to_bcoo(), x.nse))
     else:
-        result = summed(x, x.nse)
+        result = sum_duplicates(x, x.nse)
     return result
 
 
-def summed(x: BCOO, nse: int | None = None) -> BCOO:
+def sum_duplicates(x: BCOO, nse: int | None = None) -> BCOO:
     """Sum equal positions into one, `nse` in all; booleans add as `or`."""
     counted = with_stored_values(x, x.data.astype(sum_dtype(x.dtype)))
     result = counted.sum_duplicates(nse=nse, remove_zeros=False)

@@ -201,7 +201,7 @@ def as_gradients(updates: PyTree) -> PyTree:
 def gradient_and_valid(gradient: Gradient) -> tuple[Table, jax.Array | None]:
     """Split a gradient leaf into an array or coalesced `RowSparse`, and its valid entries."""
     if is_row_sparse(gradient):
-        return summed(gradient), None
+        return coalesced(gradient), None
     if not isinstance(gradient, MaskedTensor):
         return gradient, None
     storage, valid = gradient.storage, gradient.valid
@@ -266,7 +266,7 @@ def _is_16_bit_sum(gradient: Gradient) -> bool:
     return is_row_sparse(gradient) and gradient.order == "any" and is_narrow(gradient.dtype)
 
 
-def summed(gradient: RowSparse) -> RowSparse:
+def coalesced(gradient: RowSparse) -> RowSparse:
     """Return the gradient with the rows of equal ids summed."""
     return gradient.coalesce() if gradient.order == "any" else gradient
 
