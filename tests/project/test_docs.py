@@ -7,6 +7,7 @@ import ast
 import contextlib
 import inspect
 import io
+import itertools
 import re
 from pathlib import Path
 
@@ -73,6 +74,15 @@ def test_commands(page):
             r"(?:jmask|tests|examples|benchmarks|scripts)/[\w/]+\.py", command
         ):
             assert (ROOT / file).exists(), file
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_heads_of_tables(page):
+    """Each column says what it holds."""
+    lines = page.read_text().splitlines()
+    for head, below in itertools.pairwise(lines):
+        if head.startswith("|") and re.fullmatch(r"\|(:?-+:?\|)+", below):
+            assert all(cell.strip() for cell in head.strip("|").split("|")), head
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
