@@ -226,7 +226,7 @@ def _cond(
     for branch, trial in zip(branches, trials, strict=True):
         forward.arrays(branch, _in_trial(operands, branch[0]), trial, flags)
     of_branches: list[list[Tap]] = [jax.tree.leaves(trial.record) for trial in trials]
-    keys = dict.fromkeys(tap.key for found in of_branches for tap in found)
+    keys = dict.fromkeys(tap.key for taps_of_one in of_branches for tap in taps_of_one)
     shared = [_shared(key, of_branches) for key in keys]
     if taps.is_trial:
         taps.record.append(shared)
@@ -246,9 +246,9 @@ def _cond(
 
             inside = taps.inside(specs, jax.tree.map(part, specs), rows_only=True)
             outs = forward.arrays(branch, operands, inside, flags)
-            found = zip(jax.tree.leaves(specs), jax.tree.leaves(inside.record), strict=True)
+            pairs = zip(jax.tree.leaves(specs), jax.tree.leaves(inside.record), strict=True)
             ids = defaultdict(list)
-            for tap, x in found:
+            for tap, x in pairs:
                 ids[tap.key].append(x)
             return outs, [_padded(forward, tap, ids[tap.key]) for tap in shared]
 
@@ -262,9 +262,9 @@ def _cond(
 
 def _shared(key: object, of_branches: Sequence[Sequence[Tap]]) -> Tap:
     """Return the tap that branches share for all of theirs with this key."""
-    alike = [[tap for tap in found if tap.key == key] for found in of_branches]
-    every = [tap for found in alike for tap in found]
-    count = max(sum(tap.count for tap in found) for found in alike)
+    alike = [[tap for tap in taps if tap.key == key] for taps in of_branches]
+    every = [tap for taps in alike for tap in taps]
+    count = max(sum(tap.count for tap in taps) for taps in alike)
     return dataclasses.replace(
         every[0],
         shape=(count, *every[0].row),
@@ -277,10 +277,10 @@ def _shared(key: object, of_branches: Sequence[Sequence[Tap]]) -> Tap:
     )
 
 
-def _padded(forward: "Forward", shared: Tap, found: Sequence[jax.Array]) -> jax.Array:
+def _padded(forward: "Forward", shared: Tap, ids_of_taps: Sequence[jax.Array]) -> jax.Array:
     """Return the ids of a branch, with padding for rows that it does not look up."""
     rows = shared.rows_of(forward.leaves[shared.table].shape)
-    ids = [on_every_device(x, jax.typeof(x)).reshape(-1) for x in found]
+    ids = [on_every_device(x, jax.typeof(x)).reshape(-1) for x in ids_of_taps]
     missing = shared.rows - sum(x.shape[0] for x in ids)
     ids.append(jnp.full((missing,), rows, id_dtype(rows)))
     return jnp.concatenate([varying_over(shared.varies, x) for x in ids])

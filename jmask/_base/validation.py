@@ -78,8 +78,8 @@ def checked_dtype(name: str, value: DTypeLike | None, *, floating: bool = False)
     except (TypeError, ValueError):
         dtype = None
     if dtype is None or (floating and not jnp.issubdtype(dtype, jnp.floating)):
-        kind, found = "floating " * floating, dtype or shown(value)
-        raise TypeError(f"`{name}` must be a {kind}dtype, such as jnp.float32, got {found}.")
+        kind, got = "floating " * floating, dtype or shown(value)
+        raise TypeError(f"`{name}` must be a {kind}dtype, such as jnp.float32, got {got}.")
     return dtype
 
 

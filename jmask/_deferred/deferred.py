@@ -30,7 +30,7 @@ from jmask._base.shardings import Shards, automatically, entry, explicit_shardin
 from jmask._base.types import Function, KeyPath, MeshAxes, PyTree, PyTreeDef
 from jmask._base.validation import checked_integer
 from jmask._deferred.measured import (
-    Found,
+    FormOrReason,
     NotDeferrableError,
     Probes,
     forms_of_steps,
@@ -174,10 +174,12 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         inner = inner.inner  # of arrays
 
     @functools.cache
-    def forms_for(tree: PyTreeDef, likes: tuple[jax.ShapeDtypeStruct, ...]) -> list[Found]:
+    def forms_for(
+        tree: PyTreeDef, likes: tuple[jax.ShapeDtypeStruct, ...]
+    ) -> list[FormOrReason]:
         return forms_of_steps(inner, tree, likes)
 
-    def forms_of(params: PyTree) -> list[Found]:
+    def forms_of(params: PyTree) -> list[FormOrReason]:
         likes = tuple(one_row_of(shape_of(x)) for x in jax.tree.leaves(params))
         return forms_for(jax.tree.structure(params), likes)
 
@@ -297,7 +299,7 @@ def _noted(
 # --- the numbers of a step ----------------------------------------------------------------
 
 
-def _scalars(step: LazyStep, forms: Sequence[Found]) -> list[Step | None]:
+def _scalars(step: LazyStep, forms: Sequence[FormOrReason]) -> list[Step | None]:
     """Return the step of rows without a gradient, of each table, by what it makes of probes.
 
     The probes are in a step with the rows of the batch where it sums over rows: for a norm.

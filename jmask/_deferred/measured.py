@@ -207,7 +207,7 @@ def _candidates(width: int) -> Iterator[tuple[Form, int]]:
 
 # --- rows, to ask an optimizer --------------------------------------------------------------
 
-Found = Form | NotDeferrableError | NotRowLocalError | None
+FormOrReason = Form | NotDeferrableError | NotRowLocalError | None
 """The structure of steps without a gradient, or why there is none; None of a number."""
 
 
@@ -248,7 +248,7 @@ def forms_of_steps(
     inner: optax.GradientTransformationExtraArgs,
     tree: PyTreeDef,
     likes: Sequence[jax.ShapeDtypeStruct],
-) -> list[Found]:
+) -> list[FormOrReason]:
     """Find the structure of steps without a gradient, for each parameter.
 
     The optimizer takes steps of small tables, with the `questions` as rows.
@@ -256,7 +256,7 @@ def forms_of_steps(
     Args:
         likes: of the parameters, each with `one_row_of` it.
     """
-    found: list[Found] = [None] * len(likes)
+    forms: list[FormOrReason] = [None] * len(likes)
     with jax.ensure_compile_time_eval():
         params = tree.unflatten([jnp.ones(x.shape, x.dtype) for x in likes])
         state, zeros = inner.init(params), jax.tree.map(jnp.zeros_like, params)
@@ -277,8 +277,8 @@ def forms_of_steps(
             try:
                 of_tables([i])
             except NotRowLocalError as error:
-                found[i] = error
-        tables = [i for i in tables if found[i] is None]
+                forms[i] = error
+        tables = [i for i in tables if forms[i] is None]
         step = of_tables(tables)
     rows: dict[int, list[HostArray]] = {}
     steps: dict[int, list[HostArray]] = {}
@@ -307,10 +307,10 @@ def forms_of_steps(
     for i in places:
         per_row = [x.shape[1:] != rows[i][0].shape[1:] for x in rows[i]]
         try:
-            found[i] = form_of(steps[i], per_row)
+            forms[i] = form_of(steps[i], per_row)
         except NotDeferrableError as error:
-            found[i] = error
-    return found
+            forms[i] = error
+    return forms
 
 
 # --- the numbers of a step ----------------------------------------------------------------

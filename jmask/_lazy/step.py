@@ -231,8 +231,8 @@ class LazyStep:
             are_gradients = [leaf.kind == "gradient" for leaf in self.leaves]
             is_row_wise = isinstance(self.inner, RowWise)
             args = self.flat_update, seen, tables, are_gradients
-            found = row_local.proved(*args, is_row_wise=is_row_wise)
-            return found, self.others  # kept so that no other object gets the same `id`
+            program = row_local.proved(*args, is_row_wise=is_row_wise)
+            return program, self.others  # kept so that no other object gets the same `id`
 
         step = dataclasses.replace(self, proof=once_a_step(key, proof)[0])
         assert step.proof is not None

@@ -67,8 +67,10 @@ def from_torch_state(
             "`order` must be given: torch numbers parameters in its own order, "
             f"{list(entries)}, and shapes do not tell them apart. List the number of each leaf."
         )
-    found = [{k: np.asarray(x) for k, x in entries.get(n, {}).items()} for n in numbers]
-    for number, of_torch, (path, like) in zip(numbers, found, leaves, strict=True):
+    states_of_torch = [
+        {k: np.asarray(x) for k, x in entries.get(n, {}).items()} for n in numbers
+    ]
+    for number, of_torch, (path, like) in zip(numbers, states_of_torch, leaves, strict=True):
         shapes = {k: x.shape for k, x in of_torch.items()}
         expected = {"step": (), **dict.fromkeys(keys, like.shape)}
         if shapes != expected:
@@ -82,7 +84,7 @@ def from_torch_state(
                 f"parameter {number!r} of `torch_state` must be of real numbers, got "
                 f"{ {k: x.dtype.name for k, x in of_torch.items()} }."
             )
-    steps = {float(x["step"]) for x in found} or {0.0}
+    steps = {float(x["step"]) for x in states_of_torch} or {0.0}
     (count, *others) = steps
     if others or not (count >= 0 and count.is_integer()):
         raise ValueError(
@@ -91,7 +93,7 @@ def from_torch_state(
         )
 
     def filled(key: str, slot: PyTree) -> PyTree:
-        arrays = iter([x[key] for x in found])
+        arrays = iter([x[key] for x in states_of_torch])
         return jax.tree.map(lambda like: jnp.asarray(next(arrays), like.dtype), slot)
 
     slots = map(filled, keys, old[1:])

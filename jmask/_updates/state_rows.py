@@ -28,12 +28,12 @@ _OF_A_STEP = contextvars.ContextVar[dict[object, object] | None]("of a step", de
 
 @contextlib.contextmanager
 def one_step() -> Iterator[None]:
-    """Context of a step, in which what is found of a transformation is found once.
+    """Make a context of one step, in which `once_a_step` finds each thing once.
 
     It is kept no longer: what a transformation reads of Python may change.
     """
-    found = _OF_A_STEP.get()
-    token = _OF_A_STEP.set({} if found is None else found)
+    results = _OF_A_STEP.get()
+    token = _OF_A_STEP.set({} if results is None else results)
     try:
         yield
     finally:
@@ -42,12 +42,12 @@ def one_step() -> Iterator[None]:
 
 def once_a_step(key: object, find: Callable[[], _T]) -> _T:
     """Return what `find` returns, or has returned in this step for the same key."""
-    found = _OF_A_STEP.get()
-    if found is None:
+    results = _OF_A_STEP.get()
+    if results is None:
         return find()
-    if key not in found:
-        found[key] = find()
-    return cast(_T, found[key])
+    if key not in results:
+        results[key] = find()
+    return cast(_T, results[key])
 
 
 Dimension = int
@@ -172,10 +172,10 @@ def check_state(state: PyTree, expected: PyTree, dtypes: Sequence[bool] | None =
     leaves = jax.tree.leaves_with_path(state)
     checked = dtypes or [True] * len(leaves)
     for (path, leaf), like, is_checked in zip(leaves, likes, checked, strict=True):
-        name, found = leaf_name("state", path), shape_of(leaf)
+        name, abstract = leaf_name("state", path), shape_of(leaf)
         if is_on_host(abstract_leaf(leaf)):
             raise not_on_device(name)
-        shape, dtype = found.shape, found.dtype
+        shape, dtype = abstract.shape, abstract.dtype
         if shape != like.shape:
             raise ValueError(
                 f"{name} has shape {shape}, expected {like.shape} for these parameters."
