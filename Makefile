@@ -52,7 +52,10 @@ test-torch: .venv-torch/ready.stamp ; .venv-torch/bin/python $(PYTEST) -m $(call
 # Compiled ahead of time, with no TPU or GPU.
 test-tpu: .venv-accelerators/ready.stamp ; $(AHEAD) $(PYTEST) -m $(call NEEDS,libtpu,not slow)
 test-tpu-slow: .venv-accelerators/ready.stamp ; $(AHEAD) $(PYTEST) -m $(call NEEDS,libtpu,slow)
-test-gpu: .venv-accelerators/ready.stamp ; $(AHEAD) $(PYTEST) -m $(call NEEDS,jax_cuda12_plugin)
+test-gpu: .venv-accelerators/ready.stamp
+	$(AHEAD) $(PYTEST) -m $(call NEEDS,jax_cuda12_plugin,not slow)
+test-gpu-slow: .venv-accelerators/ready.stamp
+	$(AHEAD) $(PYTEST) -m $(call NEEDS,jax_cuda12_plugin,slow)
 # The CPU computes as GPUs do, or TPUs: `make test-lowered PLATFORM=tpu`.
 test-lowered: .venv/test.stamp .venv/examples.stamp
 	JMASK_LOWERED_FOR=$(or $(PLATFORM),cuda) $(PY) $(PYTEST) $(or $(ARGS), \
@@ -72,7 +75,7 @@ test-wheel: wheel
 	.venv-wheel/bin/python scripts/check_wheel.py dist
 test-wheels: ; for p in 13 12 11; do $(MAKE) test-wheel PYTHON=`scripts/interpreter 3.$$p` || exit; done
 test-all: lint docs test test-slow test-oldest test-between test-torch test-tpu test-tpu-slow \
-	test-gpu test-lowered test-peers test-wheel
+	test-gpu test-gpu-slow test-lowered test-peers test-wheel
 
 lint: .venv/lint.stamp .venv/test.stamp
 	$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy
