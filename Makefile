@@ -25,7 +25,8 @@ unexport PYTHONDONTWRITEBYTECODE
 PY := .venv/bin/python
 # Each of two processes begins with half of the files: what a file compiles is compiled in one.
 PYTEST := -m pytest -n 2 --dist worksteal -q
-NEEDS = "needs(what='$1')$(if $2, and $2)" $(ARGS) tests
+# Only files with such tests are read: to import all others takes longer than some of the tests.
+NEEDS = "needs(what='$1')$(if $2, and $2)" $(ARGS) $(shell grep -rl --include=*.py 'what="$1"' tests)
 AHEAD := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
 	TF_CPP_MIN_LOG_LEVEL=2 PYTHONPATH=. .venv-accelerators/bin/python
 PEERS := .venv-peers/bin/python -m pytest -q -o addopts= -o filterwarnings=
@@ -51,7 +52,10 @@ test-torch: .venv-torch/ready.stamp ; .venv-torch/bin/python $(PYTEST) -m $(call
 # Compiled ahead of time, with no TPU or GPU.
 test-tpu: .venv-accelerators/ready.stamp ; $(AHEAD) $(PYTEST) -m $(call NEEDS,libtpu,not slow)
 test-tpu-slow: .venv-accelerators/ready.stamp ; $(AHEAD) $(PYTEST) -m $(call NEEDS,libtpu,slow)
-test-gpu: .venv-accelerators/ready.stamp ; $(AHEAD) $(PYTEST) -m $(call NEEDS,jax_cuda12_plugin)
+test-gpu: .venv-accelerators/ready.stamp
+	$(AHEAD) $(PYTEST) -m $(call NEEDS,jax_cuda12_plugin,not slow)
+test-gpu-slow: .venv-accelerators/ready.stamp
+	$(AHEAD) $(PYTEST) -m $(call NEEDS,jax_cuda12_plugin,slow)
 # The CPU computes as GPUs do, or TPUs: `make test-lowered PLATFORM=tpu`.
 test-lowered: .venv/test.stamp .venv/examples.stamp
 	JMASK_LOWERED_FOR=$(or $(PLATFORM),cuda) $(PY) $(PYTEST) $(or $(ARGS), \
@@ -61,7 +65,7 @@ test-lowered: .venv/test.stamp .venv/examples.stamp
 test-peers: .venv-peers/ready.stamp .venv-mxnet/ready.stamp .venv-addons/ready.stamp
 	$(PEERS) $(ARGS) $(addprefix tests/,$(addsuffix .py,peers/test_mxnet peers/test_other_programs \
 		against_torch/test_porting))
-	$(PEERS) -m $(call NEEDS,expecttest)/peers
+	$(PEERS) -m $(call NEEDS,expecttest)
 	$(PEERS) -p tests.peers.numpy_ma --pyargs $(addprefix numpy.ma.tests.test_,core old_ma extras)
 	$(PEERS) -p tests.peers.optax_lifted --pyargs optax._src.alias_test optax._src.transform_test \
 		optax._src.combine_test $(addprefix optax.transforms._,clipping_test adding_test)
@@ -71,7 +75,7 @@ test-wheel: wheel
 	.venv-wheel/bin/python scripts/check_wheel.py dist
 test-wheels: ; for p in 13 12 11; do $(MAKE) test-wheel PYTHON=`scripts/interpreter 3.$$p` || exit; done
 test-all: lint docs test test-slow test-oldest test-between test-torch test-tpu test-tpu-slow \
-	test-gpu test-lowered test-peers test-wheel
+	test-gpu test-gpu-slow test-lowered test-peers test-wheel
 
 lint: .venv/lint.stamp .venv/test.stamp
 	$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy

@@ -11,7 +11,7 @@ import pytest
 
 from jmask._kernels import update_rows
 from tests.compilations import TOO_FEW_DEVICES, compiled_programs, remove_old
-from tests.sampling import mark_the_rest_slow
+from tests.sampling import all_but_a_sample, mark_the_rest_slow
 
 ON_GPU = os.environ.get("JAX_PLATFORMS", "").split(",")[0] in ("cuda", "gpu", "rocm")
 if ON_GPU:  # XLA takes fewer digits there by default, and each worker most of the memory
@@ -87,10 +87,10 @@ def pytest_runtest_protocol(item):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Divide the tests into tiers: default, slow, and those that need what is not here."""
-    if LOWERED_FOR is None:  # no other job has the rest of these
-        left_out = set(mark_the_rest_slow(items))
-        config.hook.pytest_deselected(items=list(left_out))
-        items[:] = [item for item in items if item not in left_out]
+    # As others compute, all that is not slow is run: no other job has the rest of these.
+    left_out = set((mark_the_rest_slow if LOWERED_FOR is None else all_but_a_sample)(items))
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
     missing = {what for what in _NEEDED if importlib.util.find_spec(what) is None}
     for item in items:
         for mark in item.iter_markers("needs"):

@@ -9,7 +9,8 @@
     @pytest.mark.parametrize("name", chosen(["adam"], CASES))   # these by default
 
 Cases that a test must have by default are chosen; a sample takes any. Of all of these every
-other test, by a checksum of its name, is in the default tier, for which a newcomer waits.
+other test, by a checksum of its name, is in the default tier, for which a newcomer waits. What
+no run leaves out, though it has no time for everything, is marked `each` or `of_versions`.
 """
 
 import os
@@ -18,7 +19,8 @@ from collections import defaultdict
 
 import pytest
 
-# A run that has no time for everything: at most so many slow cases of each test.
+# A run that has no time for everything: at most so many slow cases of each test, and a quarter
+# of the random ones.
 _MOST = int(os.environ.get("JMASK_CASES") or 10**9)
 # One in so many is in the default tier.
 _ONE_IN = int(os.environ.get("JMASK_ONE_IN") or 2)
@@ -32,6 +34,7 @@ def chosen(default, every):
 
 def few_or_many(few, many):
     """Give a test a `count` of examples, a few by default and many among the slow ones."""
+    many = many if "JMASK_CASES" not in os.environ else max(few, many // 4)
     return pytest.mark.parametrize("count", chosen([few], [many]))
 
 
@@ -59,12 +62,24 @@ def mark_the_rest_slow(items):
         fast = [item for item in tests if not item.get_closest_marker("slow")]
         for item in set(fast) - set(fast[::one_in]):
             item.add_marker(pytest.mark.slow)
+    rest_of_default = set()
     for item in items:
-        if item.get_closest_marker("slow"):
+        one_in = min(_ONE_IN, 2) if item.get_closest_marker("of_versions") else _ONE_IN
+        has_a_tier = item.get_closest_marker("slow") or item.get_closest_marker("needs")
+        if not has_a_tier and _checksum(item) % one_in:
+            item.add_marker(pytest.mark.slow)
+            rest_of_default.add(item)
+        if item.get_closest_marker("slow") and not item.get_closest_marker("each"):
             slow[_test(item)].append(item)
-        elif item.get_closest_marker("needs") is None and _checksum(item) % _ONE_IN:
-            item.add_marker(pytest.mark.slow)  # and run whatever JMASK_CASES says
-    return [item for cases in slow.values() for item in _shuffled(cases)[_MOST:]]
+    # Those first of which the default tier has none.
+    by_tier = lambda items: sorted(_shuffled(items), key=rest_of_default.__contains__)
+    return [item for cases in slow.values() for item in by_tier(cases)[_MOST:]]
+
+
+def all_but_a_sample(items):
+    """Return all but one in `JMASK_ONE_IN`, if it is set: not to be run."""
+    one_in = int(os.environ.get("JMASK_ONE_IN") or 1)
+    return [item for item in items if _checksum(item) % one_in]
 
 
 def _test(item):

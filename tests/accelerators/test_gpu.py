@@ -2,8 +2,8 @@
 
 XLA compiles for a GPU that is only described. Every table and every state array shares its
 buffer with the one that comes out, no copy of a table is made, the temporaries are a few times
-the rows of the batch, and nothing is done row after row. `make test-gpu` runs these; what the
-rows then hold is tested by `make test-lowered`.
+the rows of the batch, and nothing is done row after row. `make test-gpu test-gpu-slow` runs
+these; what the rows then hold is tested by `make test-lowered`.
 """
 
 import functools
@@ -35,6 +35,7 @@ from tests.compiled_step import (
 from tests.kernels.test_in_place import STEPS
 from tests.optim.test_inside_programs import LATE, LINEAR, late_step
 from tests.optimizers import OPTIMIZERS
+from tests.sampling import chosen
 
 pytestmark = [pytest.mark.needs(what="jax_cuda12_plugin"), pytest.mark.dtype_promotion]
 
@@ -108,6 +109,7 @@ def gpus(name, count=1):
     return described(needs, platform="cuda", target_config=config, topology=f"1x1x{count}")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "step_name"),
     # What may differ from one generation to the next is how rows are added.
@@ -146,6 +148,7 @@ def test_sharded_over_eight(optimizer):
     assert rounds_of_loops(compiled) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["adam", "with averages"])
 @pytest.mark.parametrize("way", stacked.STEPS)
 @pytest.mark.parametrize(
@@ -159,6 +162,7 @@ def test_stacked_tables_in_place(lookup, way, name):
     assert temporary_bytes(compiled_step(loss, tx, table, stacked.BATCH, **how)) < table.size
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lookups", [2**16, 2**20])
 @pytest.mark.parametrize("name", ["sgd", "adam", "optax.adamw"])
 def test_in_place_for_large_batches(name, lookups):
@@ -171,6 +175,7 @@ def test_in_place_for_large_batches(name, lookups):
     assert temporary_bytes(compiled) < arrays * lookups * 128 * 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("with_value", [True, False], ids=["value_and_grad", "grad"])
 @pytest.mark.parametrize(
     ("loss", "name"), [*((loss, "sgd") for loss in LATE), (LINEAR, "adam")]
@@ -199,7 +204,7 @@ def test_slots_of_zeros_are_buffers_of_their_own(name):
     assert all(len({*tables}) == len(tables) for tables in updates)
 
 
-@pytest.mark.parametrize("name", ["adam", "momentum", "optax.adamw"])
+@pytest.mark.parametrize("name", chosen(["optax.adamw"], ["adam", "momentum"]))
 def test_deferred_tables_in_place(name):
     check_deferred_in_place(OPTIMIZERS[name], gpu("H100"))
 

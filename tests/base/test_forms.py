@@ -26,6 +26,8 @@ from tests.lookup_programs import IDS, PROGRAMS, TABLE, VALID, D, square
 from tests.oracle import assert_close, densified
 from tests.sparse_arrays import coo
 
+pytestmark = [pytest.mark.each, pytest.mark.of_versions]
+
 X = jnp.ones((4, 2))
 FEATURES = coo(np.eye(4))
 MESH = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -92,6 +92,7 @@ def check(call, row, names):
     assert re.search(".*".join(map(re.escape, row.words)), first)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.dtype_promotion
 def test_wrong_call(name):

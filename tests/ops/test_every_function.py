@@ -206,6 +206,7 @@ def by_position(function):
     return {of_kind(p): p.default for p in given if p.kind != inspect.Parameter.KEYWORD_ONLY}
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("name", [n for n in vars(jnm) if n in EVERY and hasattr(jnp, n)])
 def test_arguments_have_the_order_of_jax(name):
     function, of_jax = getattr(jnm, name), by_position(getattr(jnp, name))

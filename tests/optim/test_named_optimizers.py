@@ -262,10 +262,11 @@ def test_a_row_begins_when_it_is_first_seen(build):
     seen = jmask.RowSparse([0, 2], jnp.ones((2, 2)), (3, 2))
     new = jmask.RowSparse([1], jnp.full((1, 2), 1e-3), (3, 2))
     params, state = table, tx.init(table)
+    step = jax.jit(functools.partial(jmask.apply_gradients, tx))
     for _ in range(300):
-        params, state = jmask.apply_gradients(tx, seen, state, params)
-    late, state = jmask.apply_gradients(tx, new, state, params)
-    first, _ = jmask.apply_gradients(tx, new, tx.init(table), table)
+        params, state = step(seen, state, params)
+    late, state = step(new, state, params)
+    first, _ = step(new, tx.init(table), table)
     np.testing.assert_array_equal(late[1], first[1])
     np.testing.assert_allclose(late[1], 0.9, rtol=1e-4)
     assert state.row_count.dtype == jnp.int32

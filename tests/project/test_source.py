@@ -85,6 +85,7 @@ def test_nothing_depends_on_who_calls():
         assert not re.search(r"in str\((error|e)\)|metaclass=", path.read_text()), path
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_public_functions_have_examples(path):
     """Every function and class that `__init__` exports has a doctested example."""
