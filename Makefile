@@ -47,7 +47,7 @@ knowledge-graph: .venv/pykeen.stamp
 test: .venv/test.stamp .venv/examples.stamp ; $(PY) $(PYTEST) $(ARGS)
 test-slow: .venv/test.stamp .venv/examples.stamp ; $(PY) $(PYTEST) -m "slow and not needs" $(ARGS)
 test-oldest test-between: test-%: .venv-%/ready.stamp
-	JMASK_ONE_IN=$${JMASK_ONE_IN:-1} .venv-$*/bin/python $(PYTEST) $(ARGS)
+	.venv-$*/bin/python $(PYTEST) $(ARGS)
 test-torch: .venv-torch/ready.stamp ; .venv-torch/bin/python $(PYTEST) -m $(call NEEDS,torch)
 # Compiled ahead of time, with no TPU or GPU.
 test-tpu: .venv-accelerators/ready.stamp ; $(AHEAD) $(PYTEST) -m $(call NEEDS,libtpu,not slow)

@@ -8,22 +8,30 @@
 
     @pytest.mark.parametrize("name", chosen(["adam"], CASES))   # these by default
 
-Cases that a test must have by default are chosen; a sample takes any. Of all of these every
-other test, by a checksum of its name, is in the default tier, for which a newcomer waits. What
-no run leaves out, though it has no time for everything, is marked `each` or `of_versions`.
+Cases that come first are chosen; a sample takes any. Of the tests in `smoke_tests.txt` these
+are the default tier, for which a newcomer waits; all others are slow. What no run leaves out,
+though it has no time for everything, is marked `each`.
 """
 
 import os
 import zlib
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
 # A run that has no time for everything: at most so many slow cases of each test, and a quarter
 # of the random ones.
 _MOST = int(os.environ.get("JMASK_CASES") or 10**9)
-# One in so many is in the default tier.
-_ONE_IN = int(os.environ.get("JMASK_ONE_IN") or 2)
+# Cases of a test that are in the default tier.
+_SMOKE_CASES = 2
+
+
+def smoke_tests():
+    """Return the names of the tests in the default tier: "tests/base/test_norms.py::test_x"."""
+    lines = (Path(__file__).parent / "smoke_tests.txt").read_text().splitlines()
+    pairs = [line.split(":") for line in lines if ":" in line and not line.startswith("#")]
+    return {f"tests/{file}::{name}" for file, names in pairs for name in names.split()}
 
 
 def chosen(default, every):
@@ -62,13 +70,18 @@ def mark_the_rest_slow(items):
         fast = [item for item in tests if not item.get_closest_marker("slow")]
         for item in set(fast) - set(fast[::one_in]):
             item.add_marker(pytest.mark.slow)
-    rest_of_default = set()
+    first, smoke = defaultdict(list), smoke_tests()
     for item in items:
-        one_in = min(_ONE_IN, 2) if item.get_closest_marker("of_versions") else _ONE_IN
-        has_a_tier = item.get_closest_marker("slow") or item.get_closest_marker("needs")
-        if not has_a_tier and _checksum(item) % one_in:
+        if not (item.get_closest_marker("slow") or item.get_closest_marker("needs")):
+            first[_test(item)].append(item)
+    rest_of_default = set()
+    for test, cases in first.items():
+        is_doctest = not test.startswith("tests/")
+        is_smoke = is_doctest or "::".join(test.split("::")[:2]) in smoke
+        for item in _shuffled(cases)[_SMOKE_CASES if is_smoke else 0 :]:
             item.add_marker(pytest.mark.slow)
             rest_of_default.add(item)
+    for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("each"):
             slow[_test(item)].append(item)
     # Those first of which the default tier has none.

@@ -26,7 +26,7 @@ from tests.lookup_programs import IDS, PROGRAMS, TABLE, VALID, D, square
 from tests.oracle import assert_close, densified
 from tests.sparse_arrays import coo
 
-pytestmark = [pytest.mark.each, pytest.mark.of_versions]
+pytestmark = pytest.mark.each
 
 X = jnp.ones((4, 2))
 FEATURES = coo(np.eye(4))

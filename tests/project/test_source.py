@@ -14,6 +14,7 @@ import pytest
 
 import jmask
 from jmask._tensors import methods
+from tests.sampling import smoke_tests
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "jmask").rglob("*.py"))
@@ -259,3 +260,10 @@ def test_every_file_is_on_the_list_of_its_room(room):
     listed = [name for line in lines for name in line.split(", ")]
     files = [path.stem for path in (ROOT / "jmask" / room).glob("*.py")]
     assert sorted([*listed, "__init__"]) == sorted(files)
+
+
+def test_smoke_tests_exist():
+    """A test that is renamed leaves the default tier with no word."""
+    for name in smoke_tests():
+        file, test = name.split("::")
+        assert re.search(rf"^(def|class) {test}\b", (ROOT / file).read_text(), re.M), name
