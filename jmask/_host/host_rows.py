@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jmask._base.types import HostArray
+from jmask._base.types import HostArray, KeyPath
+from jmask._base.validation import leaf_name
 
 # Bytes of a block where all rows are gone through: resident memory stays small.
 _BLOCK = 1 << 24
@@ -64,13 +65,13 @@ class HostRows:
     """The rows of one table on the host.
 
     Attributes:
-        name: of the table, in errors.
+        path: of the table among the parameters.
         arrays: parameter and slots, NumPy arrays (V, *row), C-contiguous.
         changed (V,): which rows were written since the last checkpoint; None before the first.
     """
 
-    def __init__(self, name: str, arrays: Sequence[HostArray]):
-        self.name, self.arrays = name, arrays
+    def __init__(self, path: KeyPath, arrays: Sequence[HostArray]):
+        self.path, self.arrays = path, arrays
         self.changed: HostArray | None = None
         self._items = [as_items(x) for x in arrays]
         for x in arrays:
@@ -78,6 +79,11 @@ class HostRows:
 
     def __len__(self) -> int:
         return len(self.arrays[0])
+
+    @property
+    def name(self) -> str:
+        """The table's name in errors."""
+        return leaf_name("params", self.path)
 
     def read(self, ids: HostArray, capacity: int) -> list[HostArray]:
         """Return rows of each array (capacity, *row), zeros behind those of the ids."""

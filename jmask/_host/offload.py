@@ -143,9 +143,8 @@ class Offloaded:
             if isinstance(x, np.ndarray)
         ]
         self._on_host = {k for at in self._places for k in at}
-        self._paths = [paths[at[0]][1:] for at in self._places]
         self._tables = [
-            HostRows(self._names[at[0]], [self._leaves[k] for k in at]) for at in self._places
+            HostRows(paths[at[0]][1:], [self._leaves[k] for k in at]) for at in self._places
         ]
         self._loop: object = None
         # Of the step that is to be committed: its rows, and the leaves it was given.
@@ -186,7 +185,7 @@ class Offloaded:
         """
         if not isinstance(loader, Iterable):
             raise TypeError(f"`loader` must be iterable, got {shown(loader)}.")
-        found = finders(ids, self._tables, self._paths, padding_id)
+        found = finders(ids, self._tables, padding_id)
         self._settle()
         for name, x in zip(self._names, self._leaves, strict=True):
             if isinstance(x, jax.Array) and x.is_deleted():
