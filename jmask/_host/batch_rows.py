@@ -37,13 +37,13 @@ class Finder(NamedTuple):
 
     def places(self, batch: PyTree, leaves: Sequence[PyTree]) -> set[int]:
         """Return which leaves of the batch hold ids of the table."""
-        result, places = self.find(batch), set[int]()
+        name, result, places = self.table.names[0], self.find(batch), set[int]()
         for x in result if isinstance(result, list) else [result]:
             array = x.ids if isinstance(x, PaddedBags) else x
             same = [k for k, leaf in enumerate(leaves) if leaf is array]
             if not isinstance(array, jax.Array | np.ndarray) or len(same) != 1:
                 raise ValueError(
-                    f"the function in `ids` for {self.table.name} must return an array that is "
+                    f"the function in `ids` for {name} must return an array that is "
                     f"one leaf of the batch, or a list of such, got {shown(array)}, which is "
                     f"{len(same)} leaves: compute ids in the loader; copy those that stay ids."
                 )
@@ -52,17 +52,18 @@ class Finder(NamedTuple):
 
     def check(self, ids: HostArray) -> None:
         """Refuse what is no row of the table and no padding."""
+        name, count = self.table.names[0], len(self.table)
         if not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise TypeError(f"the ids of {self.table.name} must be integers, got {ids.dtype}.")
-        is_row = _is_row(ids, len(self.table))
+            raise TypeError(f"the ids of {name} must be integers, got {ids.dtype}.")
+        is_row = _is_row(ids, count)
         if is_row is None:
             return
         outside = ~is_row if self.padding_id is None else ~is_row & (ids != self.padding_id)
         for first in np.argwhere(outside)[:1]:
             raise IndexError(
-                f"the ids of {self.table.name} hold {ids[tuple(first)]} at {first.tolist()}, "
-                f"which is none of its {len(self.table):,} rows ({outside.sum()} such in all). "
-                f"Ids that are padding can be `padding_id`, which is {self.padding_id}."
+                f"the ids of {name} hold {ids[tuple(first)]} at {first.tolist()}, which is "
+                f"none of its {count:,} rows ({outside.sum()} such in all). Ids that are "
+                f"padding can be `padding_id`, which is {self.padding_id}."
             )
 
 
@@ -87,7 +88,7 @@ def finders(ids: PyTree, tables: Sequence[HostRows], padding_id: object) -> list
         if not callable(functions.get(i)):
             raise ValueError(
                 f"{leaf_name('ids', table.path)} must be a function that returns the leaf of "
-                f"the batch with the ids of {table.name}, got {shown(functions.get(i))}: "
+                f"the batch with the ids of {table.names[0]}, got {shown(functions.get(i))}: "
                 "lambda batch: [] for none. A NumPy leaf that is no table belongs on the "
                 "device, jnp.asarray."
             )
@@ -139,10 +140,10 @@ def _numbered(
     return [x.reshape(y.shape) for x, y in zip(positions, arrays, strict=True)], distinct
 
 
-def source_of(rows: BatchRows, before: BatchRows) -> HostArray:
+def source_of(rows: BatchRows, before: BatchRows | None) -> HostArray:
     """Return, for each row of a batch, which row of the batch before it is, or -1."""
     source = np.full(rows.capacity, -1, np.int32)
-    if len(before.ids):
+    if before is not None and len(before.ids):
         at = np.searchsorted(before.ids, rows.ids).clip(max=len(before.ids) - 1)
         source[: len(rows.ids)] = np.where(before.ids[at] == rows.ids, at, -1)
     return source

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jmask._base.types import HostArray, KeyPath
-from jmask._base.validation import leaf_name
 
 # Bytes of a block where all rows are gone through: resident memory stays small.
 _BLOCK = 1 << 24
@@ -66,12 +65,12 @@ class HostRows:
 
     Attributes:
         path: of the table among the parameters.
-        arrays: parameter and slots, NumPy arrays (V, *row), C-contiguous.
+        names, arrays: of parameter and slots, NumPy arrays (V, *row), C-contiguous.
         changed (V,): which rows were written since the last checkpoint; None before the first.
     """
 
-    def __init__(self, path: KeyPath, arrays: Sequence[HostArray]):
-        self.path, self.arrays = path, arrays
+    def __init__(self, path: KeyPath, names: Sequence[str], arrays: Sequence[HostArray]):
+        self.path, self.names, self.arrays = path, names, arrays
         self.changed: HostArray | None = None
         self._items = [as_items(x) for x in arrays]
         for x in arrays:
@@ -79,11 +78,6 @@ class HostRows:
 
     def __len__(self) -> int:
         return len(self.arrays[0])
-
-    @property
-    def name(self) -> str:
-        """The table's name in errors."""
-        return leaf_name("params", self.path)
 
     def read(self, ids: HostArray, capacity: int) -> list[HostArray]:
         """Return rows of each array (capacity, *row), zeros behind those of the ids."""
@@ -98,7 +92,3 @@ class HostRows:
             self.changed[ids] = True
         for items, new in zip(self._items, rows, strict=True):
             np.put(items, ids, as_items(np.ascontiguousarray(new))[: len(ids)])
-
-    def track_changes(self) -> None:
-        """Note from now on which rows are written."""
-        self.changed = np.zeros(len(self), bool)

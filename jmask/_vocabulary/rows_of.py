@@ -121,11 +121,7 @@ def _found(
     words: jax.Array,
     exists: jax.Array,
 ) -> list[jax.Array]:
-    """Return rows, recycled rows (n,), the new lines, and what `counters` adds up.
-
-    Args:
-        lines: of the sets of this device.
-    """
+    """Return rows, recycled rows (n,), new lines of this device, what `counters` adds up."""
     shape, ways, count, places = exists.shape, vocab.ways, lines.shape[0], vocab.places
     words, exists = words.reshape(-1, 2), exists.reshape(-1)
     n, now, dtype = exists.shape[0], clock + 1, id_dtype(vocab.table_rows)
@@ -145,11 +141,9 @@ def _found(
     starts_key = starts_set | _differs(high) | _differs(low)
     is_first = starts_key & (sets < count)
     next_start = jnp.append(jnp.where(starts_key, entries, n)[1:], n)
-    times = jnp.where(is_first, lax.cummin(next_start, reverse=True) - entries, 0)
-    times = times.astype(jnp.uint32)
-    set_start, key_start = (
-        lax.cummax(jnp.where(x, entries, 0)) for x in (starts_set, starts_key)
-    )
+    times = jnp.where(is_first, lax.cummin(next_start, reverse=True) - entries, 0).astype("u4")
+    start_of = lambda starts: lax.cummax(jnp.where(starts, entries, 0))
+    set_start, key_start = start_of(starts_set), start_of(starts_key)
 
     # --- the line of each key, and its place there; barriers, or all is computed for each place
     sets, set_start = lax.optimization_barrier((sets, set_start))
@@ -188,7 +182,7 @@ def _found(
     change = jnp.where(lane % places == kept[:, None], new - line, change)
     after = ids_after_reading(sets, line)
     after = jnp.where(is_known | gets_row | gets_place, after, count)
-    if has_narrow_rows(lines.shape):  # no kernel takes these, and its warning is of tables
+    if has_narrow_rows(lines.shape):  # the other way warns on TPUs, with advice for tables
         lines = add_rows(lines, after, change)
     else:
         ((lines,),) = updated([RowUpdate(ADDITION, [lines], after, change, [], "any")])
@@ -246,17 +240,13 @@ def _at(x: jax.Array, place: jax.Array) -> jax.Array:
 
 
 def _busy(match: jax.Array, set_start: jax.Array, places: int) -> jax.Array:
-    """Return which places (n, places) of its set any key of the batch has.
-
-    Args:
-        match (n,): the place of each key, or -1; no two of a set are the same.
-    """
-    shifts = np.arange(32, dtype=np.uint32)
+    """Return which places (n, places) of its set any key has, by those (n,) of keys, or -1."""
     number, bit = match // 32, jnp.uint32(1) << (match % 32).astype(jnp.uint32)
-    parts = np.arange(-(-places // 32), dtype=np.int32)[None]
-    bits = jnp.where(number[:, None] == parts, bit[:, None], 0)
+    words = np.arange(-(-places // 32), dtype=np.int32)[None]
+    bits = jnp.where(number[:, None] == words, bit[:, None], 0)
+    # No two keys of a set have the same place: what is added up is their union.
     bits = jnp.zeros_like(bits).at[set_start].add(bits, indices_are_sorted=True)[set_start]
-    busy = (bits[:, :, None] >> shifts[None, None]) & 1 > 0
+    busy = (bits[:, :, None] >> np.arange(32, dtype=np.uint32)[None, None]) & 1 > 0
     return busy.reshape(match.shape[0], -1)[:, :places]
 
 
