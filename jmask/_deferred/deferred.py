@@ -90,6 +90,12 @@ class DeferredState(NamedTuple):
     clock: jax.Array
     tables: PyTree
 
+    def with_start(self, first: "DeferredState") -> "DeferredState":
+        """Return the initial state of rows that start now, which have missed no step."""
+        is_one = lambda x: isinstance(x, TableState)
+        now = lambda x: x._replace(last=jnp.full_like(x.last, self.clock)) if is_one(x) else x
+        return first._replace(tables=jax.tree.map(now, first.tables, is_leaf=is_one))
+
 
 class Deferred(NamedTuple):
     """A transformation whose rows wait for their steps. Made by `jmask.deferred`.

@@ -34,21 +34,22 @@ def chosen_rows(
     return chosen
 
 
-def named_parts(name: str, paths: Sequence[KeyPath], tree: PyTree) -> dict[int, PyTree]:
+def named_parts(
+    name: str, paths: Sequence[KeyPath], tree: PyTree, owners: str = "the parameters"
+) -> dict[int, PyTree]:
     """Return what the argument `name`, a part of a tree like the parameters, has for each."""
-    parts = {i: functools.reduce(child, path, tree) for i, path in enumerate(paths)}
+    parts = {i: functools.reduce(_child, path, tree) for i, path in enumerate(paths)}
     parts = {i: node for i, node in parts.items() if node is not None}
     if sum(len(jax.tree.leaves(node)) for node in parts.values()) != len(jax.tree.leaves(tree)):
         names = sorted(leaf_name("params", path) for path in paths)
         raise ValueError(
-            f"`{name}` names rows of something else than the parameters, {', '.join(names)}: "
-            "it is a tree like `params`, parts of which may be missing, as "
-            f'{{"table": {name}}}.'
+            f"`{name}` names rows of something else than {owners}, {', '.join(names)}: it is a "
+            f'tree like `params` with some of these and no others, as {{"table": {name}}}.'
         )
     return parts
 
 
-def child(node: PyTree, key: object) -> PyTree:
+def _child(node: PyTree, key: object) -> PyTree:
     """Return what a tree has under the key of a path, or None."""
     if isinstance(node, Mapping):
         return node.get(getattr(key, "key", None))

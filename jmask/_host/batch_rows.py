@@ -7,7 +7,6 @@
 A leaf that several tables look up, and the leaves of one table, are numbered together.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.types import Function, HostArray, KeyPath, PyTree
+from jmask._base.types import Function, HostArray, PyTree
 from jmask._base.validation import checked_integer, leaf_name, shown
-from jmask._deferred.row_numbers import child
+from jmask._deferred.row_numbers import named_parts
 from jmask._embedding.pad_bags import PaddedBags, rounded_up
 from jmask._host.host_rows import HostRows
 
@@ -36,45 +35,46 @@ class Finder(NamedTuple):
     find: Function
     padding_id: int | None
 
-    def places(self, batch: PyTree, leaves: Sequence[PyTree]) -> frozenset[int]:
+    def places(self, batch: PyTree, leaves: Sequence[PyTree]) -> set[int]:
         """Return which leaves of the batch hold ids of the table."""
-        result = self.find(batch)
-        places: list[int] = []
+        name, result, places = self.table.names[0], self.find(batch), set[int]()
         for x in result if isinstance(result, list) else [result]:
             array = x.ids if isinstance(x, PaddedBags) else x
             same = [k for k, leaf in enumerate(leaves) if leaf is array]
             if not isinstance(array, jax.Array | np.ndarray) or len(same) != 1:
                 raise ValueError(
-                    f"the function in `ids` for {self.table.name} must return an array that is "
+                    f"the function in `ids` for {name} must return an array that is "
                     f"one leaf of the batch, or a list of such, got {shown(array)}, which is "
                     f"{len(same)} leaves: compute ids in the loader; copy those that stay ids."
                 )
-            places += same
-        return frozenset(places)
+            places.update(same)
+        return places
 
     def check(self, ids: HostArray) -> None:
         """Refuse what is no row of the table and no padding."""
+        name, count = self.table.names[0], len(self.table)
         if not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise TypeError(f"the ids of {self.table.name} must be integers, got {ids.dtype}.")
-        if _are_rows(ids, len(self.table)):
+            raise TypeError(f"the ids of {name} must be integers, got {ids.dtype}.")
+        is_row = _is_row(ids, count)
+        if is_row is None:
             return
-        outside = (ids < 0) | (ids >= len(self.table))
-        outside &= True if self.padding_id is None else ids != self.padding_id
+        outside = ~is_row if self.padding_id is None else ~is_row & (ids != self.padding_id)
         for first in np.argwhere(outside)[:1]:
             raise IndexError(
-                f"the ids of {self.table.name} hold {ids[tuple(first)]} at {first.tolist()}, "
-                f"which is none of its {len(self.table):,} rows ({outside.sum()} such in all). "
-                f"Ids that are padding can be `padding_id`, which is {self.padding_id}."
+                f"the ids of {name} hold {ids[tuple(first)]} at {first.tolist()}, which is "
+                f"none of its {count:,} rows ({outside.sum()} such in all). Ids that are "
+                f"padding can be `padding_id`, which is {self.padding_id}."
             )
 
 
-def _are_rows(ids: HostArray, count: int) -> bool:
-    return not ids.size or (ids.min() >= 0 and ids.max() < count)
+def _is_row(ids: HostArray, count: int) -> HostArray | None:
+    """Return which ids are rows of a table, None if all are."""
+    if not ids.size or (ids.min() >= 0 and ids.max() < count):
+        return None
+    return (ids >= 0) & (ids < count)
 
 
-def finders(
-    ids: PyTree, tables: Sequence[HostRows], paths: Sequence[KeyPath], padding_id: object
-) -> list[Finder]:
+def finders(ids: PyTree, tables: Sequence[HostRows], padding_id: object) -> list[Finder]:
     """Check the arguments of `steps`."""
     padding = None if padding_id is None else checked_integer("padding_id", padding_id)
     most = max(map(len, tables))
@@ -83,52 +83,37 @@ def finders(
             f"`padding_id` must be no row of a table, and fit in 32 bits, got {padding}: in a "
             "step ids are positions. Write -1 for padding, in batches and in the step."
         )
-    functions = [functools.reduce(child, path, ids) for path in paths]
-    for function, table, path in zip(functions, tables, paths, strict=True):
-        if not callable(function):
+    functions = named_parts("ids", [x.path for x in tables], ids, "the tables on the host")
+    for i, table in enumerate(tables):
+        if not callable(functions.get(i)):
             raise ValueError(
-                f"{leaf_name('ids', path)} must be a function that returns the leaf of the "
-                f"batch with the ids of {table.name}, got {shown(function)}: lambda batch: [] "
-                "for none. A NumPy leaf that is no table belongs on the device, jnp.asarray."
+                f"{leaf_name('ids', table.path)} must be a function that returns the leaf of "
+                f"the batch with the ids of {table.names[0]}, got {shown(functions.get(i))}: "
+                "lambda batch: [] for none. A NumPy leaf that is no table belongs on the "
+                "device, jnp.asarray."
             )
-    if len(jax.tree.leaves(ids)) != len(tables):
-        names = ", ".join(table.name for table in tables)
-        raise ValueError(f"`ids` must have functions for {names}, on the host, and no others.")
-    return [Finder(x, find, padding) for x, find in zip(tables, functions, strict=True)]
+    return [Finder(x, functions[i], padding) for i, x in enumerate(tables)]
 
 
 def positions_in(batch: PyTree, found: Sequence[Finder]) -> tuple[PyTree, list[BatchRows]]:
     """Return the batch with positions in place of ids, and the rows of each table."""
     leaves, tree = jax.tree.leaves(batch), jax.tree.structure(batch)
-    places = [finder.places(batch, leaves) for finder in found]
-    groups: list[tuple[frozenset[int], frozenset[int]]] = []  # tables, and leaves they share
-    for i, own in enumerate(places):
-        joined = [x for x in groups if x[1] & own]
-        tables = frozenset({i}).union(*(x[0] for x in joined))
-        groups = [x for x in groups if x not in joined]
-        groups.append((tables, own.union(*(x[1] for x in joined))))
+    groups: list[tuple[list[int], set[int]]] = []  # tables, and leaves of which they share some
+    for i, finder in enumerate(found):
+        tables, places = [i], finder.places(batch, leaves)
+        for k in places:
+            finder.check(np.asarray(leaves[k]))
+        for group in [x for x in groups if x[1] & places]:
+            groups.remove(group)
+            tables, places = tables + group[0], places | group[1]
+        groups.append((tables, places))
     rows: dict[int, BatchRows] = {}
-    for tables, shared in groups:
+    for tables, places in groups:
         most = max(len(found[i].table) for i in tables)
-        dtype = np.int32 if most < 2**31 else np.int64  # NumPy sorts 32 bits twice as fast
-        arrays = {k: np.asarray(leaves[k]) for k in shared}
-        for i in tables:
-            for k in places[i]:
-                found[i].check(arrays[k])
-        flat = {k: x.reshape(-1) for k, x in arrays.items()}
-        # What is not inside is padding.
-        inside = {
-            k: slice(None) if _are_rows(x, most) else (x >= 0) & (x < most)
-            for k, x in flat.items()
-        }
-        parts = [flat[k][inside[k]].astype(dtype) for k in shared]
-        joint = np.concatenate([np.zeros(0, dtype), *parts])
-        distinct, numbers = np.unique(joint, return_inverse=True)
-        ends = np.cumsum([len(x) for x in parts])
-        for k, part in zip(shared, np.split(numbers, ends), strict=False):
-            positions = np.full(flat[k].shape, found[0].padding_id or -1, np.int32)
-            positions[inside[k]] = part
-            leaves[k] = positions.reshape(arrays[k].shape)
+        arrays = [np.asarray(leaves[k]) for k in places]
+        positions, distinct = _numbered(arrays, most, found[0].padding_id or -1)
+        for k, x in zip(places, positions, strict=True):
+            leaves[k] = x
         for i in tables:
             # Others of the group may have rows behind the last one of this table.
             own_ids = distinct[: np.searchsorted(distinct, len(found[i].table))]
@@ -137,10 +122,28 @@ def positions_in(batch: PyTree, found: Sequence[Finder]) -> tuple[PyTree, list[B
     return jax.tree.unflatten(tree, leaves), [rows[i] for i in range(len(found))]
 
 
-def source_of(rows: BatchRows, before: BatchRows) -> HostArray:
+def _numbered(
+    arrays: Sequence[HostArray], count: int, padding: int
+) -> tuple[list[HostArray], HostArray]:
+    """Return for each id its position among the distinct rows, or padding; and these rows."""
+    dtype = np.int32 if count < 2**31 else np.int64  # NumPy sorts 32 bits twice as fast
+    flat = [x.reshape(-1) for x in arrays]
+    masks = [_is_row(x, count) for x in flat]
+    inside = [slice(None) if mask is None else mask for mask in masks]
+    parts = [x[mask].astype(dtype) for x, mask in zip(flat, inside, strict=True)]
+    joint = np.concatenate([np.zeros(0, dtype), *parts])
+    distinct, numbers = np.unique(joint, return_inverse=True)
+    positions = [np.full(x.shape, padding, np.int32) for x in flat]
+    ends = np.cumsum([len(x) for x in parts])
+    for x, mask, part in zip(positions, inside, np.split(numbers, ends), strict=False):
+        x[mask] = part
+    return [x.reshape(y.shape) for x, y in zip(positions, arrays, strict=True)], distinct
+
+
+def source_of(rows: BatchRows, before: BatchRows | None) -> HostArray:
     """Return, for each row of a batch, which row of the batch before it is, or -1."""
     source = np.full(rows.capacity, -1, np.int32)
-    if len(before.ids):
+    if before is not None and len(before.ids):
         at = np.searchsorted(before.ids, rows.ids).clip(max=len(before.ids) - 1)
         source[: len(rows.ids)] = np.where(before.ids[at] == rows.ids, at, -1)
     return source

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jmask._base.types import HostArray
+from jmask._base.types import HostArray, KeyPath
 
 # Bytes of a block where all rows are gone through: resident memory stays small.
 _BLOCK = 1 << 24
@@ -64,13 +64,13 @@ class HostRows:
     """The rows of one table on the host.
 
     Attributes:
-        name: of the table, in errors.
-        arrays: parameter and slots, NumPy arrays (V, *row), C-contiguous.
+        path: of the table among the parameters.
+        names, arrays: of parameter and slots, NumPy arrays (V, *row), C-contiguous.
         changed (V,): which rows were written since the last checkpoint; None before the first.
     """
 
-    def __init__(self, name: str, arrays: Sequence[HostArray]):
-        self.name, self.arrays = name, arrays
+    def __init__(self, path: KeyPath, names: Sequence[str], arrays: Sequence[HostArray]):
+        self.path, self.names, self.arrays = path, names, arrays
         self.changed: HostArray | None = None
         self._items = [as_items(x) for x in arrays]
         for x in arrays:
@@ -92,7 +92,3 @@ class HostRows:
             self.changed[ids] = True
         for items, new in zip(self._items, rows, strict=True):
             np.put(items, ids, as_items(np.ascontiguousarray(new))[: len(ids)])
-
-    def track_changes(self) -> None:
-        """Note from now on which rows are written."""
-        self.changed = np.zeros(len(self), bool)

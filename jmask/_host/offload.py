@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,14 @@ from jmask._host.host_rows import HostRows
 from jmask._host.slots import state_on_host
 from jmask._updates.checks import check_transformation
 
+_T = TypeVar("_T")
+
 
 class _Step(NamedTuple):
-    """The rows of a step: which, and the arrays that have them, for each table."""
+    """A step: its rows of each table, and all leaves, as it was given or has returned them."""
 
     rows: list[BatchRows]
-    arrays: list[list[PyTree]]
+    leaves: list[PyTree]
 
 
 def offload(
@@ -143,13 +145,11 @@ class Offloaded:
             if isinstance(x, np.ndarray)
         ]
         self._on_host = {k for at in self._places for k in at}
-        self._paths = [paths[at[0]][1:] for at in self._places]
-        self._tables = [
-            HostRows(self._names[at[0]], [self._leaves[k] for k in at]) for at in self._places
-        ]
+        names, arrays = map(self._of_tables, (self._names, self._leaves))
+        tables = (paths[at[0]][1:] for at in self._places)
+        self._tables = list(map(HostRows, tables, names, arrays))
         self._loop: object = None
-        # Of the step that is to be committed: its rows, and the leaves it was given.
-        self._open: tuple[list[BatchRows], list[PyTree]] | None = None
+        self._open: _Step | None = None  # to be committed
         # The last step that was, whether its write has begun, and the last write that has.
         self._last: _Step | None = None
         self._is_written = True
@@ -186,7 +186,7 @@ class Offloaded:
         """
         if not isinstance(loader, Iterable):
             raise TypeError(f"`loader` must be iterable, got {shown(loader)}.")
-        found = finders(ids, self._tables, self._paths, padding_id)
+        found = finders(ids, self._tables, padding_id)
         self._settle()
         for name, x in zip(self._names, self._leaves, strict=True):
             if isinstance(x, jax.Array) and x.is_deleted():
@@ -199,34 +199,34 @@ class Offloaded:
         self, loader: Iterator[PyTree], found: list[Finder], loop: object
     ) -> Iterator[tuple[PyTree, PyTree, PyTree]]:
         def fetch(
-            before: list[BatchRows] | None, writing: concurrent.futures.Future[None] | None
-        ) -> tuple[PyTree, _Step, list[HostArray]] | None:
-            """Return a batch, its rows, and which rows they are of the batch before."""
+            before: Sequence[BatchRows | None], writing: concurrent.futures.Future[None] | None
+        ) -> tuple[PyTree, list[BatchRows], list[HostArray], list[list[HostArray]]] | None:
+            """Return a batch, its rows, which they are of the one before, their arrays."""
             for batch in loader:
                 batch, rows = positions_in(batch, found)
-                nothing = [BatchRows(x.ids[:0], 0) for x in rows]
-                sources = list(map(source_of, rows, before or nothing))
+                sources = list(map(source_of, rows, before))
                 if writing is not None:
                     writing.result()
                 pairs = zip(self._tables, rows, strict=True)
-                return batch, _Step(rows, [x.read(*y) for x, y in pairs]), sources
+                return batch, rows, sources, [table.read(*x) for table, x in pairs]
             return None
 
         workers = concurrent.futures.ThreadPoolExecutor(2, "jmask.host")
         try:
-            ahead = workers.submit(fetch, None, None)
+            ahead = workers.submit(fetch, [None] * len(found), None)
             while (fetched := ahead.result()) is not None:
-                batch, now, sources = fetched
-                arrays = _merged(now.arrays, (self._last or now).arrays, sources)
+                batch, rows, sources, read = fetched
+                last = self._of_tables(self._last.leaves) if self._last else read
+                merged = _merged(read, last, sources)
                 if self._last is not None and not self._is_written:
                     self._writing = workers.submit(self._write, self._last)
                     self._is_written = True
-                ahead = workers.submit(fetch, now.rows, self._writing)
+                ahead = workers.submit(fetch, rows, self._writing)
                 leaves = list(self._leaves)
-                for places, rows in zip(self._places, arrays, strict=True):
-                    for k, x in zip(places, rows, strict=True):
+                for places, arrays in zip(self._places, merged, strict=True):
+                    for k, x in zip(places, arrays, strict=True):
                         leaves[k] = x
-                self._open = now.rows, leaves
+                self._open = _Step(rows, leaves)
                 yield batch, *self._tree.unflatten(leaves)
                 if self._loop is not loop or self._open is not None:
                     what = "another loop has begun" if self._open is None else "no commit came"
@@ -255,15 +255,15 @@ class Offloaded:
             raise ValueError(
                 f"host.commit(params, state) takes both {wanted}, got {structure}."
             )
-        rows, given = self._open
         leaves = jax.tree.leaves((params, state))
-        for k, (name, old, new) in enumerate(zip(self._names, given, leaves, strict=True)):
+        triples = zip(self._names, self._open.leaves, leaves, strict=True)
+        for k, (name, old, new) in enumerate(triples):
             if isinstance(new, jax.core.Tracer):
                 raise TypeError(f"{name} is traced: `commit` is called outside of jax.jit.")
             is_cast = k in self._on_host and new.dtype != old.dtype
             if np.shape(new) != np.shape(old) or is_cast:
                 raise ValueError(f"{name} was {shown(old)} in the step, got {shown(new)}.")
-        self._last = _Step(rows, [[leaves[k] for k in at] for at in self._places])
+        self._last = _Step(self._open.rows, leaves)
         self._leaves = [
             x if k in self._on_host else leaves[k] for k, x in enumerate(self._leaves)
         ]
@@ -336,7 +336,7 @@ class Offloaded:
     def _write(self, step: _Step) -> None:
         """Write the rows of a step when it has finished."""
         # All of them before the first is written: a step that failed has none.
-        arrays = [[np.asarray(x) for x in rows] for rows in step.arrays]
+        arrays = [list(map(np.asarray, rows)) for rows in self._of_tables(step.leaves)]
         for table, rows, new in zip(self._tables, step.rows, arrays, strict=True):
             table.write(rows.ids, new)
 
@@ -354,11 +354,14 @@ class Offloaded:
         self._write_last()
         self._open = self._last = None
 
+    def _of_tables(self, leaves: Sequence[_T]) -> list[list[_T]]:
+        """Return for each table what belongs to its arrays, one for each leaf."""
+        return [[leaves[k] for k in at] for at in self._places]
+
     def _contents(self) -> snapshots.Contents:
-        names = [self._names[k] for at in self._places for k in at]
-        leaves = enumerate(zip(self._names, self._leaves, strict=True))
-        on_device = {name: x for k, (name, x) in leaves if k not in self._on_host}
-        return snapshots.Contents(self._tables, names, on_device, self.count)
+        pairs = enumerate(zip(self._names, self._leaves, strict=True))
+        on_device = {name: x for k, (name, x) in pairs if k not in self._on_host}
+        return snapshots.Contents(self._tables, on_device, self.count)
 
 
 @jax.jit

@@ -22,7 +22,7 @@ from jmask._base.types import HostArray, PyTree, PyTreeDef
 from jmask._base.validation import leaf_name
 from jmask._deferred.deferred import DeferredState
 from jmask._host.host_rows import blocks
-from jmask._optim.microbatches import MultiStepsState
+from jmask._optim.microbatches import holds_gradients
 from jmask._tables.rows_at import shape_of
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._updates.checks import NotRowLocalError, is_gradient_leaf
@@ -101,7 +101,7 @@ def _check_takes_rows(
             "`tx` is jmask.deferred, where rows wait for the steps that they miss, and are "
             f"caught up in turn, by numbers of rows that are not in a step here: {lazy}."
         )
-    if states_of((MultiStepsState, RowSparse), state):
+    if holds_gradients(state):
         raise ValueError(
             "`tx` keeps gradients of rows for a later step, as jmask.multi_steps does, by ids "
             "that are positions in one batch: sum them inside a step, with jmask.tree.merge."

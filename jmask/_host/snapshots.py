@@ -11,6 +11,7 @@ The price is the disk space of a second copy, which the first checkpoint writes 
 """
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -27,21 +28,29 @@ from jmask._host.host_rows import HostRows, as_items, blocks, copy_rows
 
 
 class Contents(NamedTuple):
-    """Hold what a checkpoint has: tables, names of their arrays, all else, steps done."""
+    """Hold what a checkpoint has: tables, all else, steps done."""
 
     tables: Sequence[HostRows]
-    names: Sequence[str]
     leaves: dict[str, PyTree]
     done: int
 
-    def arrays(self) -> list[HostArray]:
-        return [x for table in self.tables for x in table.arrays]
+    def arrays(self) -> dict[str, HostArray]:
+        pairs = (zip(x.names, x.arrays, strict=True) for x in self.tables)
+        return dict(itertools.chain(*pairs))
 
     def listed(self) -> list[str]:
         """Describe what must be the same in a run that goes on."""
-        pairs = zip(self.names, self.arrays(), strict=True)
-        rows = [f"{name}: {x.dtype}{list(x.shape)} on the host" for name, x in pairs]
+        arrays = self.arrays().items()
+        rows = [f"{name}: {x.dtype}{list(x.shape)} on the host" for name, x in arrays]
         return rows + [f"{name}: {list(np.shape(x))}" for name, x in self.leaves.items()]
+
+    def copies(self, folder: Path, mode: Literal["r", "r+", "w+"]) -> Iterator[HostArray]:
+        for k, x in enumerate(self.arrays().values()):
+            yield np.memmap(folder / f"{k}.rows", x.dtype, mode, shape=x.shape)
+
+    def track_changes(self) -> None:
+        for table in self.tables:
+            table.changed = np.zeros(len(table), bool)
 
 
 def newest(folder: Path) -> Path | None:
@@ -59,14 +68,12 @@ def save(folder: Path, contents: Contents) -> None:
         _apply(changes, contents)
     else:
         new = _emptied(folder)
-        for copy, x in zip(_copies(new, contents, "w+"), contents.arrays(), strict=True):
+        for copy, x in zip(contents.copies(new, "w+"), contents.arrays().values(), strict=True):
             copy_rows(x, copy)
-        for table in contents.tables:
-            table.track_changes()
+        contents.track_changes()
         _written(new / "changes-0", contents)
         _rename(new, folder)
-    for table in contents.tables:  # not before: after an error they are written again
-        table.track_changes()
+    contents.track_changes()  # not before: after an error they are written again
 
 
 def resume(folder: Path, changes: Path, contents: Contents) -> Contents:
@@ -76,13 +83,14 @@ def resume(folder: Path, changes: Path, contents: Contents) -> Contents:
     if record["arrays"] != wanted:
         kept = record["arrays"]
         theirs, ours = ", ".join({*kept} - {*wanted}), ", ".join({*wanted} - {*kept})
-        advice = "give the parameters and the optimizer that it was written with"
-        raise ValueError(f"`path` {folder} holds {theirs}, and this run has {ours}: {advice}.")
+        raise ValueError(
+            f"`path` {folder} holds {theirs}, and this run has {ours}: give the parameters and "
+            "the optimizer that it was written with."
+        )
     _apply(changes, contents)
-    for copy, x in zip(_copies(folder, contents, "r"), contents.arrays(), strict=True):
+    for copy, x in zip(contents.copies(folder, "r"), contents.arrays().values(), strict=True):
         copy_rows(copy, x)
-    for table in contents.tables:
-        table.track_changes()
+    contents.track_changes()
     leaves: dict[str, PyTree] = {}
     for k, (name, like) in enumerate(contents.leaves.items()):
         numbers = np.fromfile(changes / f"{k}.leaf", jnp.dtype(record["dtypes"][k]))
@@ -119,7 +127,7 @@ def _written(changes: Path, contents: Contents) -> Path:
 
 def _apply(changes: Path, contents: Contents) -> None:
     """Write rows that changed into the copies; remove older changes, which are in them."""
-    copies = _copies(changes.parent, contents, "r+")
+    copies = contents.copies(changes.parent, "r+")
     for i, table in enumerate(contents.tables):
         ids = np.load(changes / f"{i}.npy")
         for j, _ in enumerate(table.arrays):
@@ -133,13 +141,6 @@ def _apply(changes: Path, contents: Contents) -> None:
     for other in changes.parent.glob("changes-*"):
         if other != changes:
             shutil.rmtree(other)
-
-
-def _copies(
-    folder: Path, contents: Contents, mode: Literal["r", "r+", "w+"]
-) -> Iterator[HostArray]:
-    for k, x in enumerate(contents.arrays()):
-        yield np.memmap(folder / f"{k}.rows", x.dtype, mode, shape=x.shape)
 
 
 def _is_key(x: PyTree) -> bool:

@@ -71,15 +71,7 @@ def unique_slots(ids: IdVector, slots: int, rows: int) -> tuple[jax.Array, jax.A
     """
     ids = with_whole_rows(ids)  # JAX sorts along no dimension that is sharded
     runs = Runs.of(*in_order(ids))
-    # Back to the entries: on TPUs a sort is faster than a scatter, see `Runs.distinct`.
-    slot_of_entry = lax.platform_dependent(
-        runs.entries,
-        runs.slots(),
-        tpu=lambda entries, slot: sorted_with(entries, slot)[1],
-        default=lambda entries, slot: (
-            jnp.zeros_like(slot).at[entries].set(slot, unique_indices=True)
-        ),
-    )
+    (slot_of_entry,) = to_entries(runs.entries, runs.slots())
     return runs.distinct(slots, rows), jnp.where(ids < rows, slot_of_entry, slots)
 
 
@@ -112,6 +104,19 @@ def in_stable_order(ids: IdVector) -> tuple[jax.Array, jax.Array]:
     # by an iota as one more key.
     ordered, entries = lax.sort((ids, entries_of(ids)), num_keys=2, is_stable=False)
     return ordered, entries
+
+
+def to_entries(entries: jax.Array, *numbers: jax.Array) -> list[jax.Array]:
+    """Put the i-th of numbers (n,) where entries[i] says, a permutation: undo a sort."""
+
+    def by_sort(entries: jax.Array, *numbers: jax.Array) -> list[jax.Array]:
+        return list(lax.sort((entries, *numbers), num_keys=1, is_stable=False)[1:])
+
+    def by_scatter(entries: jax.Array, *numbers: jax.Array) -> list[jax.Array]:
+        return [jnp.zeros_like(x).at[entries].set(x, unique_indices=True) for x in numbers]
+
+    # See `Runs.distinct`: on TPUs a sort is faster than a scatter.
+    return lax.platform_dependent(entries, *numbers, tpu=by_sort, default=by_scatter)
 
 
 class Runs(NamedTuple):

@@ -30,9 +30,10 @@ from jmask._updates.checks import (
     check_gradients,
     check_transformation,
     gradient_and_valid,
+    has_gradients,
     is_gradient_leaf,
 )
-from jmask._updates.state_rows import check_state_type
+from jmask._updates.state_rows import check_state_type, states_of
 
 
 class Accumulated(NamedTuple):
@@ -49,6 +50,11 @@ class MultiStepsState(NamedTuple):
     mini_step: jax.Array
     accumulated: PyTree
     inner_state: PyTree
+
+
+def holds_gradients(state: PyTree) -> bool:
+    """Decide whether a state keeps gradients for a later step."""
+    return bool(states_of(MultiStepsState, state)) or has_gradients(state)
 
 
 def multi_steps(

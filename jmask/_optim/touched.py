@@ -48,6 +48,11 @@ class TouchedState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
     last: PyTree
 
+    def with_start(self, first: "TouchedState") -> "TouchedState":
+        """Return the initial state of rows that start now, among those of the next step."""
+        now = lambda x: jnp.full_like(x, self.count + 1)
+        return first._replace(last=jax.tree.map(now, first.last))
+
 
 def touched() -> optax.GradientTransformationExtraArgs:
     """Keep for each row the step that last moved it, for `jmask.rows_since`.

@@ -203,3 +203,13 @@ def states_of(kinds: type | tuple[type, ...], state: PyTree) -> list[PyTree]:
     """Return the states of transformations of these types that a state holds."""
     is_one = lambda x: isinstance(x, kinds)
     return [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]
+
+
+def as_of_now(first: PyTree, state: PyTree) -> PyTree:
+    """Return an initial state as of rows that start in the middle of a run.
+
+    A state that depends on when they start has a method for that, `with_start(first)`.
+    """
+    depends = lambda x: hasattr(x, "with_start")
+    started = lambda x, now: now.with_start(x) if depends(x) else x
+    return jax.tree.map(started, first, state, is_leaf=depends)

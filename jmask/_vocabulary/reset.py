@@ -17,16 +17,14 @@ from jmask._base.row_ids import canonical
 from jmask._base.shardings import flat
 from jmask._base.types import ArraysFunction, DType, PyTree, PyTreeDef, Shape
 from jmask._base.validation import checked_array, leaf_name
-from jmask._deferred.deferred import DeferredState
 from jmask._deferred.row_numbers import named_parts
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.rows import set_rows
 from jmask._kernels.stochastic_rounding import check_key
-from jmask._optim.microbatches import MultiStepsState
-from jmask._optim.touched import TouchedState
+from jmask._optim.microbatches import holds_gradients
 from jmask._tables.rows_at import shape_of
-from jmask._updates.checks import check_parameters, check_transformation, has_gradients
-from jmask._updates.state_rows import rows_of_state, states_of
+from jmask._updates.checks import check_parameters, check_transformation
+from jmask._updates.state_rows import as_of_now, rows_of_state
 from jmask._vocabulary.vocabulary import Vocabulary
 
 Initializer = Callable[[jax.Array, Shape, DType], jax.Array]
@@ -90,7 +88,7 @@ def reset(
             "`init` must be a function (key, shape, dtype) -> rows, as "
             f"jax.nn.initializers.normal(0.01), got {type(init).__name__}."
         )
-    if states_of(MultiStepsState, state) or has_gradients(state):
+    if holds_gradients(state):
         raise ValueError(
             "`state` holds gradients of rows, as of jmask.multi_steps. What waits for a row "
             "would go to its next key: add the gradients of microbatches with jmask.tree.add, "
@@ -122,7 +120,7 @@ def reset(
         def start(ids: jax.Array, arrays: list[jax.Array], i: int = i) -> list[jax.Array]:
             few = list(leaves)
             few[i] = _started(init, jax.random.fold_in(key, i), ids, leaves[i])
-            first = jax.tree.leaves(_as_of_now(tx.init(tree.unflatten(few)), state))
+            first = jax.tree.leaves(as_of_now(tx.init(tree.unflatten(few)), state))
             new = [few[i], *(first[k] for k in places)]  # noqa: B023
             return [set_rows(x, ids, y, "sorted") for x, y in zip(arrays, new, strict=True)]
 
@@ -165,25 +163,3 @@ def _started(init: Initializer, key: jax.Array, ids: jax.Array, table: jax.Array
     shape = (1, *table.shape[1:])
     row = lambda i: init(jax.random.fold_in(key, i), shape, table.dtype)[0]
     return jax.vmap(row)(ids).astype(table.dtype)
-
-
-def _as_of_now(first: PyTree, state: PyTree) -> PyTree:
-    """Return the initial state of rows that begin now, in which they have missed no step."""
-
-    def at(step: jax.Array, tree: PyTree) -> PyTree:
-        """Return the tree with the last step of each row, which is called `last`, set."""
-        is_last = lambda path: path and getattr(path[-1], "name", "") == "last"
-        put = lambda path, x: jnp.full_like(x, step) if is_last(path) else x
-        return jax.tree.map_with_path(put, tree)
-
-    def now(first: PyTree, state: PyTree) -> PyTree:
-        if isinstance(first, DeferredState):
-            return first._replace(tables=at(state.clock, first.tables))
-        if isinstance(first, TouchedState):  # among the rows of the next step
-            return first._replace(
-                last=jax.tree.map(lambda x: jnp.full_like(x, state.count + 1), first.last)
-            )
-        return first
-
-    is_one = lambda x: isinstance(x, DeferredState | TouchedState)
-    return jax.tree.map(now, first, state, is_leaf=is_one)

@@ -1,10 +1,12 @@
 """The rows that the keys of a batch have or get.
 
     sorted   set 3  k  k  m       set 5  j        equal keys lie together, and those of a set
-    slot         0  0  0              1           the number of the set among those of the batch
-    line         (4, places) of set 3, ...        gathered; single places of it are written
+    set_start    0  0  0              3           the first entry of the set
+    line         four numbers for each place of set 3, ...     gathered for each key
+    change       new - old at the places of a key, else 0      added to the line
 
-All between is of the size of the batch. Places of its keys are never given to other ones.
+All between is of the size of the batch. Places of its keys are never given to other ones: each
+number is changed by one key at most, so that sums of changes, modulo 2³², are exact.
 """
 
 import dataclasses
@@ -20,7 +22,10 @@ from jmask._base.row_ids import id_dtype
 from jmask._base.shardings import Shards, explicit_sharding, resharded, spec_of
 from jmask._base.types import Numbers, StorageLike
 from jmask._base.validation import checked_array
-from jmask._kernels.rows import gather_rows, ids_after_reading
+from jmask._kernels.coalesce import to_entries
+from jmask._kernels.lines import has_narrow_rows
+from jmask._kernels.rows import add_rows, gather_rows, ids_after_reading
+from jmask._kernels.update_rows import ADDITION, RowUpdate, updated
 from jmask._vocabulary.keys import hashed, part_of, words_of
 from jmask._vocabulary.vocabulary import Vocabulary
 
@@ -116,12 +121,8 @@ def _found(
     words: jax.Array,
     exists: jax.Array,
 ) -> list[jax.Array]:
-    """Return rows, recycled rows (n,), the new lines, and what `counters` adds up.
-
-    Args:
-        lines: of the sets of this device.
-    """
-    shape, ways, (count, _, places) = exists.shape, vocab.ways, lines.shape
+    """Return rows, recycled rows (n,), new lines of this device, what `counters` adds up."""
+    shape, ways, count, places = exists.shape, vocab.ways, lines.shape[0], vocab.places
     words, exists = words.reshape(-1, 2), exists.reshape(-1)
     n, now, dtype = exists.shape[0], clock + 1, id_dtype(vocab.table_rows)
     entries = lax.iota(jnp.int32, n)
@@ -134,54 +135,68 @@ def _found(
     sets = jnp.where(is_here, sets, count)
 
     # --- sorted by hashes, of which sets are parts: equal keys together, and those of a set
-    came = _sorted(jnp.where(is_here, key, _MOST), sets, words, entries)
-    sets, high, low = sets[came], words[came, 0], words[came, 1]
+    order = jnp.where(is_here, key, _MOST)
+    sets, high, low, came = _sorted(order, sets, words[:, 0], words[:, 1])
     starts_set = _differs(sets)
     starts_key = starts_set | _differs(high) | _differs(low)
-    first = starts_key & (sets < count)
+    is_first = starts_key & (sets < count)
     next_start = jnp.append(jnp.where(starts_key, entries, n)[1:], n)
-    times = jnp.where(first, lax.cummin(next_start, reverse=True) - entries, 0).astype("uint32")
-    slot = jnp.cumsum(starts_set, dtype=jnp.int32) - 1
+    times = jnp.where(is_first, lax.cummin(next_start, reverse=True) - entries, 0).astype("u4")
+    start_of = lambda starts: lax.cummax(jnp.where(starts, entries, 0))
+    set_start, key_start = start_of(starts_set), start_of(starts_key)
 
-    # --- the line of each key, and its place there
-    sets, slot = lax.optimization_barrier((sets, slot))  # or they are computed for each entry
-    line = gather_rows(lines.reshape(count, -1), sets).reshape(n, 4, places)
-    matches = (line[:, _HIGH] == high[:, None]) & (line[:, _LOW] == low[:, None])
-    matches &= (line[:, _SEEN] > 0) & first[:, None]
-    is_known, place = matches.any(1), jnp.argmax(matches, 1).astype(jnp.int32)
-    before = jnp.where(matches, line[:, _SEEN], 0).max(1)
+    # --- the line of each key, and its place there; barriers, or all is computed for each place
+    sets, set_start = lax.optimization_barrier((sets, set_start))
+    line = gather_rows(lines, sets)
+    highs, lows, used, counts = (line[:, i * places : (i + 1) * places] for i in range(4))
+    place = np.arange(places, dtype=np.int32)[None]
+    matches = (highs == high[:, None]) & (lows == low[:, None]) & (counts > 0)
+    match = jnp.where(is_first, jnp.max(jnp.where(matches, place, -1), 1), -1)
+    is_known, old_place = match >= 0, jnp.maximum(match, 0)
+    before = jnp.where(is_known, _at(counts, old_place), 0)
     seen = before + jnp.minimum(times, _MOST - before)  # up to the limit
-    has_row = is_known & (place < ways)
-    busy = jnp.zeros((n, places), bool)
-    busy = busy.at[jnp.where(is_known, slot, n), place].set(True, mode="drop")[slot]
+    has_row = is_known & (old_place < ways)
+    busy = _busy(match, set_start, places)
 
     # --- a place for the r-th new key of a set: the r-th of those that are given away first
-    age = jnp.minimum(now - line[:, _USED], _MOST - 1)
-    recent = jnp.where(busy, _MOST, jnp.where(line[:, _SEEN] == 0, 0, _MOST - age))
-    often = jnp.where(busy, _MOST, line[:, _SEEN])
+    age = jnp.minimum(now - used, _MOST - 1)
+    recent = jnp.where(busy, _MOST, jnp.where(counts == 0, 0, _MOST - age))
+    often = jnp.where(busy, _MOST, counts)
     by = [often, recent] if vocab.evict == "lfu" else [recent]
-    wants_row = first & ~has_row & (seen >= vocab.admit_after)
-    row, gets_row = _taken(wants_row, starts_set, [x[:, :ways] for x in by], busy[:, :ways])
-    evicts = gets_row & (jnp.take_along_axis(line[:, _SEEN], row[:, None], 1)[:, 0] > 0)
-    waits = first & ~is_known & ~gets_row & (places > ways)
-    waiting, gets_place = _taken(waits, starts_set, [recent[:, ways:]], busy[:, ways:])
-    kept = jnp.where(gets_row, row, jnp.where(gets_place, ways + waiting, place))
+    wants_row = is_first & ~has_row & (seen >= vocab.admit_after)
+    row, gets_row = _taken(wants_row, set_start, [x[:, :ways] for x in by], busy[:, :ways])
+    evicts = gets_row & (_at(counts, row) > 0)
+    waits = is_first & ~is_known & ~gets_row & (places > ways)
+    waiting, gets_place = _taken(waits, set_start, [recent[:, ways:]], busy[:, ways:])
+    kept = jnp.where(gets_row, row, jnp.where(gets_place, ways + waiting, old_place))
 
-    # --- written; where a key waited for the row that it has now is free
-    after = ids_after_reading(sets, line[:, 0])
-    lines = lines.at[jnp.where(is_known & gets_row, after, count), _SEEN, place].set(0)
+    # --- written: whole lines, which TPUs do without moving the others
+    lane = np.arange(4 * places, dtype=np.int32)[None]
+    # Where a key waited for the row that it has now is free.
+    left = jnp.where(is_known & gets_row, _SEEN * places + old_place, -1)
+    kept, left, seen = lax.optimization_barrier((kept, left, seen))
+    new = now[None, None]
+    for word, x in ((_HIGH, high), (_LOW, low), (_SEEN, seen)):
+        new = jnp.where(lane // places == word, x[:, None], new)
+    change = jnp.where(lane == left[:, None], -line, 0)
+    change = jnp.where(lane % places == kept[:, None], new - line, change)
+    after = ids_after_reading(sets, line)
     after = jnp.where(is_known | gets_row | gets_place, after, count)
-    new = jnp.stack([high, low, jnp.full_like(seen, now), seen], 1)
-    lines = lines.at[after, :, kept].set(new)
+    if has_narrow_rows(lines.shape):  # the other way warns on TPUs, with advice for tables
+        lines = add_rows(lines, after, change)
+    else:
+        ((lines,),) = updated([RowUpdate(ADDITION, [lines], after, change, [], "any")])
 
     # --- in the order of the batch
     number = first_row + sets.astype(dtype) * ways + kept.astype(dtype)
-    owns, leader = has_row | gets_row, lax.cummax(jnp.where(starts_key, entries, 0))
+    owns = has_row | gets_row
+    own, recycled = to_entries(
+        came,
+        jnp.where(owns, number, -1)[key_start],
+        jnp.where(gets_row, number, vocab.table_rows),
+    )
     shared = vocab.capacity + (key % np.uint32(vocab.shared_rows)).astype(dtype)
-    rows = jnp.zeros(n, dtype).at[came].set(jnp.where(owns, number, -1)[leader])
-    rows = jnp.where(rows < 0, shared, rows)
-    recycled = jnp.zeros(n, dtype)
-    recycled = recycled.at[came].set(jnp.where(gets_row, number, vocab.table_rows))
+    rows = jnp.where(own < 0, shared, own)
     hits, waiting = (jnp.where(x, times, 0) for x in (has_row, ~owns))
     counted = (hits, gets_row, evicts, waiting)
     counts = jnp.stack([jnp.sum(x, dtype=jnp.uint32) for x in counted])
@@ -192,20 +207,26 @@ def _found(
     return [rows.reshape(shape), recycled, lines, counts]
 
 
-def _sorted(
-    order: jax.Array, sets: jax.Array, words: jax.Array, entries: jax.Array
-) -> jax.Array:
-    """Return the entries (n,) by order, then set, then key."""
-    came = lax.sort((order, entries), num_keys=1, is_stable=True)[1]
-    # One number is sorted in a sixth of the time on a CPU (jaxlib 0.12). That is all unless
-    # different keys of the batch have the same hash.
-    is_same = order[came][1:] == order[came][:-1]
-    parts = sets, words[:, 0], words[:, 1]
-    is_mixed = jnp.any(
-        is_same & functools.reduce(jnp.logical_or, [_differs(x[came])[1:] for x in parts])
-    )
-    by_all = lambda: lax.sort((order, *parts, entries), num_keys=4, is_stable=True)[4]
-    return lax.cond(is_mixed, by_all, lambda: came)
+def _sorted(order: jax.Array, *parts: jax.Array) -> list[jax.Array]:
+    """Return parts (n,) of keys, sorted by `order`, then by themselves; the entry of each."""
+    entries = lax.iota(jnp.int32, order.shape[0])
+
+    def by_all() -> list[jax.Array]:
+        num_keys = 1 + len(parts)
+        return list(lax.sort((order, *parts, entries), num_keys=num_keys, is_stable=True)[1:])
+
+    def by_order() -> list[jax.Array]:
+        # One number is sorted in a sixth of the time on a CPU (jaxlib 0.12). That is all unless
+        # different keys of the batch have the same hash.
+        came = lax.sort((order, entries), num_keys=1, is_stable=True)[1]
+        ordered = [x[came] for x in parts]
+        is_mixed = ~_differs(order[came]) & functools.reduce(
+            jnp.logical_or, map(_differs, ordered)
+        )
+        return lax.cond(jnp.any(is_mixed), by_all, lambda: [*ordered, came])
+
+    # A TPU sorts all in less time than it gathers one.
+    return lax.platform_dependent(tpu=by_all, default=by_order)
 
 
 def _differs(x: jax.Array) -> jax.Array:
@@ -213,8 +234,24 @@ def _differs(x: jax.Array) -> jax.Array:
     return jnp.append(np.ones(1, bool), x[1:] != x[:-1])
 
 
+def _at(x: jax.Array, place: jax.Array) -> jax.Array:
+    """Return of each row of x (n, places) what is at its place (n,)."""
+    return jnp.take_along_axis(x, place[:, None], 1)[:, 0]
+
+
+def _busy(match: jax.Array, set_start: jax.Array, places: int) -> jax.Array:
+    """Return which places (n, places) of its set any key has, by those (n,) of keys, or -1."""
+    number, bit = match // 32, jnp.uint32(1) << (match % 32).astype(jnp.uint32)
+    words = np.arange(-(-places // 32), dtype=np.int32)[None]
+    bits = jnp.where(number[:, None] == words, bit[:, None], 0)
+    # No two keys of a set have the same place: what is added up is their union.
+    bits = jnp.zeros_like(bits).at[set_start].add(bits, indices_are_sorted=True)[set_start]
+    busy = (bits[:, :, None] >> np.arange(32, dtype=np.uint32)[None, None]) & 1 > 0
+    return busy.reshape(match.shape[0], -1)[:, :places]
+
+
 def _taken(
-    wants: jax.Array, starts_set: jax.Array, by: list[jax.Array], busy: jax.Array
+    wants: jax.Array, set_start: jax.Array, by: list[jax.Array], busy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the place that each key (n,) takes, and whether it wants one and there is one.
 
@@ -226,7 +263,7 @@ def _taken(
     if not size:
         return jnp.zeros(n, jnp.int32), jnp.zeros(n, bool)
     earlier = jnp.cumsum(wants, dtype=jnp.int32) - wants.astype(jnp.int32)
-    number = earlier - lax.cummax(jnp.where(starts_set, earlier, 0))
+    number = earlier - earlier[set_start]
     # By all pairs: XLA's CPU compiler calls the comparison of a sort once for each, which takes
     # longer for 16 places; and along n, where it makes vector instructions (jaxlib 0.12).
     position = np.arange(size, dtype=np.int32)[:, None]

@@ -40,9 +40,9 @@ class Vocabulary:
     """Keys and the rows that they have; a pytree of arrays. Made by `create`.
 
     Attributes:
-        lines (sets, 4, places): uint32. For each place of a set the two words of its key, the
-            batch that used it last, and how often it was seen, 0 in a free place. The first
-            `ways` places have rows.
+        lines (sets, 4 * places): uint32. For all places of a set the high words of their keys,
+            then the low words, the batches that used them last, and how often they were seen, 0
+            in a free place. The first `ways` places have rows.
         clock: how many batches there were, modulo 2³².
         counts (4, 2): what `counters` returns, in words.
         ways, admit_after, evict, shared_rows: as given to `create`.
@@ -55,6 +55,11 @@ class Vocabulary:
     admit_after: int
     evict: str
     shared_rows: int
+
+    @property
+    def places(self) -> int:
+        """How many keys a set holds, those with rows and those that wait for one."""
+        return self.lines.shape[1] // 4
 
     @property
     def capacity(self) -> int:
@@ -101,7 +106,8 @@ def create(
     Args:
         capacity: how many keys may have a row of their own, rounded up to whole sets.
         ways: rows of a set, 1 to 128: a key has one of those of the set that its hash names.
-            With more of them eviction is nearer to that among all rows, and takes longer.
+            With more of them eviction is nearer to that among all rows, and takes longer. On a
+            TPU a multiple of 16, or of 32 if `admit_after=1`, or all is copied in each step.
         admit_after: how often a key must have been seen, in one batch or in several, to get a
             row. As many keys are remembered until then as there are rows, those seen last.
         evict: whose row a new key gets: "lru", that of the key of its set that was used longest
@@ -141,8 +147,8 @@ def create(
     shards = math.prod(mesh.shape[name] for name in axes) if mesh is not None else 1
     sets = shards * -(-capacity // (ways * shards))
     id_dtype(sets * ways + shared_rows)  # or it raises
-    sharding = None if mesh is None else by_rows(mesh, entry(axes), 3)
-    shape = (sets, 4, ways if admit_after == 1 else 2 * ways)
+    sharding = None if mesh is None else by_rows(mesh, entry(axes), 2)
+    shape = (sets, 4 * (ways if admit_after == 1 else 2 * ways))
     lines = jnp.zeros(shape, jnp.uint32, device=sharding)
     clock, counts = jnp.zeros((), jnp.uint32), jnp.zeros((len(_COUNTERS), 2), jnp.uint32)
     return Vocabulary(lines, clock, counts, ways, admit_after, evict, shared_rows)

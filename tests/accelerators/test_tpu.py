@@ -119,11 +119,13 @@ def test_deferred_tables_in_place(name):
 
 
 @pytest.mark.slow
-def test_a_vocabulary_in_place():
-    """Its lines do not stream, but are written key by key: 32 MB, and 1.4 MB besides."""
+@pytest.mark.parametrize(("topology", "ways"), [*zip(TOPOLOGIES, (16, 64, 32), strict=True)])
+def test_a_vocabulary_in_place(topology, ways):
+    """Its lines move one by one: nothing of 32 MB is made, and no loop is over keys."""
     capacity = 10**6
-    compiled = steps.vocabulary_in_place(capacity, device("v5e:2x2"))
+    compiled = steps.vocabulary_in_place(capacity, device(topology), ways=ways)
     assert not steps.streaming_scatters(compiled, 8 * capacity)
+    assert not steps.rounds_of_loops(compiled)
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
