@@ -80,7 +80,7 @@ class HostRows:
         return len(self.arrays[0])
 
     def read(self, ids: HostArray, capacity: int) -> list[HostArray]:
-        """Return rows of each array (capacity, *row), zeros behind those of the ids."""
+        """Return rows of each array (capacity, *row), then rows of zeros."""
         rows = [np.zeros((capacity, *x.shape[1:]), x.dtype) for x in self.arrays]
         for items, out in zip(self._items, rows, strict=True):
             np.take(items, ids, out=as_items(out)[: len(ids)], mode="clip")

@@ -51,8 +51,8 @@ def offload(
             `np.memmap` in a file, written in place. All other leaves are on the device.
         tx: `jmask.lazy` of an optax transformation, or an optimizer by name.
         directory: a folder for files with the slots of `tx` that have rows of these tables. By
-            default those of an `np.ndarray` are in memory, and those of an `np.memmap` in files
-            beside its own, as `table.bin.1-state-0-mu-table.slot`, which are overwritten.
+            default the slots of an `np.ndarray` are in memory, and an `np.memmap` has them in
+            files next to its own, `table.bin.1-state-0-mu-table.slot`, which are overwritten.
 
     Returns:
         An `Offloaded`, whose `steps` feeds a training loop.
@@ -123,8 +123,8 @@ class Offloaded:
     """Tables on the host and their slots, everything else on the device. Made by `offload`.
 
     For one loop at a time. In a step `params["table"]` has the distinct rows of its batch, in
-    the order of their ids, and zeros behind them up to one of a few sizes, those of
-    `jmask.pad_bags`: a step is compiled for few shapes.
+    the order of their ids, and zeros behind them up to one of the sizes that
+    `jmask.pad_bags` has: a step is compiled for few shapes.
 
     Attributes:
         count: how many steps were committed, with those before a checkpoint that was restored.

@@ -77,7 +77,7 @@ def state_on_host(
 def _new_slot(
     table: HostArray, row: HostArray, directory: str | PathLike[str] | None, name: str
 ) -> HostArray:
-    """Return zeros for each row of a table: in memory, a folder, or beside the table's file."""
+    """Return zeros for each row of a table: in memory, a folder, or near the table's file."""
     shape, stem = (len(table), *row.shape[1:]), re.sub(r"\W+", "-", name).strip("-")
     file = getattr(table, "filename", None)
     if directory is None and file is None:

@@ -99,7 +99,7 @@ def resume(folder: Path, changes: Path, contents: Contents) -> Contents:
             data = jnp.asarray(numbers.reshape(shape))
             leaves[name] = jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
         else:
-            # What JAX placed by itself stays free to be used beside any other array.
+            # What JAX placed by itself may be used with any other array.
             place = like.sharding if getattr(like, "committed", False) else None
             leaves[name] = jax.device_put(numbers.reshape(np.shape(like)), place)
     return contents._replace(leaves=leaves, done=record["count"])
@@ -148,7 +148,7 @@ def _is_key(x: PyTree) -> bool:
 
 
 def _emptied(folder: Path) -> Path:
-    """Return a new folder beside this one, for what gets its name when it is complete."""
+    """Make an empty folder `NAME.new`, which gets the name when it is complete."""
     new = folder.with_name(f"{folder.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)

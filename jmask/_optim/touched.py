@@ -49,7 +49,7 @@ class TouchedState(NamedTuple):
     last: PyTree
 
     def with_start(self, first: "TouchedState") -> "TouchedState":
-        """Return the initial state of rows that start now, among those of the next step."""
+        """Return the initial state of rows that start now: the next step has moved them."""
         now = lambda x: jnp.full_like(x, self.count + 1)
         return first._replace(last=jax.tree.map(now, first.last))
 
@@ -92,7 +92,7 @@ def rows_since(opt_state: PyTree, step: Index, *, size: int | None = None) -> Py
     """Return the ids of the rows that have moved after a step.
 
     Args:
-        opt_state: a state that holds one of `jmask.touched`, as that of a chain does.
+        opt_state: a state that holds one of `jmask.touched`, as the state of a chain does.
         step: how many steps were done when the parameters were last exported; may be traced.
         size: how many ids to return for each parameter, which under jit must be given: those
             left over are padding, V, and of more rows than that the first are returned.

@@ -35,8 +35,8 @@ class QuantizedRows:
     """A table in 8 or 4 bits, a pytree of arrays. Made by `quantize_rows`.
 
     Attributes:
-        values (V, *row): int8 or float8_e4m3fn. Of 4 bits uint8, with two numbers along the
-            last axis in each, the first of them in the lower half.
+        values (V, *row): int8 or float8_e4m3fn. For 4 bits uint8, each with two numbers along
+            the last axis, the first of them in the lower half.
         scales (V,): what the values of a row are multiplied by.
         kind: "int8", "int4" or "float8_e4m3fn".
         row: the shape of a row.

@@ -1,6 +1,6 @@
 """The rows that the keys of a batch have or get.
 
-    sorted   set 3  k  k  m       set 5  j        equal keys lie together, and those of a set
+    sorted   set 3  k  k  m       set 5  j        equal keys lie together, and keys of a set
     set_start    0  0  0              3           the first entry of the set
     line         four numbers for each place of set 3, ...     gathered for each key
     change       new - old at the places of a key, else 0      added to the line
@@ -50,7 +50,7 @@ def rows_of(
 
     Returns:
         rows, of the shape of the keys, int32 (int64 for long tables): below `vocab.capacity`
-        those of one key. From there to `vocab.table_rows` those shared by keys that wait, or
+        rows of one key. From there to `vocab.table_rows` rows shared by keys that wait, or
         that found all rows of their set taken by other keys of the batch. `vocab.table_rows`,
         which is no row, where there is no key.
 
@@ -134,7 +134,7 @@ def _found(
     is_here = exists & (sets < count)
     sets = jnp.where(is_here, sets, count)
 
-    # --- sorted by hashes, of which sets are parts: equal keys together, and those of a set
+    # --- sorted by hashes, which begin with the set: equal keys together, and keys of a set
     order = jnp.where(is_here, key, _MOST)
     sets, high, low, came = _sorted(order, sets, words[:, 0], words[:, 1])
     starts_set = _differs(sets)
@@ -158,7 +158,7 @@ def _found(
     has_row = is_known & (old_place < ways)
     busy = _busy(match, set_start, places)
 
-    # --- a place for the r-th new key of a set: the r-th of those that are given away first
+    # --- a place for the r-th new key of a set: the r-th in the order of being given away
     age = jnp.minimum(now - used, _MOST - 1)
     recent = jnp.where(busy, _MOST, jnp.where(counts == 0, 0, _MOST - age))
     often = jnp.where(busy, _MOST, counts)
@@ -216,7 +216,7 @@ def _sorted(order: jax.Array, *parts: jax.Array) -> list[jax.Array]:
         return list(lax.sort((order, *parts, entries), num_keys=num_keys, is_stable=True)[1:])
 
     def by_order() -> list[jax.Array]:
-        # One number is sorted in a sixth of the time on a CPU (jaxlib 0.12). That is all unless
+        # One number is sorted six times faster on a CPU (jaxlib 0.12). That is enough unless
         # different keys of the batch have the same hash.
         came = lax.sort((order, entries), num_keys=1, is_stable=True)[1]
         ordered = [x[came] for x in parts]

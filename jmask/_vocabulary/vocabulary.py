@@ -105,12 +105,12 @@ def create(
 
     Args:
         capacity: how many keys may have a row of their own, rounded up to whole sets.
-        ways: rows of a set, 1 to 128: a key has one of those of the set that its hash names.
+        ways: rows of a set, 1 to 128: a key has one row of the set that its hash names.
             With more of them eviction is nearer to that among all rows, and takes longer. On a
             TPU a multiple of 16, or of 32 if `admit_after=1`, or all is copied in each step.
         admit_after: how often a key must have been seen, in one batch or in several, to get a
             row. As many keys are remembered until then as there are rows, those seen last.
-        evict: whose row a new key gets: "lru", that of the key of its set that was used longest
+        evict: whose row a new key gets: "lru", of the key of its set that was used longest
             ago; "lfu", of the one seen least often, of several the one used longest ago. Keys
             of the batch keep their rows.
         shared_rows: how many rows those keys share, by their hash, that have none.
