@@ -266,11 +266,11 @@ def test_goes_on_from_a_checkpoint(name, load, arguments, capsys):
     is_timed = name == "ngram_memory"
     option = "--seconds" if is_timed else "--steps"
     run = [*arguments(re.sub(rf"{option} \S+", "", line)), "--checkpoint"]
-    program.main([*run, "parts", option, "0.2" if is_timed else "23"])
-    program.main([*run, "parts", option, "0.4" if is_timed else "50"])
+    program.main([*run, "parts", option, "0.2" if is_timed else "4"])
+    program.main([*run, "parts", option, "0.4" if is_timed else "9"])
     assert re.search(r"parts: going on after step \d+\n", capsys.readouterr().out)
     if not is_timed:
-        program.main([*run, "whole", option, "50"])
+        program.main([*run, "whole", option, "9"])
         one, other = (jax.tree.leaves(final_state(x)) for x in ("whole", "parts"))
         assert len(one) > 3
         for x, y in zip(one, other, strict=True):
