@@ -128,6 +128,8 @@ CASES = {
     "one set": (4, 4, 2, "lru"),
     "one way": (16, 1, 2, "lfu"),
     "not whole sets": (50, 16, 5, "lru"),
+    "ranked in rounds": (96, 48, 2, "lru"),
+    "ranked in rounds, lfu": (64, 64, 1, "lfu"),
 }
 
 
@@ -142,7 +144,7 @@ def batches_of(rng, count, size, most):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("operations", chosen([10_000], [150_000]))
 def test_the_model(case, operations):
-    """All seven of the slow tier are 10⁶ keys."""
+    """All nine of the slow tier are more than 10⁶ keys."""
     capacity, ways, admit_after, evict = CASES[case]
     rng = np.random.default_rng(len(case))
     vocab = vocabulary.create(capacity, ways, admit_after, evict, shared_rows=3)
