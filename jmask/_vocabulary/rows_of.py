@@ -268,7 +268,7 @@ def _taken(
     number = earlier - earlier[set_start]
     # XLA's CPU compiler calls the comparison of a sort once for each pair of numbers. Comparing
     # all pairs is 8 times as fast for 16 places, and for 64 it takes 150 ms where rounds take 5
-    # (8,192 keys, jaxlib 0.12). A TPU compares pairs while it reads them.
+    # (8,192 keys, jaxlib 0.12). Other devices compare pairs while they read them.
     in_rounds = functools.partial(_in_rounds, number, busy)
     by_pairs = functools.partial(_by_pairs, number)
     few = size <= _FEW_PLACES
