@@ -271,10 +271,10 @@ def _taken(
     # (8,192 keys, jaxlib 0.12). Other devices compare pairs while they read them.
     in_rounds = functools.partial(_in_rounds, number, busy)
     by_pairs = functools.partial(_by_pairs, number)
-    few = size <= _FEW_PLACES
-    place = (
-        by_pairs(*by) if few else lax.platform_dependent(*by, tpu=by_pairs, default=in_rounds)
-    )
+    if size <= _FEW_PLACES:
+        place = by_pairs(*by)
+    else:
+        place = lax.platform_dependent(*by, cpu=in_rounds, default=by_pairs)
     return place, wants & (number < jnp.sum(~busy, 1, dtype=jnp.int32))
 
 

@@ -209,8 +209,9 @@ def test_deferred_tables_in_place(name):
     check_deferred_in_place(OPTIMIZERS[name], gpu("H100"))
 
 
-def test_a_vocabulary_in_place():
-    assert rounds_of_loops(vocabulary_in_place(10**6, gpu("H100"))) == []
+@pytest.mark.parametrize("ways", [16, 64])
+def test_a_vocabulary_in_place(ways):
+    assert rounds_of_loops(vocabulary_in_place(10**6, gpu("H100"), ways=ways)) == []
 
 
 def test_what_is_lost_in_rounding_is_known():
