@@ -118,7 +118,9 @@ class Tap:
 
 
 class Taps:
-    """The taps of a program in the order of its lookups; a list has those of a nested program.
+    """The taps of a program, in the order of its lookups.
+
+    A list holds those of a nested program.
 
     Without specs and arrays it is a trial: nothing runs, and lookups are only noted.
 

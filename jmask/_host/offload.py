@@ -145,7 +145,7 @@ class Offloaded:
             if isinstance(x, np.ndarray)
         ]
         self._on_host = {k for at in self._places for k in at}
-        names, arrays = map(self._of_tables, (self._names, self._leaves))
+        names, arrays = map(self._by_table, (self._names, self._leaves))
         tables = (paths[at[0]][1:] for at in self._places)
         self._tables = list(map(HostRows, tables, names, arrays))
         self._loop: object = None
@@ -216,7 +216,7 @@ class Offloaded:
             ahead = workers.submit(fetch, [None] * len(found), None)
             while (fetched := ahead.result()) is not None:
                 batch, rows, sources, read = fetched
-                last = self._of_tables(self._last.leaves) if self._last else read
+                last = self._by_table(self._last.leaves) if self._last else read
                 merged = _merged(read, last, sources)
                 if self._last is not None and not self._is_written:
                     self._writing = workers.submit(self._write, self._last)
@@ -336,7 +336,7 @@ class Offloaded:
     def _write(self, step: _Step) -> None:
         """Write the rows of a step when it has finished."""
         # All of them before the first is written: a step that failed has none.
-        arrays = [list(map(np.asarray, rows)) for rows in self._of_tables(step.leaves)]
+        arrays = [list(map(np.asarray, rows)) for rows in self._by_table(step.leaves)]
         for table, rows, new in zip(self._tables, step.rows, arrays, strict=True):
             table.write(rows.ids, new)
 
@@ -354,7 +354,7 @@ class Offloaded:
         self._write_last()
         self._open = self._last = None
 
-    def _of_tables(self, leaves: Sequence[_T]) -> list[list[_T]]:
+    def _by_table(self, leaves: Sequence[_T]) -> list[list[_T]]:
         """Return for each table what belongs to its arrays, one for each leaf."""
         return [[leaves[k] for k in at] for at in self._places]
 
