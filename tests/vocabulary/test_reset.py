@@ -202,7 +202,7 @@ def test_blocks_of_rows(name, monkeypatch):
     results = []
     for block in (2, 512):
         monkeypatch.setattr(reset_module, "_BLOCK", block)
-        for recycled in (np.arange(5), np.array([V, 3, 3, V, 1]), np.full(5, V)):
+        for recycled in (np.arange(7), np.array([V, 3, 3, V, 1]), np.full(5, V)):
             rows = {"table": jnp.asarray(recycled), "other": jnp.asarray(recycled)}
             copies = jax.tree.map(jnp.copy, (params, state))
             results.append(jitted(tx, block)(*copies, rows, jax.random.key(1)))

@@ -149,7 +149,7 @@ def test_the_model(case, operations):
     rng = np.random.default_rng(len(case))
     vocab = vocabulary.create(capacity, ways, admit_after, evict, shared_rows=3)
     model = Model(capacity, ways, admit_after, evict, 3)
-    for size, most in ((1, 40), (50, 100), (50, 300), (50, 30), (200, 1000)):
+    for size, most in ((1, 40), (7, 100), (50, 300), (50, 30), (200, 1000)):
         count = max(operations // 5 // size, 2) if size > 1 else 40
         vocab = compare(vocab, model, batches_of(rng, count, size, most))
     counters = vocab.counters()
