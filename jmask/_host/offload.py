@@ -1,7 +1,8 @@
 """`offload`: the object that a training loop talks to.
 
     loop            step k              step k + 1          step k + 2
-    other threads   load, read k + 1    write k, read k+2   write k+1, read k+3
+    reader          load, read k + 1    load, read k + 2    load, read k + 3
+    writer                              write k             write k + 1
 
 Rows of batch k + 1 are read before the result of step k is written: what both batches look up
 is taken from that result, on the device.
@@ -150,9 +151,8 @@ class Offloaded:
         self._tables = list(map(HostRows, tables, names, arrays))
         self._loop: object = None
         self._open: _Step | None = None  # to be committed
-        # The last step that was, whether its write has begun, and the last write that has.
-        self._last: _Step | None = None
-        self._is_written = True
+        self._last: _Step | None = None  # that was committed, and its rows on their way
+        self._writer = concurrent.futures.ThreadPoolExecutor(1, "jmask.host.write")
         self._writing: concurrent.futures.Future[None] | None = None
         self._folder: Path | None = None
 
@@ -211,17 +211,14 @@ class Offloaded:
                 return batch, rows, sources, [table.read(*x) for table, x in pairs]
             return None
 
-        workers = concurrent.futures.ThreadPoolExecutor(2, "jmask.host")
+        reader = concurrent.futures.ThreadPoolExecutor(1, "jmask.host.read")
         try:
-            ahead = workers.submit(fetch, [None] * len(found), None)
+            ahead = reader.submit(fetch, [None] * len(found), None)
             while (fetched := ahead.result()) is not None:
                 batch, rows, sources, read = fetched
                 last = self._by_table(self._last.leaves) if self._last else read
                 merged = _merged(read, last, sources)
-                if self._last is not None and not self._is_written:
-                    self._writing = workers.submit(self._write, self._last)
-                    self._is_written = True
-                ahead = workers.submit(fetch, rows, self._writing)
+                ahead = reader.submit(fetch, rows, self._writing)
                 leaves = list(self._leaves)
                 for places, arrays in zip(self._places, merged, strict=True):
                     for k, x in zip(places, arrays, strict=True):
@@ -232,7 +229,7 @@ class Offloaded:
                     what = "another loop has begun" if self._open is None else "no commit came"
                     raise RuntimeError(f"{what}: each step needs host.commit(params, state).")
         finally:
-            workers.shutdown(wait=False)
+            reader.shutdown(wait=False)
             if self._loop is loop and not sys.is_finalizing():
                 self._settle()
 
@@ -267,7 +264,8 @@ class Offloaded:
         self._leaves = [
             x if k in self._on_host else leaves[k] for k, x in enumerate(self._leaves)
         ]
-        self._open, self._is_written = None, False
+        self._writing = self._writer.submit(self._write, self._last)
+        self._open = None
         self.count += 1
 
     # --- arrays and files ---------------------------------------------------------------
@@ -341,13 +339,10 @@ class Offloaded:
             table.write(rows.ids, new)
 
     def _write_last(self) -> None:
-        """Have the rows of all committed steps written, in their order."""
+        """Wait until the rows of all committed steps are written."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
-        if self._last is not None and not self._is_written:
-            self._write(self._last)
-        self._is_written = True
 
     def _settle(self) -> None:
         """End the loop: what was not committed is lost."""
