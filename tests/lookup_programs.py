@@ -52,6 +52,17 @@ def rnn(table, ids=VALID, wrap=lambda f: f):
     return lax.scan(cell, jnp.zeros(D), ids)[1].sum()
 
 
+def referred(table, run):
+    """Rows are summed in a reference; `run` calls what adds one."""
+    total = jax.new_ref(jnp.zeros(D))
+
+    def add(i):
+        total[...] = jnp.sin(total[...]) + table[i]
+
+    run(add)
+    return square(total[...])
+
+
 @jax.custom_vjp
 def custom_lookup(table, ids):
     return table[ids]
@@ -180,6 +191,11 @@ _ROWS = """
         lax.scan(lambda c, i: ((c[0] + square(c[1][i]), c[1]), None), (0.0, t), VALID)[0][0]
     changed in scan | falls back |
         lax.scan(lambda c, i: ((c[0] + square(c[1][i]), 2 * c[1]), None), (0.0, t), VALID)[0][0]
+    reference | 2 | referred(t, lambda add: [add(i) for i in VALID[:2]])
+    reference in scan | 3 |
+        referred(t, lambda add: lax.scan(lambda c, i: (c, add(i)), 0, VALID))
+    reference in jit and cond | 1 |
+        referred(t, lambda add: jax.jit(lambda i: lax.cond(i > 0, add, lambda i: None, i))(2))
     dense only | dense | square(t)
     dense only, in scan | dense | lax.scan(lambda c, i: (c * square(t), None), 1.0, VALID)[0]
     unused | dense | square(IDS.astype(jnp.float32))

@@ -141,7 +141,7 @@ class Forward:
     def _equation(
         self, eqn: JaxprEqn, args: list[Argument], taps: Taps, flags: Flags, scope: bags.Scope
     ) -> list[Argument]:
-        name, is_live = name_of(eqn), True in flags
+        name, is_live = name_of(eqn), True in flags or nested.writes_reference(eqn)
         views = [x for x in args if isinstance(x, View)]
         if not views:
             return self._bound(eqn, name, args, taps)

@@ -78,7 +78,8 @@ class Needed:
         }
         for eqn in reversed(jaxpr.eqns):
             flags = [v in live for v in eqn.outvars]
-            if any(flags) and eqn.primitive.name not in _NO_GRADIENT:
+            is_needed = any(flags) and eqn.primitive.name not in _NO_GRADIENT
+            if is_needed or writes_reference(eqn):
                 inputs = zip(eqn.invars, self._inputs(eqn, flags), strict=True)
                 live.update(v for v, flag in inputs if flag and _is_real(v))
         return live
@@ -108,6 +109,11 @@ class Needed:
     def _of(self, jaxpr: Jaxpr, flags: Flags) -> list[bool]:
         live = self.within(jaxpr, flags)
         return [v in live for v in jaxpr.invars]
+
+
+def writes_reference(eqn: JaxprEqn) -> bool:
+    """Decide whether an equation may write to what `jax.new_ref` made, to be read elsewhere."""
+    return any(not isinstance(aval_of(v), jax.core.ShapedArray) for v in eqn.invars)
 
 
 def _is_real(v: Atom) -> TypeGuard[Var]:
