@@ -165,8 +165,8 @@ _STILL_THE_SAME = (
     "pvary reshape reshard rev sharding_constraint slice split squeeze stack stop_gradient "
     "transpose unstack"
 ).split()
-# Of products with a table entries are no rows looked up, as the logits of labels.
-_NOT_ROWS = ("dot_general", "scan", "shard_map", "while")
+# What they return need not have the rows of a table.
+_NOT_ROWS = ("scan", "shard_map", "while")
 
 
 class _Labels:
@@ -179,7 +179,7 @@ class _Labels:
 
     def __init__(self, jaxpr: Jaxpr, needs: Sequence[Need]) -> None:
         self._table = needs[0].table
-        self._shape = tuple(aval_of(jaxpr.invars[self._table]).shape)
+        self._rows = aval_of(jaxpr.invars[self._table]).shape[0]
         self._wholes = {id(need.eqns[-1]) for need in needs if need.rows is None and need.eqns}
         self.products: list[JaxprEqn] = []
         self.lookups: list[Need] = []
@@ -196,12 +196,13 @@ class _Labels:
     ) -> list[str]:
         name, result = eqn.primitive.name, ""
         is_computed = id(eqn) in self._wholes or "computed" in given
+        # Of `hidden @ table.T` entries are looked up, as the logits of labels, and no rows.
+        has_rows = name != "dot_general" or self._rows not in aval_of(eqn.invars[1]).shape
         if is_computed and name in LOOKING_UP:
             self.lookups.append(Need(self._table, eqns, 0, 0, True))
-        elif is_computed and name not in _NOT_ROWS and not is_call(name):
-            rows, *row = self._shape
+        elif is_computed and has_rows and name not in _NOT_ROWS and not is_call(name):
             shapes: list[Shape] = [getattr(aval_of(v), "shape", ()) for v in eqn.outvars]
-            keep = [len(x) > 1 and [*x[1:]] == row and x[0] >= rows for x in shapes]
+            keep = [len(x) > 1 and x[0] >= self._rows for x in shapes]
             return ["computed" if kept else "" for kept in keep]
         for body, _ in bodies_of(eqn):
             return self._run(body, given[len(given) - len(body.invars) :], eqns)

@@ -29,7 +29,9 @@ REWRITES = {
         jnp.sort(t, 0)[IDS] -> jnp.sort(t[IDS], 0);
         jax.lax.cond(t[0, 0] > 0, jnp.sin, jnp.cos, t)[IDS] -> jnp.sin(t[IDS]);
         custom(t)[IDS] -> custom(t[IDS]);
-        jax.nn.softplus(t)[IDS] -> jax.nn.softplus(t[IDS])
+        jax.nn.softplus(t)[IDS] -> jax.nn.softplus(t[IDS]);
+        jax.nn.relu(t @ SQUARE)[IDS] -> jax.nn.relu(t[IDS] @ SQUARE);
+        jnp.abs(jnp.fft.rfft(t))[IDS] -> jnp.abs(jnp.fft.rfft(t[IDS]))
     """,
     PENALTY: """
         (t[IDS], 0.03 * t) -> (t[IDS], 0.03 * t[IDS]);
