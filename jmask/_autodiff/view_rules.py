@@ -343,6 +343,34 @@ def _tile(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
     return [reshaped(copies, _shape(eqn))]
 
 
+def _set_row(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
+    """Set one row, as `t.at[0].set(0)` does that of padding."""
+    (x, place, new), numbers = xs, parameter(eqn, "dimension_numbers")
+    is_row = numbers.scatter_dims_to_operand_dims == numbers.inserted_window_dims == (0,)
+    if not is_row or aval_of(eqn.invars[1]).shape != (1,) or isinstance(place, View):
+        return None
+    x, rows = as_view(x), broadcasted(as_view(new), x.shape, range(1, x.ndim))
+
+    def reading(p: Positions) -> Reading | None:
+        if not p.along:
+            return None
+
+        def is_set() -> jax.Array:
+            q = jnp.asarray(p.along[0])
+            dtype = jnp.promote_types(q.dtype, place.dtype)
+            return q.astype(dtype) == place[0].astype(dtype)
+
+        def at() -> tuple[Sequence[jax.Array], Valid]:
+            return p.along, ~is_set() if p.valid is None else p.valid & ~is_set()
+
+        def finish(old: jax.Array, new: jax.Array) -> jax.Array:
+            return jnp.where(trailing(is_set(), old.ndim), new, old)
+
+        return [Part(x, len(p.along), p.entries, at), Part(rows)], finish
+
+    return [View(x.shape, x.dtype, reading)]
+
+
 # --- rules of equations that compute --------------------------------------------------------
 
 
@@ -425,6 +453,7 @@ RULES: dict[str, Rule] = COMPUTING | {
     "pad": _pad,
     "reshape": _reshape,
     "rev": _rev,
+    "scatter": _set_row,
     "slice": _slice,
     "split": _split,
     "squeeze": _reshape,

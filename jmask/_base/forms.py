@@ -257,6 +257,7 @@ concatenate: dimension |
 dynamic_slice: | slice_sizes
 slice: start_indices limit_indices strides |
 pad: padding_config |
+scatter: dimension_numbers mode | indices_are_sorted unique_indices update_consts update_jaxpr
 rev: dimensions |
 split: axis sizes |
 stack unstack: axis |
@@ -273,6 +274,7 @@ _HOLDS: dict[str, Callable[[JaxprEqn], bool]] = {
     "scan": _is_known_scan,
     "while": _is_known_while,
     "gather": _is_known_gather,
+    "scatter": lambda eqn: eqn.params["mode"].name != "CLIP",
     "mul": lambda eqn: eqn.params.get("out_dtype") is None,
     "reshape": lambda eqn: eqn.params.get("dimensions") is None,
 }

@@ -139,7 +139,7 @@ RENAMED = [
         "convert_element_type",
     ),
     *("dot_general", "rev", "slice", "split", "stack", "unstack"),
-    *("gather", "integer_pow", "pad", "reduce_max", "reduce_sum", "scan"),
+    *("gather", "integer_pow", "pad", "reduce_max", "reduce_sum", "scan", "scatter"),
     *_forms.REMATS,
     *("transpose", "jit"),
 ]
