@@ -24,6 +24,9 @@ from jmask._gradcheck.check import is_masked_function as is_masked_function
 from jmask._gradcheck.message import GradcheckError as GradcheckError
 from jmask._kernels.keep_memory import keep_memory as keep_memory
 from jmask._kernels.stochastic_rounding import stochastic_round as stochastic_round
+from jmask._lazy.lazy import apply_gradients as apply_gradients
+from jmask._lazy.lazy import apply_updates as apply_updates
+from jmask._lazy.lazy import densify as densify
 from jmask._lazy.lazy import lazy as lazy
 from jmask._ops.contractions import add_n as add_n
 from jmask._ops.contractions import square_sum as square_sum
@@ -62,8 +65,5 @@ from jmask._tensors.masked_tensor import masked_tensor as masked_tensor
 from jmask._tensors.row_sparse import RowSparse as RowSparse
 from jmask._tensors.specified import sparse_mask as sparse_mask
 from jmask._tensors.specified import todense as todense
-from jmask._updates.apply import apply_gradients as apply_gradients
-from jmask._updates.apply import apply_updates as apply_updates
-from jmask._updates.apply import densify as densify
 
 __version__ = "0.4.0"

@@ -11,6 +11,7 @@
 The one pass makes its combiner of the equations of the same program.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -37,9 +38,12 @@ from jmask._updates.checks import (
     NotRowLocalError,
     coalesced,
     gradient_and_valid,
+    has_16_bit_sums,
+    in_lines,
     is_gradient_leaf,
     keep_valid,
     unchanged_where_masked,
+    with_wide_rows,
 )
 from jmask._updates.state_rows import once_a_step, rows_of_state
 
@@ -73,10 +77,6 @@ class Leaf:
     def coalesced_value(self) -> Argument:
         """The gradient, its rows of equal ids summed. One pass needs it at times."""
         return coalesced(self.value) if is_row_sparse(self.value) else self.value
-
-    def has_lines(self) -> bool:
-        """Decide whether it is the gradient of a packed table, of lines: see `in_lines`."""
-        return is_row_sparse(self.value) and self.value.order == "unique"
 
     @property
     def seen(self) -> jax.ShapeDtypeStruct:
@@ -234,32 +234,32 @@ class LazyStep:
             program = row_local.proved(*args, is_row_wise=is_row_wise)
             return program, self.others  # kept so that no other object gets the same `id`
 
-        step = dataclasses.replace(self, proof=once_a_step(key, proof)[0])
-        assert step.proof is not None
-        for leaf, old, new in zip(
-            self.leaves, seen, step.proof.program.out_avals, strict=False
-        ):
+        program = once_a_step(key, proof)[0]
+        new = program.program.out_avals
+        for leaf, x, y in zip(self.leaves, seen, new, strict=False):
             is_number = leaf.kind == "state" and leaf.table is None
-            if same_dtypes and is_number and old.dtype != new.dtype:
-                raise TypeError(f"update makes a state of {new.dtype} of one of {old.dtype}")
-        params = [leaf.value for leaf in self.leaves if leaf.kind == "param"]
-        blocks = [params[i] for i in step.proof.rows if params and _is_block(params[i], params)]
-        if blocks and step.proof.sums_over_rows():
+            if same_dtypes and is_number and x.dtype != y.dtype:
+                raise TypeError(f"update makes a state of {y.dtype} of one of {x.dtype}")
+        # A table is a block of one device if it differs over an axis of a `shard_map` over
+        # which another parameter is the same: a sum would be of one device's rows alone. Where
+        # all parameters differ, each device trains a model of its own.
+        params = [varying_axes(leaf.value) for leaf in self.leaves if leaf.kind == "param"]
+        blocks = [params[i] - frozenset.intersection(*params) for i in program.rows if params]
+        if any(blocks) and program.sums_over_rows:
             raise NotRowLocalError(
                 "it sums over rows, and in this shard_map every device has other rows of a "
                 "table",
                 "Make the step outside of the shard_map, in the same jit: the table is sharded "
                 "there, too.",
             )
-        return step
+        return dataclasses.replace(self, proof=program)
 
     @functools.cached_property
     def unordered(self) -> dict[int, int]:
-        """Outputs that are written to rows which they do not depend on, and these rows.
+        """Outputs that are written to rows which they do not depend on; the leaf of these.
 
         A new row of the state that does not depend on the old one; an update that does not
-        depend on the parameter where the state does (an average of parameters). From the
-        position of the output to the position of the leaf that is read.
+        depend on the parameter where the state does (an average of parameters).
         """
         if self.proof is None:
             return {}
@@ -280,7 +280,8 @@ class LazyStep:
     def update(self) -> tuple[PyTree, PyTree]:
         """Return updates and state."""
         rows = self.rows()
-        outputs = self.flat_update(*rows) if self.proof is None else self._on_rows(rows)
+        proof = self.proof
+        outputs = self.flat_update(*rows) if proof is None else self._on_rows(proof, rows)
         results: list[Table] = []
         for i, (leaf, old, new) in enumerate(zip(self.leaves, rows, outputs, strict=False)):
             gradient = None if leaf.table is None else self.leaves[leaf.table].coalesced_value
@@ -323,11 +324,10 @@ class LazyStep:
             rows.append(leaf.shown(x))
         return rows
 
-    def _on_rows(self, rows: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        assert self.proof is not None
+    def _on_rows(self, proof: RowLocal, rows: Sequence[jax.Array]) -> Sequence[jax.Array]:
         # A table without lookups has a row here: of no rows there is no maximum.
-        sizes = {i: max(self.leaves[i].coalesced_value.nse, 1) for i in self.proof.rows}
-        program = self.proof.at(sizes)
+        sizes = {i: max(self.leaves[i].coalesced_value.nse, 1) for i in proof.rows}
+        program = proof.at(sizes)
         arrays = [
             x if jnp.shape(x) == aval.shape else jnp.zeros(aval.shape, aval.dtype)
             for x, aval in zip(rows, program.in_avals, strict=True)
@@ -335,12 +335,11 @@ class LazyStep:
         # Types that say where an array is were not known when the program was traced.
         if all(jax.typeof(x) == y for x, y in zip(arrays, program.in_avals, strict=True)):
             return jax.core.eval_jaxpr(program.jaxpr, program.consts, *arrays)
-        sharding = explicit_sharding(*arrays)
+        run, sharding = functools.partial(evaluate, program), explicit_sharding(*arrays)
         if sharding is None:
-            return evaluate(program, *arrays)
+            return run(*arrays)
         # It was traced for no mesh. Updates and state lie where gradients and state did.
         specs = [spec_of(x) for x in arrays[: len(program.out_avals)]]
-        run = functools.partial(evaluate, program)
         return automatically(run, *arrays, like=sharding, spec=specs)
 
 
@@ -349,25 +348,53 @@ def with_row(rows: RowArray, row: Shape) -> RowArray:
     return rows if rows.shape[1:] == row else jnp.reshape(rows, (rows.shape[0], *row))
 
 
-def _is_block(table: jax.Array, params: Sequence[jax.Array]) -> bool:
-    """Decide whether a table is a block of one device, by the types of all parameters.
+# --- steps of single entries, of packed tables, of sums of 16 bits ---------------------------
 
-    It differs over an axis of a `shard_map` over which another parameter is the same. What an
-    optimizer computes from all rows (a global norm) would be of one device's rows alone. Where
-    all parameters differ, each device trains a model of its own.
+
+def step_of(
+    inner: optax.GradientTransformationExtraArgs,
+    updates: PyTree,
+    state: PyTree,
+    params: PyTree,
+    extra_args: dict[str, PyTree],
+) -> LazyStep:
+    """Return the step of `inner` on rows, proved.
+
+    Single entries of a table are rows of one entry where `inner` works entry by entry, else
+    they are rows of zeros but for an entry.
+
+    Rows of 16 bits are summed in float32. An `inner` that does not take gradients wider than
+    its state gets the sums in 16 bits, as from JAX: one branch of the `lax.cond` in
+    `optax.novograd` has the dtype of the state, the other has the gradient's.
     """
-    if not jax.sharding.get_abstract_mesh().manual_axes:
-        return False
-    common = frozenset.intersection(*map(varying_axes, jax.tree.leaves(params)))
-    return any(varying_axes(x) - common for x in jax.tree.leaves(table))
 
+    def proved(updates: PyTree, same_dtypes: bool) -> LazyStep:
+        updates = jax.tree.map(in_lines, updates, is_leaf=is_gradient_leaf)
+        step = LazyStep.of(inner, updates, state, params, extra_args)
+        return step.proved(same_dtypes=same_dtypes)
 
-# --- single entries -----------------------------------------------------------------------
-
-
-def has_entries(updates: PyTree) -> bool:
-    """Decide whether a gradient is of single entries of a table, whose rows are finer."""
-    return any(map(_is_entries, jax.tree.leaves(updates, is_leaf=is_gradient_leaf)))
+    leaves = jax.tree.leaves(updates, is_leaf=is_gradient_leaf)
+    attempts = [(with_wide_rows(updates), True)] if has_16_bit_sums(updates) else []
+    for gradients, same_dtypes in (*attempts, (updates, False)):
+        with contextlib.suppress(TypeError) if same_dtypes else contextlib.nullcontext():
+            if any(map(_is_entries, leaves)):
+                # Refused may be a state with one number for each row.
+                with contextlib.suppress(NotRowLocalError):
+                    step = proved(gradients, same_dtypes)
+                    if step.proof is None or not step.proof.by_rows:
+                        return step
+            step = proved(with_whole_rows(gradients), same_dtypes)
+            break
+    for i, leaf in enumerate(step.gradients):
+        is_packed = is_row_sparse(leaf.value) and leaf.value.order == "unique"
+        if is_packed and step.proof and step.proof.mixes_entries(i, leaf.valid is not None):
+            raise NotRowLocalError(
+                "it works row by row, and the table is packed: it would take lines of several "
+                "rows for rows",
+                "Leave the table unpacked, `jmask.embedding_lookup(lines, jnp.arange(V), "
+                "width=D)`, or use an optimizer that works entry by entry.",
+            )
+    return step
 
 
 def _is_entries(x: Argument) -> bool:

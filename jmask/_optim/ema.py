@@ -18,11 +18,10 @@ import optax
 
 from jmask._base.array_types import added
 from jmask._base.types import PyTree, Scalar
-from jmask._lazy.lazy import lazy
+from jmask._lazy.lazy import dense_parameters, lazy
 from jmask._lazy.row_local import RowWise
 from jmask._optim.row_rule import Slot, check_numbers, row_rule
-from jmask._updates.apply import dense_parameters
-from jmask._updates.state_rows import states_of
+from jmask._updates.state_rows import only_state
 
 
 class EmaState(NamedTuple):
@@ -64,13 +63,7 @@ class Ema(optax.GradientTransformationExtraArgs):
             >>> ema.average(state, optax.apply_updates(table, updates))
             Array([0., 2., 0.], dtype=float32)
         """
-        states = states_of(EmaState, opt_state)
-        if len(states) != 1:
-            raise ValueError(
-                f"`opt_state` must hold one state of jmask.ema, and holds {len(states)}: pass "
-                "the state of the chain that this transformation is part of."
-            )
-        ((count, average, last),) = states
+        count, average, last = only_state(EmaState, "opt_state", opt_state, "jmask.ema")
 
         def read(param: jax.Array, average: jax.Array, last: jax.Array) -> jax.Array:
             return _caught_up(self.decay, param.astype(average.dtype), average, count - last)

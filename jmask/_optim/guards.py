@@ -27,14 +27,13 @@ from jmask._base.row_ids import hide
 from jmask._base.shardings import varying_axes
 from jmask._base.types import Function, Gradient, Options, PyTree, PyTreeDef, Scalar
 from jmask._kernels.coalesce import unique_slots
-from jmask._lazy.lazy import lazy
+from jmask._lazy.lazy import Fit, advising_lazy, apply_gradients, lazy, noticed_as
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._ops.formulas import shortened
 from jmask._optim.row_rule import check_numbers
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values, with_stored_values
-from jmask._updates.apply import Fit, advising_lazy, apply_gradients, noticed_as
 from jmask._updates.checks import (
     check_transformation,
     coalesced,
@@ -75,14 +74,14 @@ def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide)
 
     def step(gradients, state, params, extra):
         tx: optax.GradientTransformationExtraArgs = guard
-        take, states = jnp.ones((), bool), []
+        take = jnp.ones((), bool)
+        states: list[PyTree] = []
         while isinstance(tx, Guard):
             wanted, gradients, new = tx.decide(gradients, state, params)
+            if states:  # it counts what comes to it
+                kept = functools.partial(_where, take)
+                new = jax.tree.map(kept, new, state._replace(inner_state=None))
             states.append(new)
-            if tx is not guard:  # it counts what comes to it
-                states[-1] = jax.tree.map(
-                    functools.partial(_where, take), new, state._replace(inner_state=None)
-                )
             take, tx, state = take & wanted, tx.guarded, state.inner_state
         result, state = _step_where(take, tx, gradients, state, params, extra)
         for new in reversed(states):
@@ -114,18 +113,18 @@ def _step_where(
     """
 
     def step(gradients: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        """Return updates, or parameters as part of what is selected; and the rest of that."""
         if extra is None:
-            return apply_gradients(tx, gradients, state, params)
+            return None, apply_gradients(tx, gradients, state, params)
         with advising_lazy("inner", gradients):
             return tx.update(gradients, state, params, **extra)
 
     gradients = noticed_as(gradients, _at_leaves(lambda x: _kept(take, x), gradients))
-    result, new = step(gradients, params, state)
+    updates, new = step(gradients, params, state)
     bare, old = _at_leaves(_without_rows, gradients), state
     without_rows = lambda state: step(bare, params, state)[1]  # a model is no argument of it
     if extra is None:
-        new, old = (result, new), (params, state)
-        without_rows = lambda both: step(bare, *both)
+        old, without_rows = (params, state), lambda both: step(bare, *both)[1]
     # Arrays that a step without rows returns as they came, but for reshapes, are tables: a
     # padded gradient changes no row of them.
     with collected():
@@ -134,16 +133,15 @@ def _step_where(
     made_of = {eqn.outvars[0]: eqn.invars[0] for eqn in reshapes}
     structure: PyTreeDef
     leaves, structure = jax.tree.flatten(new)
-    pairs = zip(leaves, jax.tree.leaves(old), strict=True)
     selected = []
-    for x, v, (y, z) in zip(jaxpr.invars, jaxpr.outvars, pairs, strict=True):
+    arrays = zip(jaxpr.invars, jaxpr.outvars, leaves, jax.tree.leaves(old), strict=True)
+    for x, v, y, z in arrays:
         while isinstance(v, Var) and v in made_of:
             v = made_of[v]
         selected.append(y if v is x else _where(take, y, z))
-    if extra is None:
-        return structure.unflatten(selected)
+    new = structure.unflatten(selected)
     # -0.0 changes nothing: -0.0 + 0.0 would be 0.0.
-    return _at_leaves(lambda x: _kept(take, x, -0.0), result), structure.unflatten(selected)
+    return new if extra is None else (_at_leaves(lambda x: _kept(take, x, -0.0), updates), new)
 
 
 def _at_leaves(function: Function, tree: PyTree) -> PyTree:
@@ -217,10 +215,10 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
     def decide(updates, state, params):
         check_state_type(state, SkipNonfiniteState)
         gradients = _coalesced(updates, params)
-        finite = jnp.ones((), bool)
+        is_bad = jnp.zeros((), bool)
         for x in jax.tree.leaves(gradients, is_leaf=is_gradient_leaf):
-            finite &= ~jnp.any(_not_finite(x))
-        finite = agreed(finite, gradients, params)
+            is_bad |= jnp.any(_not_finite(x))
+        finite = counted(is_bad.astype(jnp.int32), gradients, params) == 0
         skipped = state.skipped + (~finite).astype(state.skipped.dtype)
         return finite, gradients, SkipNonfiniteState(skipped, None)
 
@@ -300,19 +298,10 @@ def drop_nonfinite_rows() -> optax.GradientTransformation:
 #     values of device 0: nan     of device 1: finite     skip_nonfinite: both skip the step
 
 
-def agreed(
-    holds: jax.Array, gradients: Sequence[Gradient], params: Sequence[jax.Array]
-) -> jax.Array:
-    """Decide whether something holds on all devices that take a step together."""
-    axes = _axes_of_copies(holds, gradients, params)
-    # There is no reduction by `and` over devices: the failures are counted.
-    return holds if not axes else lax.psum((~holds).astype(jnp.int32), tuple(axes)) == 0
-
-
 def counted(
     number: jax.Array, gradients: Sequence[Gradient], params: Sequence[jax.Array]
 ) -> jax.Array:
-    """Sum the numbers of rows of one gradient that the devices have counted.
+    """Sum a number over the devices that take a step together.
 
     Where it is not known whether an array is the same on all devices, the most that one has.
     """

@@ -39,7 +39,7 @@ from jmask._lazy.lazy import lazy
 from jmask._lazy.row_local import RowWise
 from jmask._optim.row_rule import Slot, row_rule
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-from jmask._updates.state_rows import states_of
+from jmask._updates.state_rows import only_state
 
 
 class TouchedState(NamedTuple):
@@ -114,12 +114,7 @@ def rows_since(opt_state: PyTree, step: Index, *, size: int | None = None) -> Py
         >>> jmask.rows_since(state, 0), jmask.rows_since(state, 0, size=3)
         (Array([1, 2], dtype=int32), Array([1, 2, 4], dtype=int32))
     """
-    states = states_of(TouchedState, opt_state)
-    if len(states) != 1:
-        raise ValueError(
-            f"`opt_state` must hold one state of jmask.touched, and holds {len(states)}: chain "
-            "jmask.touched() behind the optimizer, and pass the state of that chain."
-        )
+    state = only_state(TouchedState, "opt_state", opt_state, "jmask.touched")
     if not isinstance(step, jax.core.Tracer):
         step = checked_integer("step", step)
     if size is not None and checked_integer("size", size) < 0:
@@ -139,7 +134,7 @@ def rows_since(opt_state: PyTree, step: Index, *, size: int | None = None) -> Py
             )
         return jnp.asarray(np.flatnonzero(has_moved).astype(dtype))
 
-    return jax.tree.map(moved, states[0].last)
+    return jax.tree.map(moved, state.last)
 
 
 def take(tree: PyTree, ids: PyTree) -> PyTree:
