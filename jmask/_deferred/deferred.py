@@ -60,33 +60,20 @@ _BLOCK = 1 << 16
 
 
 class TableState(NamedTuple):
-    """Hold what a deferred table needs besides the state of its optimizer.
+    """Hold what a deferred table needs besides the state of its optimizer."""
 
-    Attributes:
-        last: how many steps each row has taken, (V,) int32; of a stack (M, V).
-        lines: coefficients of the steps since each of the last W, (W, numbers).
-        carry: what rounding took from them, (W, sums).
-        swept: how many rows were caught up in turn.
-    """
-
-    last: jax.Array
-    lines: jax.Array
-    carry: jax.Array
-    swept: jax.Array
+    last: jax.Array  # how many steps each row has taken, (V,) int32; of a stack (M, V)
+    lines: jax.Array  # coefficients of the steps since each of the last W, (W, numbers)
+    carry: jax.Array  # what rounding took from them, (W, sums)
+    swept: jax.Array  # how many rows were caught up in turn
 
 
 class DeferredState(NamedTuple):
-    """The state of `jmask.deferred`.
+    """The state of `jmask.deferred`."""
 
-    Attributes:
-        inner: the state of the dense optimizer; of rows, as of their last step.
-        clock: how many steps were taken, int32.
-        tables: a `TableState` for each parameter with rows that may wait, else ().
-    """
-
-    inner: PyTree
-    clock: jax.Array
-    tables: PyTree
+    inner: PyTree  # the state of the dense optimizer; of rows, as of their last step
+    clock: jax.Array  # how many steps were taken, int32
+    tables: PyTree  # a `TableState` for each parameter with rows that may wait, else ()
 
     def with_start(self, first: "DeferredState") -> "DeferredState":
         """Return the initial state of rows that start now, which have missed no step."""
@@ -96,19 +83,12 @@ class DeferredState(NamedTuple):
 
 
 class Deferred(NamedTuple):
-    """A transformation whose rows wait for their steps. Made by `jmask.deferred`.
+    """A transformation whose rows wait for their steps. Made by `jmask.deferred`."""
 
-    Attributes:
-        init: params -> state.
-        update: (gradients, state, params, **extra_args) -> (updates, state).
-        catch_up: (params, state, ids) -> (params, state), rows as they are now.
-        apply_gradients: see `jmask.apply_gradients`.
-    """
-
-    init: Function
-    update: Function
-    catch_up: Function
-    apply_gradients: Function
+    init: Function  # params -> state
+    update: Function  # (gradients, state, params, **extra_args) -> (updates, state)
+    catch_up: Function  # (params, state, ids) -> (params, state), rows as they are now
+    apply_gradients: Function  # see `jmask.apply_gradients`
 
 
 def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Deferred:

@@ -64,41 +64,25 @@ Pair = tuple[int, int]
 
 
 class Step(NamedTuple):
-    """One step without a gradient.
+    """One step without a gradient."""
 
-    Attributes:
-        changes: A - 1, by (row, column) where it may not be 0.
-        c, e: the scalars of the quotient, or None.
-        sign: d, or None.
-    """
-
-    changes: dict[Pair, Argument]
-    c: Argument = None
+    changes: dict[Pair, Argument]  # A - 1, by (row, column) where it may not be 0
+    c: Argument = None  # the scalars of the quotient, or None
     e: Argument = None
-    sign: Argument = None
+    sign: Argument = None  # d, or None
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The structure that all steps of an optimizer share.
+    """The structure that all steps of an optimizer share."""
 
-    Attributes:
-        width: how many entries: the parameter and its state.
-        changes: the (row, column) where A - 1 may not be 0.
-        quotient: a and b, or None.
-        sign: a of the sign, or None.
-        terms: how many coefficients the sum of quotients has.
-        e: about what e of the quotient is.
-        positive: entries of which negative ones make no sense.
-    """
-
-    width: int
-    changes: tuple[Pair, ...]
-    quotient: Pair | None = None
-    sign: int | None = None
-    terms: int = 0
-    e: float = 1.0
-    positive: tuple[int, ...] = ()
+    width: int  # how many entries: the parameter and its state
+    changes: tuple[Pair, ...]  # the (row, column) where A - 1 may not be 0
+    quotient: Pair | None = None  # a and b, or None
+    sign: int | None = None  # a of the sign, or None
+    terms: int = 0  # how many coefficients the sum of quotients has
+    e: float = 1.0  # about what e of the quotient is
+    positive: tuple[int, ...] = ()  # entries of which negative ones make no sense
 
     @property
     def pairs(self) -> tuple[Pair, ...]:

@@ -448,17 +448,11 @@ def advising_lazy(name: str, gradients: PyTree) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Gradients aligned with the parameters that they belong to.
+    """Gradients aligned with the parameters that they belong to."""
 
-    Attributes:
-        gradients: a tree of arrays, `RowSparse` and `MaskedTensor`.
-        params: arrays in a tree of the same structure, or None.
-        model: what was given as parameters.
-    """
-
-    gradients: PyTree
-    params: PyTree
-    model: Model
+    gradients: PyTree  # a tree of arrays, `RowSparse` and `MaskedTensor`
+    params: PyTree  # arrays in a tree of the same structure, or None
+    model: Model  # what was given as parameters
 
     @classmethod
     def of(

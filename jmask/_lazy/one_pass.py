@@ -21,7 +21,7 @@ Everything else is computed on gathered rows; see `_update_of_rows`.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -56,15 +56,11 @@ from jmask._updates.checks import keep_valid, unchanged_where_masked
 
 
 class OnePassTransformation(optax.GradientTransformationExtraArgs):
-    """A transformation that can also apply gradients to the parameters in one pass.
+    """A transformation that can also apply gradients to the parameters in one pass."""
 
-    Attributes:
-        apply_gradients: (grads, state, params) -> (params, state), of gradients and parameters
-            that have a `Fit`.
-        inner: the transformation of arrays that is lifted, if it is one.
-    """
-
+    # (grads, state, params) -> (params, state), of gradients and parameters that have a `Fit`.
     apply_gradients: Function
+    # The transformation of arrays that is lifted, if it is one.
     inner: optax.GradientTransformationExtraArgs | None = None
 
 
@@ -80,13 +76,10 @@ def applied_in_one_pass(step: LazyStep) -> tuple[PyTree, PyTree] | None:
     outputs = [*jaxpr.outvars, *jaxpr.outvars[: len(gradients)]]
     combiners: dict[int, Combiner] = {}
     for table in proof.rows:
-        ways = list(_combiners(step, proof, parts, table, outputs))
-        best = [c for c in ways if c.steps is not None or _fits(step, proof, c)]
-        # What is written to rows that it does not depend on has to come after reads.
-        chosen = best or ([] if step.unordered else ways)
-        if not chosen:
+        chosen = _combiner(step, proof, parts, table, outputs)
+        if chosen is None:
             return None
-        combiners[table] = chosen[0]
+        combiners[table] = chosen
 
     # --- before the pass: what does not depend on rows, or on the gradient alone
     sources = {table: c.source for table, c in combiners.items()}
@@ -134,19 +127,13 @@ def applied_in_one_pass(step: LazyStep) -> tuple[PyTree, PyTree] | None:
 
 
 class Parts(NamedTuple):
-    """The variables of an update that hold rows or entries of tables.
+    """The variables of an update that hold rows or entries of tables."""
 
-    Attributes:
-        table_of: whose rows or entries a variable has; no others depend on rows.
-        from_gradient: those that are made of the gradient alone.
-        filled: those that have one number in the shape of a table that is updated by entries.
-        reduced: tables over whose gradient something shared is computed.
-    """
-
-    table_of: dict[Var, int]
-    from_gradient: set[Var]
+    table_of: dict[Var, int]  # whose rows or entries a variable has; no others depend on rows
+    from_gradient: set[Var]  # those that are made of the gradient alone
+    # Those that have one number in the shape of a table that is updated by entries.
     filled: set[Var]
-    reduced: set[int]
+    reduced: set[int]  # tables over whose gradient something shared is computed
 
 
 def _taken_apart(proof: RowLocal) -> Parts | None:
@@ -204,29 +191,23 @@ def _rule(
 
 
 class Combiner(NamedTuple):
-    """A way to compute new rows of a table.
+    """A way to compute new rows of a table."""
 
-    Attributes:
-        places: of the leaves that are replaced: state and parameters of one table.
-        source: the gradient, or what is made of it.
-        scalars: shared numbers.
-        function: rows of the leaves, of `source`, and `scalars` -> new rows, of a parameter
-            what is added; or entries, if the table is updated entry by entry.
-        steps: `scalars`, rows of `source` -> what is added to the parameter, if that is all and
-            is linear in the gradient: rows of equal ids may be added one at a time.
-    """
-
-    places: list[int]
-    source: Var
-    scalars: list[Var]
+    places: list[int]  # of the leaves that are replaced: state and parameters of one table
+    source: Var  # the gradient, or what is made of it
+    scalars: list[Var]  # shared numbers
+    # Rows of the leaves, of `source`, and `scalars` -> new rows, of a parameter what is added;
+    # or entries, if the table is updated entry by entry.
     function: Function
+    # `scalars`, rows of `source` -> what is added to the parameter, if that is all and is
+    # linear in the gradient: rows of equal ids may be added one at a time.
     steps: Function | None
 
 
-def _combiners(
+def _combiner(
     step: LazyStep, proof: RowLocal, parts: Parts, table: int, outputs: Sequence[Atom]
-) -> Iterator[Combiner]:
-    """Yield ways to compute rows of a table, from its gradient or a value of that."""
+) -> Combiner | None:
+    """Return the best way to compute rows of a table, from its gradient or a value of that."""
     leaves, table_of, by_rows = step.leaves, parts.table_of, table in proof.by_rows
     jaxpr = proof.program.jaxpr
     places = [i for i, x in enumerate(leaves) if x.table == table and x.kind != "gradient"]
@@ -234,7 +215,7 @@ def _combiners(
     inputs, new = [jaxpr.invars[i] for i in places], [outputs[i] for i in places]
     wanted = [v for v in new if isinstance(v, Var)]
     if [table_of.get(v) for v in wanted] != [table] * len(places):
-        return  # a state that is filled anew
+        return None  # a state that is filled anew
     constants: dict[Var, Argument] = {
         v: np.asarray(x, aval_of(v).dtype)
         for v, x in proof.known.items()
@@ -270,14 +251,25 @@ def _combiners(
     equations = [e for e in jaxpr.eqns if e.outvars and table_of.get(e.outvars[0]) == table]
     gradient = jaxpr.invars[table]
     made = [v for e in equations for v in e.outvars if v in parts.from_gradient]
+    first: Combiner | None = None
     for source in (gradient, *(made if not by_rows else ())):
         chosen, needed = needed_for(wanted, equations, source)
         scalars = [v for v in needed if v not in table_of and v not in constants]
         more, scalars = _of_fewer(scalars, jaxpr.eqns, constants)
         if any(aval_of(v).ndim for v in scalars if v not in parts.filled):
-            return
-        if source is gradient or gradient not in needed:
-            yield combiner(source, [*more, *chosen], scalars)
+            break
+        if source is not gradient and gradient in needed:
+            continue
+        way = combiner(source, [*more, *chosen], scalars)
+        # A scatter has room for so many scalars, and is of one dtype.
+        dtypes = {leaves[i].value.dtype for i in places} | {aval_of(v).dtype for v in scalars}
+        has_room = len(scalars) + (leaves[table].valid is not None) < len(places)
+        fits = not by_rows and has_room and dtypes == {aval_of(source).dtype}
+        if fits or way.steps is not None:
+            return way
+        first = first or way
+    # What is written to rows that it does not depend on has to come after reads.
+    return None if step.unordered else first
 
 
 def _of_fewer(
@@ -308,16 +300,6 @@ def _scales(eqn: JaxprEqn, table_of: Mapping[Var, int]) -> bool:
     return name == "neg" and all(are_entries)
 
 
-def _fits(step: LazyStep, proof: RowLocal, combiner: Combiner) -> bool:
-    """Decide whether a scatter has room for the scalars, and all arrays have one dtype."""
-    leaves = [step.leaves[i] for i in combiner.places]
-    dtypes = {leaf.value.dtype for leaf in leaves}
-    dtypes |= {aval_of(v).dtype for v in combiner.scalars}
-    has_room = len(combiner.scalars) + (leaves[0].valid is not None) < len(leaves)
-    is_elementwise = leaves[0].table not in proof.by_rows
-    return is_elementwise and has_room and dtypes == {aval_of(combiner.source).dtype}
-
-
 # --- ways to update rows, read from the top ------------------------------------------------
 #
 #     ADD      linear in the gradient, and of its dtype an accumulating scatter
@@ -343,13 +325,7 @@ def _update_of_rows(
     is_elementwise: bool,
     steps: Function | None,
 ) -> RowUpdate | list[jax.Array]:
-    """Make an update of the rows of a gradient; `updated` runs it.
-
-    Args:
-        leaves: those that the combiner replaces.
-        gradient: rows of equal ids are summed first.
-        steps: see `Combiner`; None if it may not be used.
-    """
+    """Make the update of these leaves, whose equal ids are summed first; `updated` runs it."""
     tables, are_steps = [x.value for x in leaves], [x.kind == "param" for x in leaves]
     valid, table, count = leaves[0].valid, tables[0], len(tables)
     # The gradient is opened once: what follows takes canonical ids, rows, and their order.

@@ -112,20 +112,13 @@ class RowWise(optax.GradientTransformationExtraArgs):
 
 @dataclasses.dataclass(frozen=True)
 class RowLocal:
-    """An update that is proved to treat rows by themselves.
+    """An update that is proved to treat rows by themselves."""
 
-    Attributes:
-        traced: the update as it is written, with open numbers of rows.
-        program: what of it the results need, with its calls in line.
-        known: what each variable of `program` is in untouched rows. One without rows is that
-            everywhere.
-        rows: the open number of rows of each table.
-    """
-
-    traced: ClosedJaxpr
-    program: ClosedJaxpr
+    traced: ClosedJaxpr  # the update as it is written, with open numbers of rows
+    program: ClosedJaxpr  # what of it the results need, with its calls in line
+    # What each variable of `program` is in untouched rows. One without rows is that everywhere.
     known: Mapping[Var, Known]
-    rows: Mapping[int, Dimension]
+    rows: Mapping[int, Dimension]  # the open number of rows of each table
 
     def at(self, sizes: Mapping[int, int]) -> ClosedJaxpr:
         """Return the update for tables of these numbers of rows."""
@@ -198,7 +191,7 @@ def proved(
     function: ArraysFunction,
     shapes: Sequence[jax.ShapeDtypeStruct],
     tables: Sequence[int | None],
-    are_gradients: Sequence[bool],
+    inputs: Sequence[Known],
     *,
     is_row_wise: bool = False,
 ) -> RowLocal:
@@ -207,7 +200,7 @@ def proved(
     Args:
         function: arrays -> updates and state, in the order of the first of its arguments.
         tables: whose rows each argument has along its first axis, or None.
-        are_gradients: which arguments are 0 in untouched rows.
+        inputs: what each argument is in untouched rows.
         is_row_wise: whether code of `function` asks for no number of rows.
     """
     rows, opened = open_shapes(shapes, tables)
@@ -223,9 +216,7 @@ def proved(
         with contextlib.nullcontext() if is_row_wise else refusing_counts("it"):
             traced = jax.make_jaxpr(function)(*opened)
     program = _needed(traced)
-    pairs = zip(are_gradients, tables, strict=True)
-    are_zero = [is_gradient and table is not None for is_gradient, table in pairs]
-    known = known_in(program, [0 if is_zero else None for is_zero in are_zero])
+    known = known_in(program, inputs)
     for x, v in zip(opened, program.jaxpr.outvars, strict=False):
         shape = aval_of(v).shape
         if x.shape != shape and any(map(export.is_symbolic_dim, (*x.shape, *shape))):

@@ -38,7 +38,6 @@ from jmask._updates.checks import (
     NotRowLocalError,
     coalesced,
     gradient_and_valid,
-    has_16_bit_sums,
     in_lines,
     is_gradient_leaf,
     keep_valid,
@@ -52,26 +51,21 @@ Kind = Literal["gradient", "state", "param", "extra"]
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A leaf of the gradient, the state, the parameters or the extra arguments.
+    """A leaf of the gradient, the state, the parameters or the extra arguments."""
 
-    Attributes:
-        value: an array; of a gradient, an array or a `RowSparse` as it came. Stacked tables
-            (M, V, D) are the one table (M * V, D) here.
-        kind: which of these trees it is of.
-        table: the position of the `RowSparse` gradient of its table, or None: no rows of it
-            are gathered.
-        valid: the valid entries of the gradient that it belongs to, if that is masked.
-        row: of stacked tables, the shape of a row as `inner` sees it: (1, D), which has as many
-            dimensions as a table of the stack. None where `value` has it already.
-        stack: what it was before it became one table: an array, or the gradient.
-    """
-
+    # An array; of a gradient, an array or a `RowSparse` as it came. Stacked tables (M, V, D)
+    # are the one table (M * V, D) here.
     value: Argument
-    kind: Kind
+    kind: Kind  # which of these trees it is of
+    # The position of the `RowSparse` gradient of its table, or None: no rows of it are
+    # gathered.
     table: int | None = None
+    # The valid entries of the gradient that it belongs to, if that is masked.
     valid: jax.Array | None = None
+    # Of stacked tables, the shape of a row as `inner` sees it: (1, D), which has as many
+    # dimensions as a table of the stack. None where `value` has it already.
     row: Shape | None = None
-    stack: Argument = None
+    stack: Argument = None  # what it was before it became one table: an array, or the gradient
 
     @functools.cached_property
     def coalesced_value(self) -> Argument:
@@ -105,21 +99,18 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class LazyStep:
-    """The arguments of one `update`.
-
-    Attributes:
-        leaves: of the gradient, then of the state, of the parameters if they were given, and
-            of the arrays among extra arguments. So leaf i of gradient and state is what output
-            i of the update replaces.
-        trees: structures of gradient, state, parameters and extra arguments.
-        others: extra arguments that are no arrays, by their position among all leaves.
-        proof: the program of `inner` from leaves to updates and state, if it was proved.
-    """
+    """The arguments of one `update`."""
 
     inner: optax.GradientTransformationExtraArgs
+    # Of the gradient, then of the state, of the parameters if they were given, and of the
+    # arrays among extra arguments. So leaf i of gradient and state is what output i of the
+    # update replaces.
     leaves: list[Leaf]
+    # Structures of gradient, state, parameters and extra arguments.
     trees: tuple[PyTreeDef, PyTreeDef, PyTreeDef, PyTreeDef]
+    # Extra arguments that are no arrays, by their position among all leaves.
     others: dict[int, object]
+    # The program of `inner` from leaves to updates and state, if it was proved.
     proof: RowLocal | None = None
 
     @classmethod
@@ -228,9 +219,10 @@ class LazyStep:
         key = (self.inner.update, self.trees, *of_shapes, *tables, *others)
 
         def proof() -> tuple[RowLocal, object]:
-            are_gradients = [leaf.kind == "gradient" for leaf in self.leaves]
+            is_rows = lambda leaf: leaf.kind == "gradient" and leaf.table is not None
+            inputs = [0 if is_rows(leaf) else None for leaf in self.leaves]
             is_row_wise = isinstance(self.inner, RowWise)
-            args = self.flat_update, seen, tables, are_gradients
+            args = self.flat_update, seen, tables, inputs
             program = row_local.proved(*args, is_row_wise=is_row_wise)
             return program, self.others  # kept so that no other object gets the same `id`
 
@@ -285,8 +277,6 @@ class LazyStep:
         results: list[Table] = []
         for i, (leaf, old, new) in enumerate(zip(self.leaves, rows, outputs, strict=False)):
             gradient = None if leaf.table is None else self.leaves[leaf.table].coalesced_value
-            if gradient is not None and not gradient.nse:
-                new = new[:0]  # the program had a row in the place of none
             if leaf.kind == "gradient":
                 new = unchanged_where_masked(new, leaf.valid)
             else:
@@ -325,22 +315,16 @@ class LazyStep:
         return rows
 
     def _on_rows(self, proof: RowLocal, rows: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        # A table without lookups has a row here: of no rows there is no maximum.
-        sizes = {i: max(self.leaves[i].coalesced_value.nse, 1) for i in proof.rows}
-        program = proof.at(sizes)
-        arrays = [
-            x if jnp.shape(x) == aval.shape else jnp.zeros(aval.shape, aval.dtype)
-            for x, aval in zip(rows, program.in_avals, strict=True)
-        ]
+        program = proof.at({i: self.leaves[i].coalesced_value.nse for i in proof.rows})
         # Types that say where an array is were not known when the program was traced.
-        if all(jax.typeof(x) == y for x, y in zip(arrays, program.in_avals, strict=True)):
-            return jax.core.eval_jaxpr(program.jaxpr, program.consts, *arrays)
-        run, sharding = functools.partial(evaluate, program), explicit_sharding(*arrays)
+        if all(jax.typeof(x) == y for x, y in zip(rows, program.in_avals, strict=True)):
+            return jax.core.eval_jaxpr(program.jaxpr, program.consts, *rows)
+        run, sharding = functools.partial(evaluate, program), explicit_sharding(*rows)
         if sharding is None:
-            return run(*arrays)
+            return run(*rows)
         # It was traced for no mesh. Updates and state lie where gradients and state did.
-        specs = [spec_of(x) for x in arrays[: len(program.out_avals)]]
-        return automatically(run, *arrays, like=sharding, spec=specs)
+        specs = [spec_of(x) for x in rows[: len(program.out_avals)]]
+        return automatically(run, *rows, like=sharding, spec=specs)
 
 
 def with_row(rows: RowArray, row: Shape) -> RowArray:
@@ -374,8 +358,7 @@ def step_of(
         return step.proved(same_dtypes=same_dtypes)
 
     leaves = jax.tree.leaves(updates, is_leaf=is_gradient_leaf)
-    attempts = [(with_wide_rows(updates), True)] if has_16_bit_sums(updates) else []
-    for gradients, same_dtypes in (*attempts, (updates, False)):
+    for gradients, same_dtypes in ((with_wide_rows(updates), True), (updates, False)):
         with contextlib.suppress(TypeError) if same_dtypes else contextlib.nullcontext():
             if any(map(_is_entries, leaves)):
                 # Refused may be a state with one number for each row.

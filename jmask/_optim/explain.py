@@ -42,24 +42,15 @@ _HEADS = ("parameter", "array", "size", "gradient", "a step touches")
 
 
 class ParameterStep(NamedTuple):
-    """The effect of a step on one parameter.
+    """The effect of a step on one parameter."""
 
-    Attributes:
-        name: its path in the tree of parameters.
-        shape, dtype: of it.
-        nse: the number of rows of a row-sparse gradient, else None.
-        touched: the bytes of the parameter that a step reads and writes, at most.
-        note: why, where something is to be said; else "".
-        leading: how many leading dimensions number the rows, more than 1 of stacked tables.
-    """
-
-    name: str
-    shape: Shape
+    name: str  # its path in the tree of parameters
+    shape: Shape  # of it
     dtype: DType
-    nse: int | None
-    touched: int
-    note: str
-    leading: int
+    nse: int | None  # the number of rows of a row-sparse gradient, else None
+    touched: int  # the bytes of the parameter that a step reads and writes, at most
+    note: str  # why, where something is to be said; else ""
+    leading: int  # how many leading dimensions number the rows, more than 1 of stacked tables
 
     @property
     def array(self) -> str:
@@ -83,15 +74,11 @@ class ParameterStep(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The result of `jmask.explain`; shows itself as a table.
+    """The result of `jmask.explain`; shows itself as a table."""
 
-    Attributes:
-        parameters: one `ParameterStep` for each parameter, in the order of the tree.
-        notes: what else leaves sparse storage.
-    """
-
+    # One `ParameterStep` for each parameter, in the order of the tree.
     parameters: tuple[ParameterStep, ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # what else leaves sparse storage
 
     def __getitem__(self, name: str) -> ParameterStep:
         """Return the parameter of this name."""

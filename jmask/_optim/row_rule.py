@@ -108,19 +108,15 @@ def is_zero(value: object) -> bool:
 
 
 class Slot(NamedTuple):
-    """An array of the state.
+    """An array of the state."""
 
-    Attributes:
-        initial: its value before the first step; the parameter's, in float32 at least, if None.
-        per_row: whether it has one entry for each row: (V, 1) for a parameter (V, D). It is
-            (M, V, 1) for (M, V, D), which may be a stack of M tables as well as one table of
-            rows (V, D); their entries are all the same then.
-        dtype: of the array; the rule's, or the parameter's, if None.
-    """
-
+    # Its value before the first step; the parameter's, in float32 at least, if None.
     initial: Scalar | None
+    # Whether it has one entry for each row: (V, 1) for a parameter (V, D). It is (M, V, 1) for
+    # (M, V, D), which may be a stack of M tables as well as one table of rows (V, D); their
+    # entries are all the same then.
     per_row: bool = False
-    dtype: DTypeLike | None = None
+    dtype: DTypeLike | None = None  # of the array; the rule's, or the parameter's, if None
 
 
 class RowRule(RowWise):

@@ -252,17 +252,9 @@ def with_wide_rows(gradients: PyTree) -> PyTree:
     stored: a sum that is rounded first loses what is left of 1 - 1.003 in bfloat16. Unique rows
     keep their dtype, and optax's optimizers return updates of the same.
     """
-    widened = lambda x: x.widened() if _is_16_bit_sum(x) else x
+    is_16_bit_sum = lambda x: is_row_sparse(x) and x.order == "any" and is_narrow(x.dtype)
+    widened = lambda x: x.widened() if is_16_bit_sum(x) else x
     return jax.tree.map(widened, gradients, is_leaf=is_gradient_leaf)
-
-
-def has_16_bit_sums(gradients: PyTree) -> bool:
-    """Decide whether `with_wide_rows` has something to do."""
-    return any(map(_is_16_bit_sum, jax.tree.leaves(gradients, is_leaf=is_gradient_leaf)))
-
-
-def _is_16_bit_sum(gradient: Gradient) -> bool:
-    return is_row_sparse(gradient) and gradient.order == "any" and is_narrow(gradient.dtype)
 
 
 def coalesced(gradient: RowSparse) -> RowSparse:
