@@ -41,18 +41,18 @@ from jmask._deferred.measured import (
 )
 from jmask._deferred.missed_steps import Form, Step, advanced, caught_up
 from jmask._kernels.rows import gather_rows, gather_unique_rows, ids_after_reading, set_rows
-from jmask._lazy.lazy import Fit, applied, noticing_dense_tables
-from jmask._lazy.one_pass import OnePassTransformation
-from jmask._lazy.step import LazyStep, Leaf, step_of, with_whole_rows
-from jmask._tables.rows_at import shape_of
-from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._updates.checks import (
+from jmask._lazy.checks import (
     check_parameters,
     check_transformation,
     gradient_and_valid,
     is_gradient_leaf,
 )
-from jmask._updates.state_rows import rows_of_state
+from jmask._lazy.lazy import Fit, applied, noticing_dense_tables
+from jmask._lazy.one_pass import OnePassTransformation
+from jmask._lazy.state_rows import rows_of_state
+from jmask._lazy.step import LazyStep, Leaf, step_of, with_whole_rows
+from jmask._tables.rows_at import shape_of
+from jmask._tensors.masked_tensor import MaskedTensor
 
 # Rows of a block where all rows are caught up: temporaries are of the size of a block, not of
 # the table.

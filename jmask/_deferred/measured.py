@@ -32,9 +32,9 @@ from jmask._base.forms import aval_of, name_of
 from jmask._base.jaxprs import bound, inlined, interpret
 from jmask._base.types import Argument, ArraysFunction, HostArray, PyTreeDef, Shape
 from jmask._deferred.missed_steps import Form, Pair, Step, terms_for
+from jmask._lazy.checks import NotRowLocalError
 from jmask._lazy.step import LazyStep
 from jmask._tensors.row_sparse import RowSparse
-from jmask._updates.checks import NotRowLocalError
 
 # The greatest difference of a step from its prediction: relative to the terms of its sum, and
 # to what it is added to.

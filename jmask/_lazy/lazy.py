@@ -40,14 +40,7 @@ from jmask._base.row_ids import id_dtype
 from jmask._base.types import Argument, Function, Gradient, PyTree, Table, Transformation
 from jmask._base.validation import Model, leaf_name
 from jmask._kernels.stochastic_rounding import check_key, stochastic_round
-from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass
-from jmask._lazy.row_local import RowWise
-from jmask._lazy.step import LazyStep, step_of
-from jmask._tables.rows_at import add_to_dense
-from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-from jmask._tensors.storage import stored_values, with_stored_values
-from jmask._updates.checks import (
+from jmask._lazy.checks import (
     ORDER,
     NotRowLocalError,
     as_gradients,
@@ -62,7 +55,14 @@ from jmask._updates.checks import (
     model_of,
     unchanged_where_masked,
 )
-from jmask._updates.state_rows import check_made_by, states_of
+from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass
+from jmask._lazy.row_local import RowWise
+from jmask._lazy.state_rows import check_made_by, states_of
+from jmask._lazy.step import LazyStep, step_of
+from jmask._tables.rows_at import add_to_dense
+from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._tensors.storage import stored_values, with_stored_values
 
 # What transformations hold back until a later step, by their states, and what to do instead. A
 # row held back need not be among the rows that the later step touches: it would be lost.

@@ -54,9 +54,9 @@ from jmask._base.forms import (
 )
 from jmask._base.jaxprs import ARITHMETIC, inlined, interpret, needed_for, run
 from jmask._base.types import Argument, ArraysFunction, Atom, Function, Scalar
+from jmask._lazy.checks import NotRowLocalError
+from jmask._lazy.state_rows import Dimension, open_shapes, refusing_counts
 from jmask._ops.rows import trial
-from jmask._updates.checks import NotRowLocalError
-from jmask._updates.state_rows import Dimension, open_shapes, refusing_counts
 
 Known = Scalar | None
 """What a value is in rows that the gradient does not touch; None if that is not known."""

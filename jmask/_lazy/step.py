@@ -30,11 +30,7 @@ from jmask._base.shardings import automatically, explicit_sharding, spec_of, var
 from jmask._base.types import Argument, Gradient, PyTree, PyTreeDef, RowArray, Shape, Table
 from jmask._kernels.rows import gather_unique_rows, ids_after_reading, set_rows
 from jmask._lazy import row_local
-from jmask._lazy.row_local import RowLocal, RowWise
-from jmask._tables.rows_at import as_one_table, routed_to_shards, shape_of
-from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-from jmask._tensors.storage import stored_values
-from jmask._updates.checks import (
+from jmask._lazy.checks import (
     NotRowLocalError,
     coalesced,
     gradient_and_valid,
@@ -44,7 +40,11 @@ from jmask._updates.checks import (
     unchanged_where_masked,
     with_wide_rows,
 )
-from jmask._updates.state_rows import once_a_step, rows_of_state
+from jmask._lazy.row_local import RowLocal, RowWise
+from jmask._lazy.state_rows import once_a_step, rows_of_state
+from jmask._tables.rows_at import as_one_table, routed_to_shards, shape_of
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._tensors.storage import stored_values
 
 Kind = Literal["gradient", "state", "param", "extra"]
 

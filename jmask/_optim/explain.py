@@ -26,7 +26,7 @@ from jmask._base.fallback import Place, collected, in_bytes
 from jmask._base.types import DType, Function, KeyPath, PyTree, PyTreeDef, Shape
 from jmask._base.validation import abstract_leaf, checked_choice
 from jmask._kernels.lines import LANES, has_narrow_rows
-from jmask._updates.checks import check_parameters, model_of
+from jmask._lazy.checks import check_parameters, model_of
 
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 # De-duplication is all that a lazy step adds.

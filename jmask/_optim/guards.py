@@ -27,21 +27,21 @@ from jmask._base.row_ids import hide
 from jmask._base.shardings import varying_axes
 from jmask._base.types import Function, Gradient, PyTree, PyTreeDef, Scalar
 from jmask._kernels.coalesce import unique_slots
-from jmask._lazy.lazy import Fit, advising_lazy, apply_gradients, lazy, noticed_as
-from jmask._lazy.one_pass import OnePassTransformation
-from jmask._ops.formulas import shortened
-from jmask._optim.row_rule import check_numbers
-from jmask._tensors.masked_tensor import MaskedTensor, joined
-from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-from jmask._tensors.storage import stored_values, with_stored_values
-from jmask._updates.checks import (
+from jmask._lazy.checks import (
     check_transformation,
     coalesced,
     gradient_and_valid,
     is_gradient_leaf,
     with_wide_rows,
 )
-from jmask._updates.state_rows import check_state_type, one_step
+from jmask._lazy.lazy import Fit, advising_lazy, apply_gradients, lazy, noticed_as
+from jmask._lazy.one_pass import OnePassTransformation
+from jmask._lazy.state_rows import check_state_type, one_step
+from jmask._ops.formulas import shortened
+from jmask._optim.row_rule import check_numbers
+from jmask._tensors.masked_tensor import MaskedTensor, joined
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._tensors.storage import stored_values, with_stored_values
 
 # --- a step under a predicate ------------------------------------------------------------
 

@@ -39,9 +39,9 @@ from jmask._embedding.lookup import embedding_lookup
 from jmask._kernels.rows import set_rows
 from jmask._lazy.lazy import dense_parameters, lazy
 from jmask._lazy.row_local import RowWise
+from jmask._lazy.state_rows import only_state
 from jmask._optim.row_rule import Slot, check_numbers, row_rule
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-from jmask._updates.state_rows import only_state
 
 # --- averages of parameters ---------------------------------------------------------------
 #

@@ -19,13 +19,7 @@ from jmask._base.row_ids import hide
 from jmask._base.shardings import on_every_device, typed_like
 from jmask._base.types import Gradient, PyTree, PyTreeDef, Table
 from jmask._base.validation import check_flag, leaf_name
-from jmask._lazy.lazy import noticed_as
-from jmask._lazy.one_pass import OnePassTransformation
-from jmask._optim.guards import guarded
-from jmask._tensors.masked_tensor import MaskedTensor, joined
-from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-from jmask._tensors.storage import stored_values, with_stored_values
-from jmask._updates.checks import (
+from jmask._lazy.checks import (
     as_gradients,
     check_gradients,
     check_transformation,
@@ -33,7 +27,13 @@ from jmask._updates.checks import (
     has_gradients,
     is_gradient_leaf,
 )
-from jmask._updates.state_rows import check_state_type, states_of
+from jmask._lazy.lazy import noticed_as
+from jmask._lazy.one_pass import OnePassTransformation
+from jmask._lazy.state_rows import check_state_type, states_of
+from jmask._optim.guards import guarded
+from jmask._tensors.masked_tensor import MaskedTensor, joined
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._tensors.storage import stored_values, with_stored_values
 
 
 class Accumulated(NamedTuple):

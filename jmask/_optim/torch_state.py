@@ -12,9 +12,9 @@ import numpy as np
 
 from jmask._base.types import HostArray, PyTree
 from jmask._base.validation import leaf_name
+from jmask._lazy.state_rows import only_state
 from jmask._optim.adam import AdamState
 from jmask._optim.named import AdagradState
-from jmask._updates.state_rows import only_state
 
 # The fields of a state after `count`, by the keys that torch gives them.
 _KEYS: dict[type, tuple[str, ...]] = {

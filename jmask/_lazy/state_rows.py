@@ -19,8 +19,8 @@ from jax import export
 
 from jmask._base.types import Argument, PyTree, PyTreeDef, Shape
 from jmask._base.validation import abstract_leaf, is_on_host, leaf_name, not_on_device
+from jmask._lazy.checks import NotRowLocalError
 from jmask._tables.rows_at import shape_of
-from jmask._updates.checks import NotRowLocalError
 
 _T = TypeVar("_T")
 _OF_A_STEP = contextvars.ContextVar[dict[object, object] | None]("of a step", default=None)
