@@ -2,6 +2,5 @@
 
 missed_steps    k optimizer steps with zero gradient, from coefficients that all rows share
 measured        what an optimizer does to a row without a gradient, by giving it such rows
-row_numbers     which rows the ids given to `catch_up` are
 deferred        `deferred`: the transformation, its state, and `catch_up`
 """

@@ -16,7 +16,7 @@ While a row is inactive its gradient is zero, so what a dense optimizer does to 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -27,8 +27,8 @@ from jax import lax
 from jmask._base.array_types import trailing, wide
 from jmask._base.row_ids import Order, id_dtype
 from jmask._base.shardings import Shards, automatically, entry, explicit_sharding
-from jmask._base.types import Function, KeyPath, MeshAxes, PyTree, PyTreeDef
-from jmask._base.validation import checked_integer
+from jmask._base.types import Function, KeyPath, MeshAxes, Numbers, PyTree, PyTreeDef, Shape
+from jmask._base.validation import checked_integer, leaf_name
 from jmask._deferred.measured import (
     FormOrReason,
     NotDeferrableError,
@@ -40,21 +40,19 @@ from jmask._deferred.measured import (
     with_rows,
 )
 from jmask._deferred.missed_steps import Form, Step, advanced, caught_up
-from jmask._deferred.row_numbers import chosen_rows
 from jmask._kernels.rows import gather_rows, gather_unique_rows, ids_after_reading, set_rows
-from jmask._lazy.lazy import applied, step_of
-from jmask._lazy.one_pass import OnePassTransformation
-from jmask._lazy.step import LazyStep, Leaf, with_whole_rows
-from jmask._tables.rows_at import shape_of
-from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._updates.apply import Fit, noticing_dense_tables
-from jmask._updates.checks import (
+from jmask._lazy.checks import (
     check_parameters,
     check_transformation,
     gradient_and_valid,
     is_gradient_leaf,
 )
-from jmask._updates.state_rows import rows_of_state
+from jmask._lazy.lazy import Fit, applied, noticing_dense_tables
+from jmask._lazy.one_pass import OnePassTransformation
+from jmask._lazy.state_rows import rows_of_state
+from jmask._lazy.step import LazyStep, Leaf, step_of, with_whole_rows
+from jmask._tables.rows_at import shape_of
+from jmask._tensors.masked_tensor import MaskedTensor
 
 # Rows of a block where all rows are caught up: temporaries are of the size of a block, not of
 # the table.
@@ -62,33 +60,20 @@ _BLOCK = 1 << 16
 
 
 class TableState(NamedTuple):
-    """Hold what a deferred table needs besides the state of its optimizer.
+    """Hold what a deferred table needs besides the state of its optimizer."""
 
-    Attributes:
-        last: how many steps each row has taken, (V,) int32; of a stack (M, V).
-        lines: coefficients of the steps since each of the last W, (W, numbers).
-        carry: what rounding took from them, (W, sums).
-        swept: how many rows were caught up in turn.
-    """
-
-    last: jax.Array
-    lines: jax.Array
-    carry: jax.Array
-    swept: jax.Array
+    last: jax.Array  # how many steps each row has taken, (V,) int32; of a stack (M, V)
+    lines: jax.Array  # coefficients of the steps since each of the last W, (W, numbers)
+    carry: jax.Array  # what rounding took from them, (W, sums)
+    swept: jax.Array  # how many rows were caught up in turn
 
 
 class DeferredState(NamedTuple):
-    """The state of `jmask.deferred`.
+    """The state of `jmask.deferred`."""
 
-    Attributes:
-        inner: the state of the dense optimizer; of rows, as of their last step.
-        clock: how many steps were taken, int32.
-        tables: a `TableState` for each parameter with rows that may wait, else ().
-    """
-
-    inner: PyTree
-    clock: jax.Array
-    tables: PyTree
+    inner: PyTree  # the state of the dense optimizer; of rows, as of their last step
+    clock: jax.Array  # how many steps were taken, int32
+    tables: PyTree  # a `TableState` for each parameter with rows that may wait, else ()
 
     def with_start(self, first: "DeferredState") -> "DeferredState":
         """Return the initial state of rows that start now, which have missed no step."""
@@ -98,19 +83,12 @@ class DeferredState(NamedTuple):
 
 
 class Deferred(NamedTuple):
-    """A transformation whose rows wait for their steps. Made by `jmask.deferred`.
+    """A transformation whose rows wait for their steps. Made by `jmask.deferred`."""
 
-    Attributes:
-        init: params -> state.
-        update: (gradients, state, params, **extra_args) -> (updates, state).
-        catch_up: (params, state, ids) -> (params, state), rows as they are now.
-        apply_gradients: see `jmask.apply_gradients`.
-    """
-
-    init: Function
-    update: Function
-    catch_up: Function
-    apply_gradients: Function
+    init: Function  # params -> state
+    update: Function  # (gradients, state, params, **extra_args) -> (updates, state)
+    catch_up: Function  # (params, state, ids) -> (params, state), rows as they are now
+    apply_gradients: Function  # see `jmask.apply_gradients`
 
 
 def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Deferred:
@@ -186,24 +164,24 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         return forms_of_steps(inner, tree, likes)
 
     def forms_of(params: PyTree) -> list[FormOrReason]:
-        likes = tuple(one_row_of(shape_of(x)) for x in jax.tree.leaves(params))
-        return forms_for(jax.tree.structure(params), likes)
+        leaves, tree = jax.tree.flatten(params)
+        return forms_for(tree, tuple(one_row_of(shape_of(x)) for x in leaves))
 
     def init(params: PyTree) -> DeferredState:
         check_parameters(params)
+        tree: PyTreeDef = jax.tree.structure(params)
         forms = forms_of(params)
         if not any(isinstance(form, Form) for form in forms):
             errors = [form for form in forms if isinstance(form, Exception)]
             raise errors[0] if errors else NotDeferrableError("no table is among `params`")
-        tree: PyTreeDef = jax.tree.structure(params)
         tables: list[PyTree] = [()] * len(forms)
         for i, (form, x) in enumerate(zip(forms, jax.tree.leaves(params), strict=True)):
             if isinstance(form, Form):
                 fresh = form.line(wide(x.dtype))
                 last = jnp.zeros_like(x[..., 0] if x.ndim > 1 else x, jnp.int32)  # as it lies
                 carry = jnp.zeros((window, form.sums), fresh.dtype)
-                swept = jnp.zeros((), jnp.int32)
-                tables[i] = TableState(last, jnp.tile(fresh, (window, 1)), carry, swept)
+                lines = jnp.tile(fresh, (window, 1))
+                tables[i] = TableState(last, lines, carry, jnp.zeros((), jnp.int32))
         clock = jnp.zeros((), jnp.int32)
         return DeferredState(inner.init(params), clock, tree.unflatten(tables))
 
@@ -253,7 +231,7 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         likes, is_table = list(map(shape_of, leaves)), [isinstance(x, Form) for x in forms]
         owners = rows_of_state(inner.init, likes, likes, is_table, tree, state.inner)
         slots = jax.tree.leaves(state.inner)
-        for i, where in chosen_rows([path for path, _ in paths], leaves, ids).items():
+        for i, where in _chosen_rows([path for path, _ in paths], leaves, ids).items():
             form = forms[i]
             if not isinstance(form, Form):
                 continue
@@ -321,8 +299,7 @@ def _scalars(step: LazyStep, forms: Sequence[FormOrReason]) -> list[Step | None]
             raise form or NotDeferrableError("a number has no rows")
         probes[i] = Probes(form, [step.leaves[k].seen.shape[1:] for k in at])
     rows = with_rows(step, {i: x.rows for i, x in probes.items()})
-    alone = not proof.sums_over_rows()
-    results = [(i, k) for i, at in places.items() for k in at]
+    alone, results = not proof.sums_over_rows, [k for at in places.values() for k in at]
 
     def probed(*given: jax.Array) -> list[jax.Array]:
         """Run the step on the probes, with the rows of the batch if it sums over rows."""
@@ -333,20 +310,17 @@ def _scalars(step: LazyStep, forms: Sequence[FormOrReason]) -> list[Step | None]
                     arrays[k] = jnp.concatenate([arrays[k].astype(x.dtype), x])
                 sizes[leaf.table] = len(arrays[k])
         new = unrounded(proof.at(sizes))(*arrays)
-        return [new[k][-len(rows[k]) :] for _, k in results]
+        return [new[k][-len(rows[k]) :] for k in results]
 
     given = rows if alone else step.rows()
     sharding = explicit_sharding(*given)
     if sharding is None:
-        new = probed(*given)
+        new = iter(probed(*given))
     else:
         spec: list[tuple[MeshAxes, ...]] = [()] * len(results)
-        new = automatically(probed, *given, like=sharding, spec=spec)
-    steps: list[Step | None] = [None] * len(forms)
-    for i, x in probes.items():
-        made = [y for (table, _), y in zip(results, new, strict=True) if table == i]
-        steps[i] = x.step(made)
-    return steps
+        new = iter(automatically(probed, *given, like=sharding, spec=spec))
+    made = {i: x.step([next(new) for _ in places[i]]) for i, x in probes.items()}
+    return [made.get(i) for i in range(len(forms))]
 
 
 # --- rows as they are now -----------------------------------------------------------------
@@ -369,19 +343,17 @@ def _caught_up(
         """Catch rows up, of the block of one device where there are several."""
         lines, clock, swept = shared
         kept = arrays[-1].shape
-        count = math.prod(kept)
+        count, size = math.prod(kept), min(math.prod(kept), _BLOCK)
         if not count:
             return [*arrays, swept]
-        flat = [x.reshape(count, *x.shape[len(kept) :]) for x in arrays]
-        dtype = id_dtype(count)
+        flat, dtype = [x.reshape(count, *x.shape[len(kept) :]) for x in arrays], id_dtype(count)
+
+        def block(i: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
+            first = jnp.minimum(i.astype(dtype) * size, count - size)
+            ids = first + jnp.arange(size, dtype=dtype)
+            return _caught_up_at(form, lines, clock, ids, arrays, "sorted")
+
         if ids is None:
-            size = min(count, _BLOCK)
-
-            def block(i: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
-                first = jnp.minimum(i.astype(dtype) * size, count - size)
-                ids = first + jnp.arange(size, dtype=dtype)
-                return _caught_up_at(form, lines, clock, ids, arrays, "sorted")
-
             flat = lax.fori_loop(0, -(-count // size), block, flat)
         else:
             ids = ids if shards is None else shards.local(ids, count)
@@ -425,3 +397,70 @@ def _caught_up_at(
     rows = lax.optimization_barrier([*new, jnp.full_like(last, clock)])
     pairs = zip(arrays, rows, strict=True)
     return [set_rows(x, ids, y.astype(x.dtype), order) for x, y in pairs]
+
+
+# --- the ids that a user gives to `catch_up`, as row numbers ----------------------------------
+#
+# {"table": ids}                  along the first dimension of table (V, D)
+# {"tables": (m, ids)}            of tables (M, V, D), as in `tables[m, ids]`
+# {"table": [ids, others]}        both
+
+
+def _chosen_rows(
+    paths: Sequence[KeyPath], leaves: Sequence[jax.Array], ids: PyTree
+) -> dict[int, jax.Array | None]:
+    """Return the numbers (n,) of the rows of each parameter that `ids` names; None for all."""
+    if ids is None:
+        return dict.fromkeys(range(len(leaves)))
+    chosen: dict[int, jax.Array | None] = {}
+    for i, node in named_parts("ids", paths, ids).items():
+        nodes, name = node if isinstance(node, list) else [node], leaf_name("ids", paths[i])
+        numbers = [_numbers(name, x, leaves[i].shape) for x in nodes]
+        chosen[i] = jnp.concatenate(numbers) if numbers else jnp.zeros((0,), jnp.int32)
+    return chosen
+
+
+def named_parts(
+    name: str, paths: Sequence[KeyPath], tree: PyTree, owners: str = "the parameters"
+) -> dict[int, PyTree]:
+    """Return what the argument `name`, a part of a tree like the parameters, has for each."""
+    parts = {i: functools.reduce(_child, path, tree) for i, path in enumerate(paths)}
+    parts = {i: node for i, node in parts.items() if node is not None}
+    if sum(len(jax.tree.leaves(node)) for node in parts.values()) != len(jax.tree.leaves(tree)):
+        names = sorted(leaf_name("params", path) for path in paths)
+        raise ValueError(
+            f"`{name}` names rows of something else than {owners}, {', '.join(names)}: it is a "
+            f'tree like `params` with some of these and no others, as {{"table": {name}}}.'
+        )
+    return parts
+
+
+def _child(node: PyTree, key: object) -> PyTree:
+    """Return what a tree has under the key of a path, or None."""
+    if isinstance(node, Mapping):
+        return node.get(getattr(key, "key", None))
+    index = getattr(key, "idx", None)
+    if isinstance(node, list | tuple) and index is not None:
+        return node[index] if index < len(node) else None
+    return getattr(node, getattr(key, "name", ""), None)
+
+
+def _numbers(name: str, ids: Numbers | tuple[Numbers, ...], shape: Shape) -> jax.Array:
+    """Return the numbers (n,) of rows in a table of `shape`, whose rows are its last dimension.
+
+    Args:
+        ids: an array of numbers along the first dimension, or a tuple of such along several.
+    """
+    sizes = shape[:-1] if len(shape) > 1 else shape
+    parts = [jnp.asarray(x) for x in (ids if isinstance(ids, tuple) else (ids,))][: len(sizes)]
+    for x in parts:
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"{name} must be row numbers, integers, got {x.dtype}.")
+    dtype = id_dtype(math.prod(sizes))
+    number = jnp.zeros((), dtype)
+    for size, x in zip(sizes, parts, strict=False):
+        # Rows outside are rows of the edge, which it does no harm to catch up.
+        place = jnp.clip(jnp.where(x < 0, x + size, x), 0, size - 1).astype(dtype)
+        number = number * size + place
+    each = math.prod(sizes[len(parts) :])
+    return (number.reshape(-1, 1) * each + jnp.arange(each, dtype=dtype)[None]).reshape(-1)

@@ -19,7 +19,7 @@ that does not fit the structure makes inactive rows read as nan.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +32,9 @@ from jmask._base.forms import aval_of, name_of
 from jmask._base.jaxprs import bound, inlined, interpret
 from jmask._base.types import Argument, ArraysFunction, HostArray, PyTreeDef, Shape
 from jmask._deferred.missed_steps import Form, Pair, Step, terms_for
+from jmask._lazy.checks import NotRowLocalError
 from jmask._lazy.step import LazyStep
 from jmask._tensors.row_sparse import RowSparse
-from jmask._updates.checks import NotRowLocalError
 
 # The greatest difference of a step from its prediction: relative to the terms of its sum, and
 # to what it is added to.
@@ -63,15 +63,13 @@ def measured(
     """Return the scalars of a step, and whether they predict what it did to some groups.
 
     Args:
-        groups: parameter and state, each (groups, n): first a unit for each entry.
-        moves: by how much the step moved them.
+        groups, moves: parameter and state, and their moves, (groups, n): a unit of each first.
         at_e: the group whose quotient is c / 2e if the step has the e of `form`.
         checks: the groups that are predicted.
     """
     xp: Argument = np if isinstance(moves[0], np.ndarray) else jnp
 
     def factor(row: int, column: int, group: int) -> jax.Array:
-        """Return the mean factor from an entry of a group to its move of another."""
         # The mean of ratios: where all are 0 or -1, so is it.
         return xp.mean(moves[row][group] / groups[column][group])
 
@@ -119,8 +117,9 @@ _UNDER_ROOT = (1.0, 1e-4, 1e-8, 1e-12, 1e-16)
 def questions(width: int) -> HostArray:
     """Return the rows (R, width) of which `form_of` wants to know what a step makes."""
     unit = np.eye(width)
+    pairs = itertools.permutations(range(1, width), 2)
     rows = [*unit, *-unit, np.zeros(width)]
-    rows += [unit[a] + v * unit[b] for a, b in _pairs(width) for v in _UNDER_ROOT]
+    rows += [unit[a] + v * unit[b] for a, b in pairs for v in _UNDER_ROOT]
     rng = np.random.default_rng(1)
     sizes = 10.0 ** np.concatenate(
         [rng.uniform(-3, 3, (64, width)), rng.uniform(-8, 0, (64, width))]
@@ -128,20 +127,13 @@ def questions(width: int) -> HostArray:
     return np.stack([*rows, *sizes, *sizes[::8] * rng.choice([-1, 1], (16, width))])
 
 
-def _pairs(width: int) -> Iterator[Pair]:
-    return itertools.permutations(range(1, width), 2)
-
-
 def form_of(steps: Sequence[HostArray], per_row: Sequence[bool]) -> Form:
-    """Return the structure of steps without a gradient.
+    """Return the structure of steps without a gradient, or raise why it is none of them.
 
     Args:
         steps: for each of several counts, what it makes of the `questions`: the update of the
             parameter and the new state, (R, width).
         per_row: of which entries a row has one.
-
-    Raises:
-        NotDeferrableError: if the steps have none of the structures of `missed_steps`.
     """
     width = len(per_row)
     x = questions(width)
@@ -158,7 +150,14 @@ def form_of(steps: Sequence[HostArray], per_row: Sequence[bool]) -> Form:
     if any(y[2 * width].any() for y in moves):
         raise NotDeferrableError("something is added to every row in each step")
     groups = list(x.T[:, :, None])
-    for form, at_e in _candidates(width):
+    every: set[Pair] = {(i, j) for i in range(width) for j in range(width)}
+    without = lambda a: tuple(every - {(0, a)})
+    candidates = [(Form(width, tuple(every)), 0)]
+    candidates += [(Form(width, without(a), sign=a), 0) for a in range(1, width)]
+    for k, (a, b) in enumerate(itertools.permutations(range(1, width), 2)):
+        v_is_1 = 2 * width + 1 + k * len(_UNDER_ROOT)
+        candidates.append((Form(width, without(a), quotient=(a, b)), v_is_1))
+    for form, at_e in candidates:
         made = [measured(form, groups, list(y.T[:, :, None]), at_e, asked) for y in moves]
         scales = [step.e for step, _ in made if step.c]
         if all(fits for _, fits in made) and all(0 < e < 1e6 for e in scales):
@@ -194,17 +193,6 @@ def form_of(steps: Sequence[HostArray], per_row: Sequence[bool]) -> Form:
     return dataclasses.replace(form, terms=terms, e=float(scales[-1]))
 
 
-def _candidates(width: int) -> Iterator[tuple[Form, int]]:
-    """Yield structures, and where `questions` ask for the quotient of each with v = 1."""
-    every: set[Pair] = {(i, j) for i in range(width) for j in range(width)}
-    yield Form(width, tuple(every)), 0
-    for a in range(1, width):
-        yield Form(width, tuple(every - {(0, a)}), sign=a), 0
-    for k, (a, b) in enumerate(_pairs(width)):
-        at_e = 2 * width + 1 + k * len(_UNDER_ROOT)
-        yield Form(width, tuple(every - {(0, a)}), quotient=(a, b)), at_e
-
-
 # --- rows, to ask an optimizer --------------------------------------------------------------
 
 FormOrReason = Form | NotDeferrableError | NotRowLocalError | None
@@ -218,10 +206,7 @@ def one_row_of(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def places_of_tables(step: LazyStep) -> dict[int, list[int]]:
-    """Return the positions of each table's leaves, and results, in a step.
-
-    First its gradient, or update, then its state.
-    """
+    """Return the positions of each table's leaves, and results: gradient, or update; state."""
     places: dict[int, list[int]] = {}
     for k, leaf in enumerate(step.leaves):
         if leaf.table is not None and leaf.kind != "param":
@@ -230,11 +215,7 @@ def places_of_tables(step: LazyStep) -> dict[int, list[int]]:
 
 
 def with_rows(step: LazyStep, rows: Mapping[int, Sequence[HostArray]]) -> list[jax.Array]:
-    """Return the arrays of a step with other rows in its tables, and a gradient of zero.
-
-    Args:
-        rows: of each table parameter and state, each (n, *row).
-    """
+    """Return the arrays of a step with other `rows` (n, *row), and a gradient of zero."""
     arrays = [leaf.value for leaf in step.leaves]
     params = {leaf.table: k for k, leaf in enumerate(step.leaves) if leaf.kind == "param"}
     for i, (gradient, *slots) in places_of_tables(step).items():
@@ -249,37 +230,31 @@ def forms_of_steps(
     tree: PyTreeDef,
     likes: Sequence[jax.ShapeDtypeStruct],
 ) -> list[FormOrReason]:
-    """Find the structure of steps without a gradient, for each parameter.
+    """Find the structure of each parameter's steps without a gradient.
 
-    The optimizer takes steps of small tables, with the `questions` as rows.
-
-    Args:
-        likes: of the parameters, each with `one_row_of` it.
+    The optimizer takes steps of small tables, with the `questions` as rows; `likes` are the
+    parameters, each with `one_row_of` it.
     """
     forms: list[FormOrReason] = [None] * len(likes)
     with jax.ensure_compile_time_eval():
         params = tree.unflatten([jnp.ones(x.shape, x.dtype) for x in likes])
         state, zeros = inner.init(params), jax.tree.map(jnp.zeros_like, params)
 
-    def of_tables(tables: Sequence[int]) -> LazyStep:
+    def of_tables(*tables: int) -> LazyStep:
         grads = jax.tree.leaves(zeros)
         for i in tables:
             grads[i] = RowSparse.zeros(likes[i].shape, likes[i].dtype)
         return LazyStep.of(inner, tree.unflatten(grads), state, params, {})
 
-    tables = [
-        i for i, x in enumerate(likes) if x.ndim and jnp.issubdtype(x.dtype, jnp.floating)
-    ]
-    try:
-        step = of_tables(tables)
-    except NotRowLocalError:  # some of them count rows: those are not deferred
-        for i in tables:
+    tables = []
+    for i, x in enumerate(likes):
+        if x.ndim and jnp.issubdtype(x.dtype, jnp.floating):
             try:
-                of_tables([i])
-            except NotRowLocalError as error:
+                of_tables(i)
+                tables.append(i)
+            except NotRowLocalError as error:  # it counts rows: this one is not deferred
                 forms[i] = error
-        tables = [i for i in tables if forms[i] is None]
-        step = of_tables(tables)
+    step = of_tables(*tables)
     rows: dict[int, list[HostArray]] = {}
     steps: dict[int, list[HostArray]] = {}
     places = places_of_tables(step)
@@ -321,11 +296,7 @@ _ENTRIES = 64
 
 
 class Probes:
-    """Make the rows of numbers that an optimizer gets in addition to the rows of the batch.
-
-    Attributes:
-        rows: parameter and state, each (count, *row).
-    """
+    """Rows of numbers, parameter and state, that an optimizer gets beside those of a batch."""
 
     def __init__(self, form: Form, shapes: Sequence[Shape]):
         self.form = form
@@ -356,17 +327,12 @@ class Probes:
         Args:
             new: the update of the parameter, and the new state, of `rows`.
         """
-        form = self.form
-        groups = form.width + 1 + (form.quotient is not None)
-        in_groups = lambda x: x.reshape(groups, -1, *x.shape[1:])
-        moves = [y - x if i else y for i, (x, y) in enumerate(zip(self.rows, new, strict=True))]
-        step, fits = measured(
-            form,
-            list(map(in_groups, self.rows)),
-            list(map(in_groups, moves)),
-            form.width,
-            slice(-1, None),
-        )
+        width, update, *state = self.form.width, *new
+        count = width + 1 + (self.form.quotient is not None)
+        moves = [update, *(y - x for x, y in zip(self.rows[1:], state, strict=True))]
+        in_groups = lambda x: x.reshape(count, -1, *x.shape[1:])
+        groups, moves = list(map(in_groups, self.rows)), list(map(in_groups, moves))
+        step, fits = measured(self.form, groups, moves, width, slice(-1, None))
         return jax.tree.map(lambda x: jnp.where(fits, x, jnp.nan), step)
 
 
@@ -380,20 +346,16 @@ def unrounded(program: ClosedJaxpr) -> ArraysFunction:
     dense run cancel, and the error of a measured b would not.
     """
     program = inlined(program)
-    consts = list(map(_widened, program.consts))
-    return lambda *args: interpret(
-        program.jaxpr, consts, list(map(_widened, args)), _without_rounding, _widened
-    )
+    widened = lambda x: jnp.asarray(x, jnp.float32) if is_narrow(jnp.result_type(x)) else x
 
+    def rule(eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
+        dtype = aval_of(eqn.outvars[0]).dtype
+        # Rounding to fewer bits than bfloat16 has counts as an operation of its own.
+        is_rounded = name_of(eqn) == "convert_element_type" and is_narrow(dtype)
+        if is_rounded and jnp.finfo(dtype).nmant >= jnp.finfo(jnp.bfloat16).nmant:
+            return [jnp.asarray(inputs[0], jnp.float32)]
+        return list(map(widened, bound(eqn, inputs)))
 
-def _widened(x: jax.Array) -> jax.Array:
-    return jnp.asarray(x, jnp.float32) if is_narrow(jnp.result_type(x)) else x
-
-
-def _without_rounding(eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
-    dtype = aval_of(eqn.outvars[0]).dtype
-    # Rounding to fewer bits than bfloat16 has counts as an operation of its own.
-    is_rounded = name_of(eqn) == "convert_element_type" and is_narrow(dtype)
-    if is_rounded and jnp.finfo(dtype).nmant >= jnp.finfo(jnp.bfloat16).nmant:
-        return [jnp.asarray(inputs[0], jnp.float32)]
-    return list(map(_widened, bound(eqn, inputs)))
+    consts = list(map(widened, program.consts))
+    run = lambda args: interpret(program.jaxpr, consts, args, rule, widened)
+    return lambda *args: run(list(map(widened, args)))

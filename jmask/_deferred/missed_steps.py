@@ -28,7 +28,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import trailing
-from jmask._base.types import Argument, HostArray, Scalar
+from jmask._base.types import Argument, HostArray
 
 # --- the sum of quotients ----------------------------------------------------------------
 #
@@ -64,41 +64,25 @@ Pair = tuple[int, int]
 
 
 class Step(NamedTuple):
-    """One step without a gradient.
+    """One step without a gradient."""
 
-    Attributes:
-        changes: A - 1, by (row, column) where it may not be 0.
-        c, e: the scalars of the quotient, or None.
-        sign: d, or None.
-    """
-
-    changes: dict[Pair, Argument]
-    c: Argument = None
+    changes: dict[Pair, Argument]  # A - 1, by (row, column) where it may not be 0
+    c: Argument = None  # the scalars of the quotient, or None
     e: Argument = None
-    sign: Argument = None
+    sign: Argument = None  # d, or None
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The structure that all steps of an optimizer share.
+    """The structure that all steps of an optimizer share."""
 
-    Attributes:
-        width: how many entries: the parameter and its state.
-        changes: the (row, column) where A - 1 may not be 0.
-        quotient: a and b, or None.
-        sign: a of the sign, or None.
-        terms: how many coefficients the sum of quotients has.
-        e: about what e of the quotient is.
-        positive: entries of which negative ones make no sense.
-    """
-
-    width: int
-    changes: tuple[Pair, ...]
-    quotient: Pair | None = None
-    sign: int | None = None
-    terms: int = 0
-    e: float = 1.0
-    positive: tuple[int, ...] = ()
+    width: int  # how many entries: the parameter and its state
+    changes: tuple[Pair, ...]  # the (row, column) where A - 1 may not be 0
+    quotient: Pair | None = None  # a and b, or None
+    sign: int | None = None  # a of the sign, or None
+    terms: int = 0  # how many coefficients the sum of quotients has
+    e: float = 1.0  # about what e of the quotient is
+    positive: tuple[int, ...] = ()  # entries of which negative ones make no sense
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
@@ -144,7 +128,6 @@ def advanced(
         lines (W, numbers): the coefficients of start step s at s % W.
         carry (W, sums): what rounding took from the sums.
         clock: how many steps there were before this one.
-        step: the scalars of this step.
     """
     dtype, ring = lines.dtype, lines.shape[0]
     slot = jnp.arange(ring, dtype=clock.dtype)
@@ -153,17 +136,9 @@ def advanced(
     moves = step.changes.get((0, 0), 0.0)
 
     # A' = (1 + changes) A
-    products = [
-        sum(
-            (
-                x * old[k, j]
-                for (row, k), x in step.changes.items()
-                if row == i and (k, j) in old
-            ),
-            start=jnp.zeros(ring, dtype),
-        )
-        for i, j in form.pairs
-    ]
+    zero = jnp.zeros(ring, dtype)
+    rows = {i: [(k, x) for (row, k), x in step.changes.items() if row == i] for i, _ in old}
+    products = [sum((x * old[k, j] for k, x in rows[i] if (k, j) in old), zero) for i, j in old]
     added = [jnp.stack(products, axis=1)]
     if form.quotient is not None:
         a, b = form.quotient
@@ -172,7 +147,11 @@ def advanced(
         first = _spread(b1, b2, clock.astype(dtype)) * step.e
         shift = [jnp.where(slot == clock % ring, first, shift[0])]
         factors = old[a, a], old[b, b]
-        values = step.c * _at_nodes(form.terms, *factors, shift[0], step.e)
+        # What the step adds to T at each node, (W, terms).
+        nodes = (1 + _nodes(form.terms))[None] / 2
+        h, x = shift[0][:, None], jnp.asarray(nodes / (1 - nodes), dtype) * shift[0][:, None]
+        root = jnp.sqrt(factors[1])[:, None]
+        values = step.c * (factors[0][:, None] * ((x + h) / (root * x + step.e)))
         # `dot` is less precise on accelerators. All columns are computed together, since XLA
         # compiles a kernel for each column that is computed by itself.
         to_terms = jnp.asarray(_dct(form.terms).T[:, None], dtype)
@@ -218,7 +197,10 @@ def caught_up(form: Form, lines: jax.Array, entries: Sequence[jax.Array]) -> lis
         a, b = form.quotient
         inverse = 1 / (jnp.sqrt(entries[b]) + shift[0])
         zeta = 1 - 2 * shift[0] * inverse  # ζ moved to [-1, 1]
-        moves[0] = moves[0] + entries[a] * (_clenshaw(terms, zeta) * inverse)
+        later = last = jnp.zeros_like(zeta)
+        for c in terms[:0:-1]:  # Clenshaw's algorithm
+            later, last = c + 2 * zeta * later - last, later
+        moves[0] = moves[0] + entries[a] * ((terms[0] + zeta * later - last) * inverse)
     if form.sign is not None:
         moves[0] = moves[0] + jnp.sign(entries[form.sign]) * signs[0]
     return [x + move for x, move in zip(kept, moves, strict=True)]
@@ -260,13 +242,6 @@ def _spread(b1: Argument, b2: Argument, clock: Argument) -> Argument:
     return ((1 - (1 - corrected) * later) / (corrected * later)) ** 0.25
 
 
-def _at_nodes(terms: int, f: jax.Array, g: jax.Array, shift: jax.Array, e: Scalar) -> jax.Array:
-    """Return what a step with c = 1 adds to T at each node, (W, terms)."""
-    nodes = (1 + _nodes(terms))[None] / 2
-    x = jnp.asarray(nodes / (1 - nodes), shift.dtype) * shift[:, None]
-    return f[:, None] * ((x + shift[:, None]) / (jnp.sqrt(g)[:, None] * x + e))
-
-
 def _nodes(terms: int) -> HostArray:
     return -np.cos((2 * np.arange(terms) + 1) * math.pi / (2 * terms))
 
@@ -277,14 +252,6 @@ def _dct(terms: int) -> HostArray:
     matrix = 2 / terms * np.cos(np.arange(terms)[:, None] * angles)
     matrix[0] /= 2
     return matrix
-
-
-def _clenshaw(coefficients: Sequence[jax.Array], x: jax.Array) -> jax.Array:
-    """Evaluate a Chebyshev polynomial."""
-    later = last = jnp.zeros_like(x)
-    for c in coefficients[:0:-1]:
-        later, last = c + 2 * x * later - last, later
-    return coefficients[0] + x * later - last
 
 
 def _sum(total: jax.Array, carry: jax.Array, more: jax.Array) -> tuple[jax.Array, jax.Array]:

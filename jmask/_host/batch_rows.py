@@ -16,7 +16,7 @@ import numpy as np
 
 from jmask._base.types import Function, HostArray, PyTree
 from jmask._base.validation import checked_integer, leaf_name, shown
-from jmask._deferred.row_numbers import named_parts
+from jmask._deferred.deferred import named_parts
 from jmask._embedding.pad_bags import PaddedBags, rounded_up
 from jmask._host.host_rows import HostRows
 

@@ -27,7 +27,7 @@ from jmask._host import snapshots
 from jmask._host.batch_rows import BatchRows, Finder, finders, positions_in, source_of
 from jmask._host.host_rows import HostRows
 from jmask._host.slots import state_on_host
-from jmask._updates.checks import check_transformation
+from jmask._lazy.checks import check_transformation
 
 _T = TypeVar("_T")
 

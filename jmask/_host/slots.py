@@ -22,11 +22,11 @@ from jmask._base.types import HostArray, PyTree, PyTreeDef
 from jmask._base.validation import leaf_name
 from jmask._deferred.deferred import DeferredState
 from jmask._host.host_rows import blocks
+from jmask._lazy.checks import NotRowLocalError, is_gradient_leaf
+from jmask._lazy.state_rows import rows_of_state, states_of
 from jmask._optim.microbatches import holds_gradients
 from jmask._tables.rows_at import shape_of
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-from jmask._updates.checks import NotRowLocalError, is_gradient_leaf
-from jmask._updates.state_rows import rows_of_state, states_of
 
 
 def state_on_host(

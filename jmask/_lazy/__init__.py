@@ -1,8 +1,9 @@
 """`jmask.lazy`: the proof that an optax transformation may be run on the touched rows.
 
+checks              what gradients and parameters must be; masks of gradients
+state_rows          which arrays of a state hold rows of which table; validation of states
 row_local           the proof, from one trace with the number of rows open
-sizes               numbers in the place of the open dimensions of a program
 step                the leaves of one update, its proof, and its run on rows
 one_pass            update and application in one pass over the rows
-lazy                the transformation, of every kind of table
+lazy                the transformation; `apply_updates`, `apply_gradients`, `densify`
 """

@@ -21,8 +21,7 @@ Everything else is computed on gathered rows; see `_update_of_rows`.
 """
 
 import functools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -39,7 +38,7 @@ from jmask._base.array_types import (
     joint_dtype,
     trailing,
 )
-from jmask._base.forms import aval_of, holds_jaxprs, within
+from jmask._base.forms import aval_of, holds_jaxprs
 from jmask._base.jaxprs import ARITHMETIC, bound, needed_for, read, run
 from jmask._base.shardings import explicit_sharding
 from jmask._base.types import Argument, Atom, Function, PyTree, Table
@@ -49,28 +48,19 @@ from jmask._kernels.lines import marked, unmarked
 from jmask._kernels.rows import add_rows, gather_unique_rows, set_rows
 from jmask._kernels.scatter_update import entry_by_entry, update_elementwise
 from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows, updated
-from jmask._lazy.row_local import ELEMENTWISE, RowLocal
-from jmask._lazy.sizes import sized
+from jmask._lazy.checks import keep_valid, unchanged_where_masked
+from jmask._lazy.row_local import FILL, RowLocal, with_sizes
 from jmask._lazy.step import LazyStep, Leaf, with_row
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import stored_values
-from jmask._updates.checks import keep_valid, unchanged_where_masked
-
-_FILL = "broadcast_in_dim"
-# They keep the entries of a row apart if the result's shape begins with the shape of a row.
-_ENTRY_BY_ENTRY = {*ELEMENTWISE, _FILL, "concatenate", "reshape", "slice", "split", "squeeze"}
 
 
 class OnePassTransformation(optax.GradientTransformationExtraArgs):
-    """A transformation that can also apply gradients to the parameters in one pass.
+    """A transformation that can also apply gradients to the parameters in one pass."""
 
-    Attributes:
-        apply_gradients: (grads, state, params) -> (params, state), of gradients and parameters
-            that have a `Fit`.
-        inner: the transformation of arrays that is lifted, if it is one.
-    """
-
+    # (grads, state, params) -> (params, state), of gradients and parameters that have a `Fit`.
     apply_gradients: Function
+    # The transformation of arrays that is lifted, if it is one.
     inner: optax.GradientTransformationExtraArgs | None = None
 
 
@@ -79,26 +69,21 @@ def applied_in_one_pass(step: LazyStep) -> tuple[PyTree, PyTree] | None:
     leaves, gradients, proof = step.leaves, step.gradients, step.proof
     if proof is None or any(gradients[i].value.nse == 0 for i in proof.rows):
         return None
-    jaxpr = proof.program.jaxpr
-    parts = _taken_apart(step)
+    jaxpr, parts = proof.program.jaxpr, _taken_apart(proof)
     if parts is None:
         return None
     # What each leaf becomes; a parameter takes the output of its gradient.
     outputs = [*jaxpr.outvars, *jaxpr.outvars[: len(gradients)]]
     combiners: dict[int, Combiner] = {}
     for table in proof.rows:
-        ways = list(_combiners(step, parts, table, outputs))
-        best = [c for c in ways if c.steps is not None or _fits(step, parts, c)]
-        # What is written to rows that it does not depend on has to come after reads.
-        chosen = best or ([] if step.unordered else ways)
-        if not chosen:
+        chosen = _combiner(step, proof, parts, table, outputs)
+        if chosen is None:
             return None
-        combiners[table] = chosen[0]
+        combiners[table] = chosen
 
     # --- before the pass: what does not depend on rows, or on the gradient alone
-    computed = [
-        c.source for table, c in combiners.items() if c.source is not jaxpr.invars[table]
-    ]
+    sources = {table: c.source for table, c in combiners.items()}
+    computed = {v for table, v in sources.items() if v is not jaxpr.invars[table]}
     shared = [v for eqn in jaxpr.eqns for v in eqn.outvars if v not in parts.table_of]
     before, needed = needed_for([*shared, *computed], jaxpr.eqns)
     known = dict(zip(jaxpr.constvars, proof.program.consts, strict=True))
@@ -121,55 +106,40 @@ def applied_in_one_pass(step: LazyStep) -> tuple[PyTree, PyTree] | None:
         if c.source in computed or table in parts.reduced:
             gradient = leaf.coalesced_value.with_values(leaf.stored(known[c.source]))
             steps = None
-        replaced, is_elementwise = [leaves[i] for i in c.places], table not in parts.by_rows
+        replaced, is_elementwise = [leaves[i] for i in c.places], table not in proof.by_rows
         update = _update_of_rows(c, replaced, gradient, scalars, is_elementwise, steps)
         started.append(update)
     results: dict[int, Table] = {}
     for c, new in zip(combiners.values(), updated(started), strict=True):
         results.update((i, leaves[i].stacked(x)) for i, x in zip(c.places, new, strict=True))
     for i, (leaf, output) in enumerate(zip(leaves, outputs, strict=False)):
-        if leaf.table is None and leaf.kind != "gradient":
-            results[i] = _replaced(leaf, read(known, output))
+        if leaf.table is None and leaf.kind == "state":
+            results[i] = keep_valid(read(known, output), leaf.value, leaf.valid)
+        elif leaf.table is None and leaf.kind == "param":
+            moved = unchanged_where_masked(read(known, output), leaf.valid)
+            results[i] = added(leaf.value, moved).astype(jnp.result_type(leaf.value))
     _, state_tree, param_tree, _ = step.trees
-    new_params = [results[i] for i, leaf in enumerate(leaves) if leaf.kind == "param"]
-    new_state = [results[i] for i, leaf in enumerate(leaves) if leaf.kind == "state"]
-    return param_tree.unflatten(new_params), state_tree.unflatten(new_state)
-
-
-def _replaced(leaf: Leaf, new: jax.Array) -> jax.Array:
-    """Return what an array that holds no rows becomes, a parameter by its step."""
-    if leaf.kind == "state":
-        return keep_valid(new, leaf.value, leaf.valid)
-    step = unchanged_where_masked(new, leaf.valid)
-    return added(leaf.value, step).astype(jnp.result_type(leaf.value))
+    of_kind = lambda kind: [results[i] for i, x in enumerate(leaves) if x.kind == kind]
+    return param_tree.unflatten(of_kind("param")), state_tree.unflatten(of_kind("state"))
 
 
 # --- the update, taken apart -------------------------------------------------------------
 
 
 class Parts(NamedTuple):
-    """The variables of an update that hold rows or entries of tables.
+    """The variables of an update that hold rows or entries of tables."""
 
-    Attributes:
-        by_rows: tables that are not updated entry by entry.
-        table_of: whose rows or entries a variable has; no others depend on rows.
-        from_gradient: those that are made of the gradient alone.
-        filled: those that have the shape of a table and one number in it, but of `by_rows`.
-        reduced: tables over whose gradient something shared is computed.
-    """
-
-    by_rows: set[int]
-    table_of: dict[Var, int]
-    from_gradient: set[Var]
+    table_of: dict[Var, int]  # whose rows or entries a variable has; no others depend on rows
+    from_gradient: set[Var]  # those that are made of the gradient alone
+    # Those that have one number in the shape of a table that is updated by entries.
     filled: set[Var]
-    reduced: set[int]
+    reduced: set[int]  # tables over whose gradient something shared is computed
 
 
-def _taken_apart(step: LazyStep) -> Parts | None:
+def _taken_apart(proof: RowLocal) -> Parts | None:
     """Return the parts of an update, or None if it computes something shared of old rows."""
-    assert step.proof is not None
-    jaxpr, owners, by_rows = step.proof.program.jaxpr, step.proof.owners, tables_by_rows(step)
-    from_gradient = {jaxpr.invars[i] for i in step.proof.rows}
+    jaxpr, owners = proof.program.jaxpr, proof.owners
+    from_gradient = {jaxpr.invars[i] for i in proof.rows}
     filled: set[Var] = set()
     reduced: set[int] = set()
     for eqn in jaxpr.eqns:
@@ -183,72 +153,30 @@ def _taken_apart(step: LazyStep) -> Parts | None:
         is_mixed = len({owners.get(v) for v in (*operands, *eqn.outvars)}) > 1
         if is_mixed or eqn.effects or holds_jaxprs(eqn):
             return None
-        if operands <= filled and owners[eqn.outvars[0]] not in by_rows:
-            if eqn.primitive.name not in (*ARITHMETIC, _FILL):
+        if operands <= filled and owners[eqn.outvars[0]] not in proof.by_rows:
+            if eqn.primitive.name not in (*ARITHMETIC, FILL):
                 return None
             filled.update(eqn.outvars)
         elif is_from_gradient:
             from_gradient.update(eqn.outvars)
     table_of = {v: i for v, i in owners.items() if v not in filled}
-    return Parts(by_rows, table_of, from_gradient, filled, reduced)
-
-
-def tables_by_rows(step: LazyStep) -> set[int]:
-    """Return tables that are not updated entry by entry."""
-    assert step.proof is not None
-    jaxpr, owners = step.proof.program.jaxpr, step.proof.owners
-    # What shared numbers are made of is computed before the pass.
-    of_rows = [eqn for eqn in jaxpr.eqns if any(v in owners for v in eqn.outvars)]
-    eqns, needed = needed_for([*jaxpr.invars, *jaxpr.outvars], of_rows)
-    by_rows: set[int] = set()
-    for eqn in eqns:
-        rows = [v for v in eqn.invars if isinstance(v, Var) and v in owners]
-        others = [v for v in eqn.invars if isinstance(v, Var) and v not in owners]
-        is_simple = len(eqn.outvars) == 1 and not any(aval_of(v).ndim for v in others)
-        is_fill = eqn.primitive.name == _FILL and not rows
-        if not is_simple or not (is_fill or eqn.primitive.name in ARITHMETIC):
-            by_rows.update(owners[v] for v in eqn.outvars if v in owners)
-    shapes = {i: aval_of(jaxpr.invars[i]).shape for i in step.proof.rows}
-    sizes = {(owners[v], aval_of(v).shape) for v in needed if v in owners}
-    return by_rows | {i for i, shape in sizes if shape != shapes[i] or 0 in shape}
-
-
-def tables_whose_rows_mix(step: LazyStep) -> set[int]:
-    """Return tables of which some part of a step takes more than one entry of a row.
-
-    A number for each row is one more entry of rows that are updated whole, as by `jmask.ema`
-    after an optimizer, but not where some of their entries are masked.
-    """
-    assert step.proof is not None
-    jaxpr = step.proof.program.jaxpr
-    eqns = within(jaxpr.eqns)
-    mixed: set[int] = set()
-    variables = (*jaxpr.invars, *(v for eqn in eqns for v in eqn.outvars))
-    owners = {v: i for v in variables if (i := step.proof.owner(v)) is not None}
-    for v, i in owners.items():
-        shape, row = aval_of(v).shape, aval_of(jaxpr.invars[i]).shape[1:]
-        is_whole = step.gradients[i].valid is None
-        # A complex entry is a pair, along one dimension more.
-        if shape[1 : 1 + len(row)] != row and not (is_whole and math.prod(shape[1:]) == 1):
-            mixed.add(i)
-    for eqn in eqns:
-        if not holds_jaxprs(eqn) and eqn.primitive.name not in _ENTRY_BY_ENTRY:
-            mixed.update(owners[v] for v in eqn.outvars if v in owners)
-    return mixed
+    return Parts(table_of, from_gradient, filled, reduced)
 
 
 def _rule(
     parts: Parts, proof: RowLocal, sizes: Mapping[int, int]
 ) -> Callable[[JaxprEqn, list[jax.Array]], Sequence[jax.Array]]:
     """Return the rule that runs equations on so many rows, with a number for what it fills."""
-    at_sizes = sized(proof.program.jaxpr, proof.rows, sizes)
+    numbers = {proof.rows[i]: size for i, size in sizes.items()}
+    nothing = proof.program.jaxpr.replace(constvars=[], invars=[], eqns=[], outvars=[])
 
     def rule(eqn: JaxprEqn, values: list[jax.Array]) -> Sequence[jax.Array]:
         is_filled = parts.filled.issuperset(eqn.outvars)
-        if is_filled and eqn.primitive.name == _FILL:
+        if is_filled and eqn.primitive.name == FILL:
             return values[:1]
         if eqn.primitive.name not in ARITHMETIC:
-            return bound(at_sizes(eqn), values)
+            (sized,) = with_sizes(nothing.replace(eqns=[eqn]), numbers).eqns
+            return bound(sized, values)
         # Arithmetic takes scalars and arrays together, except in `select_n` and `clamp`.
         shapes = {jnp.shape(x) for x in values}
         shapes -= set() if eqn.primitive.name in ("clamp", "select_n") else {()}
@@ -263,38 +191,31 @@ def _rule(
 
 
 class Combiner(NamedTuple):
-    """A way to compute new rows of a table.
+    """A way to compute new rows of a table."""
 
-    Attributes:
-        places: of the leaves that are replaced: state and parameters of one table.
-        source: the gradient, or what is made of it.
-        scalars: shared numbers.
-        function: rows of the leaves, of `source`, and `scalars` -> new rows, of a parameter
-            what is added; or entries, if the table is updated entry by entry.
-        steps: `scalars`, rows of `source` -> what is added to the parameter, if that is all and
-            is linear in the gradient: rows of equal ids may be added one at a time.
-    """
-
-    places: list[int]
-    source: Var
-    scalars: list[Var]
+    places: list[int]  # of the leaves that are replaced: state and parameters of one table
+    source: Var  # the gradient, or what is made of it
+    scalars: list[Var]  # shared numbers
+    # Rows of the leaves, of `source`, and `scalars` -> new rows, of a parameter what is added;
+    # or entries, if the table is updated entry by entry.
     function: Function
+    # `scalars`, rows of `source` -> what is added to the parameter, if that is all and is
+    # linear in the gradient: rows of equal ids may be added one at a time.
     steps: Function | None
 
 
-def _combiners(
-    step: LazyStep, parts: Parts, table: int, outputs: Sequence[Atom]
-) -> Iterator[Combiner]:
-    """Yield ways to compute rows of a table, from its gradient or a value of that."""
-    proof, leaves, table_of = step.proof, step.leaves, parts.table_of
-    assert proof is not None
-    jaxpr, by_rows = proof.program.jaxpr, table in parts.by_rows
+def _combiner(
+    step: LazyStep, proof: RowLocal, parts: Parts, table: int, outputs: Sequence[Atom]
+) -> Combiner | None:
+    """Return the best way to compute rows of a table, from its gradient or a value of that."""
+    leaves, table_of, by_rows = step.leaves, parts.table_of, table in proof.by_rows
+    jaxpr = proof.program.jaxpr
     places = [i for i, x in enumerate(leaves) if x.table == table and x.kind != "gradient"]
     places.sort(key=lambda i: leaves[i].kind != "param")
     inputs, new = [jaxpr.invars[i] for i in places], [outputs[i] for i in places]
     wanted = [v for v in new if isinstance(v, Var)]
     if [table_of.get(v) for v in wanted] != [table] * len(places):
-        return  # a state that is filled anew
+        return None  # a state that is filled anew
     constants: dict[Var, Argument] = {
         v: np.asarray(x, aval_of(v).dtype)
         for v, x in proof.known.items()
@@ -330,14 +251,25 @@ def _combiners(
     equations = [e for e in jaxpr.eqns if e.outvars and table_of.get(e.outvars[0]) == table]
     gradient = jaxpr.invars[table]
     made = [v for e in equations for v in e.outvars if v in parts.from_gradient]
+    first: Combiner | None = None
     for source in (gradient, *(made if not by_rows else ())):
         chosen, needed = needed_for(wanted, equations, source)
         scalars = [v for v in needed if v not in table_of and v not in constants]
         more, scalars = _of_fewer(scalars, jaxpr.eqns, constants)
         if any(aval_of(v).ndim for v in scalars if v not in parts.filled):
-            return
-        if source is gradient or gradient not in needed:
-            yield combiner(source, [*more, *chosen], scalars)
+            break
+        if source is not gradient and gradient in needed:
+            continue
+        way = combiner(source, [*more, *chosen], scalars)
+        # A scatter has room for so many scalars, and is of one dtype.
+        dtypes = {leaves[i].value.dtype for i in places} | {aval_of(v).dtype for v in scalars}
+        has_room = len(scalars) + (leaves[table].valid is not None) < len(places)
+        fits = not by_rows and has_room and dtypes == {aval_of(source).dtype}
+        if fits or way.steps is not None:
+            return way
+        first = first or way
+    # What is written to rows that it does not depend on has to come after reads.
+    return None if step.unordered else first
 
 
 def _of_fewer(
@@ -368,17 +300,6 @@ def _scales(eqn: JaxprEqn, table_of: Mapping[Var, int]) -> bool:
     return name == "neg" and all(are_entries)
 
 
-def _fits(step: LazyStep, parts: Parts, combiner: Combiner) -> bool:
-    """Decide whether a scatter has room for the scalars, and all arrays have one dtype."""
-    leaves = [step.leaves[i] for i in combiner.places]
-    if leaves[0].table in parts.by_rows:
-        return False
-    dtypes = {leaf.value.dtype for leaf in leaves}
-    dtypes |= {aval_of(v).dtype for v in combiner.scalars}
-    has_room = len(combiner.scalars) + (leaves[0].valid is not None) < len(leaves)
-    return has_room and dtypes == {aval_of(combiner.source).dtype}
-
-
 # --- ways to update rows, read from the top ------------------------------------------------
 #
 #     ADD      linear in the gradient, and of its dtype an accumulating scatter
@@ -404,13 +325,7 @@ def _update_of_rows(
     is_elementwise: bool,
     steps: Function | None,
 ) -> RowUpdate | list[jax.Array]:
-    """Make an update of the rows of a gradient; `updated` runs it.
-
-    Args:
-        leaves: those that the combiner replaces.
-        gradient: rows of equal ids are summed first.
-        steps: see `Combiner`; None if it may not be used.
-    """
+    """Make the update of these leaves, whose equal ids are summed first; `updated` runs it."""
     tables, are_steps = [x.value for x in leaves], [x.kind == "param" for x in leaves]
     valid, table, count = leaves[0].valid, tables[0], len(tables)
     # The gradient is opened once: what follows takes canonical ids, rows, and their order.

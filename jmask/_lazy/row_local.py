@@ -27,6 +27,7 @@ those for the number of rows that the table has.
 import contextlib
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 
@@ -36,7 +37,7 @@ import numpy as np
 import optax
 from jax import export
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType
 
 from jmask._base.forms import (
@@ -53,10 +54,9 @@ from jmask._base.forms import (
 )
 from jmask._base.jaxprs import ARITHMETIC, inlined, interpret, needed_for, run
 from jmask._base.types import Argument, ArraysFunction, Atom, Function, Scalar
-from jmask._lazy.sizes import with_sizes
+from jmask._lazy.checks import NotRowLocalError
+from jmask._lazy.state_rows import Dimension, open_shapes, refusing_counts
 from jmask._ops.rows import trial
-from jmask._updates.checks import NotRowLocalError
-from jmask._updates.state_rows import Dimension, open_shapes, refusing_counts
 
 Known = Scalar | None
 """What a value is in rows that the gradient does not touch; None if that is not known."""
@@ -71,6 +71,9 @@ ELEMENTWISE = ARITHMETIC | frozenset(
     "name population_count real reshard shift_left shift_right_arithmetic "
     "shift_right_logical sinh".split()
 )
+FILL = "broadcast_in_dim"
+# They keep the entries of a row apart if the result's shape begins with the shape of a row.
+_ENTRY_BY_ENTRY = {*ELEMENTWISE, FILL, "concatenate", "reshape", "slice", "split", "squeeze"}
 # Operations on real numbers that NumPy rounds as XLA does, with a result that is no integer.
 _EXACT: dict[str, Function] = {
     "abs": np.abs,
@@ -109,52 +112,78 @@ class RowWise(optax.GradientTransformationExtraArgs):
 
 @dataclasses.dataclass(frozen=True)
 class RowLocal:
-    """An update that is proved to treat rows by themselves.
+    """An update that is proved to treat rows by themselves."""
 
-    Attributes:
-        traced: the update as it is written, with open numbers of rows.
-        program: what of it the results need, with its calls in line.
-        known: what each variable of `program` is in untouched rows. One without rows is that
-            everywhere.
-        rows: the open number of rows of each table.
-    """
-
-    traced: ClosedJaxpr
-    program: ClosedJaxpr
+    traced: ClosedJaxpr  # the update as it is written, with open numbers of rows
+    program: ClosedJaxpr  # what of it the results need, with its calls in line
+    # What each variable of `program` is in untouched rows. One without rows is that everywhere.
     known: Mapping[Var, Known]
-    rows: Mapping[int, Dimension]
+    rows: Mapping[int, Dimension]  # the open number of rows of each table
 
     def at(self, sizes: Mapping[int, int]) -> ClosedJaxpr:
         """Return the update for tables of these numbers of rows."""
         numbers = {self.rows[i]: size for i, size in sizes.items()}
         return ClosedJaxpr(with_sizes(self.traced.jaxpr, numbers), self.traced.consts)
 
-    def owner(self, v: Var) -> int | None:
-        """Return the table whose rows a variable has: their open number is in its shape."""
-        for size in (aval_of(v).shape[axis] for axis in axes_of_rows(v)):
-            if size not in self._table_of:  # a multiple, of what is merged with rows
-                multiples = (i for i, x in self.rows.items() if isinstance(size // x, int))
-                self._table_of[size] = next(multiples)
-            return self._table_of[size]
-        return None
-
-    @functools.cached_property
-    def _table_of(self) -> dict[Dimension, int]:
-        return {rows: i for i, rows in self.rows.items()}
-
     @functools.cached_property
     def owners(self) -> dict[Var, int]:
-        """The `owner` of each variable of the program that has one."""
-        jaxpr = self.program.jaxpr
-        variables = (*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars))
-        return {v: i for v in variables if (i := self.owner(v)) is not None}
+        """The table of each variable that has rows: their open number is in its shape."""
+        jaxpr, table_of = self.program.jaxpr, {size: i for i, size in self.rows.items()}
+        owners: dict[Var, int] = {}
+        for v in (*jaxpr.invars, *(v for eqn in within(jaxpr.eqns) for v in eqn.outvars)):
+            for size in (aval_of(v).shape[axis] for axis in axes_of_rows(v)[:1]):
+                if size not in table_of:  # a multiple, of what is merged with rows
+                    multiples = (i for i, x in self.rows.items() if isinstance(size // x, int))
+                    table_of[size] = next(multiples)
+                owners[v] = table_of[size]
+        return owners
 
+    @functools.cached_property
     def sums_over_rows(self) -> bool:
-        """Decide whether a number of the update is a sum over rows."""
+        """Whether a number of the update is a sum over rows."""
         return any(
             any(map(axes_of_rows, eqn.invars)) and not any(map(axes_of_rows, eqn.outvars))
             for eqn in within(self.program.jaxpr.eqns)
             if not holds_jaxprs(eqn)
+        )
+
+    @functools.cached_property
+    def by_rows(self) -> set[int]:
+        """Tables that are not updated entry by entry."""
+        jaxpr, owners = self.program.jaxpr, self.owners
+        # What shared numbers are made of is computed before the pass.
+        of_rows = [eqn for eqn in jaxpr.eqns if any(v in owners for v in eqn.outvars)]
+        eqns, needed = needed_for([*jaxpr.invars, *jaxpr.outvars], of_rows)
+        by_rows: set[int] = set()
+        for eqn in eqns:
+            rows = [v for v in eqn.invars if isinstance(v, Var) and v in owners]
+            others = [v for v in eqn.invars if isinstance(v, Var) and v not in owners]
+            is_simple = len(eqn.outvars) == 1 and not any(aval_of(v).ndim for v in others)
+            is_fill = eqn.primitive.name == FILL and not rows
+            if not is_simple or not (is_fill or eqn.primitive.name in ARITHMETIC):
+                by_rows.update(owners[v] for v in eqn.outvars if v in owners)
+        shapes = {i: aval_of(jaxpr.invars[i]).shape for i in self.rows}
+        sizes = {(owners[v], aval_of(v).shape) for v in needed if v in owners}
+        return by_rows | {i for i, shape in sizes if shape != shapes[i] or 0 in shape}
+
+    def mixes_entries(self, table: int, is_masked: bool) -> bool:
+        """Decide whether some part of a step takes more than one entry of a row.
+
+        A number for each row is one more entry of rows that are updated whole, as by
+        `jmask.ema` after an optimizer, but not where some of their entries are masked.
+        """
+        row = aval_of(self.program.jaxpr.invars[table]).shape[1:]
+        for v in (v for v, owner in self.owners.items() if owner == table):
+            shape = aval_of(v).shape
+            # A complex entry is a pair, along one dimension more.
+            is_number = not is_masked and math.prod(shape[1:]) == 1
+            if shape[1 : 1 + len(row)] != row and not is_number:
+                return True
+        return any(
+            self.owners.get(v) == table
+            for eqn in within(self.program.jaxpr.eqns)
+            if not holds_jaxprs(eqn) and eqn.primitive.name not in _ENTRY_BY_ENTRY
+            for v in eqn.outvars
         )
 
 
@@ -162,7 +191,7 @@ def proved(
     function: ArraysFunction,
     shapes: Sequence[jax.ShapeDtypeStruct],
     tables: Sequence[int | None],
-    are_gradients: Sequence[bool],
+    inputs: Sequence[Known],
     *,
     is_row_wise: bool = False,
 ) -> RowLocal:
@@ -171,30 +200,29 @@ def proved(
     Args:
         function: arrays -> updates and state, in the order of the first of its arguments.
         tables: whose rows each argument has along its first axis, or None.
-        are_gradients: which arguments are 0 in untouched rows.
+        inputs: what each argument is in untouched rows.
         is_row_wise: whether code of `function` asks for no number of rows.
     """
     rows, opened = open_shapes(shapes, tables)
     dense = None
-    with _without_explicit_mesh():
-        if is_row_wise:
-            traced = jax.make_jaxpr(function)(*opened)
-        else:
+    without_mesh: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        # Bodies of loops get no types of the mesh that is set: the program runs where all axes
+        # are automatic, see `automatically`.
+        without_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+    with without_mesh:
+        if not is_row_wise:
             dense = jax.make_jaxpr(function)(*shapes)  # what is no matter of rows raises here
-            with refusing_counts("it"):
-                traced = jax.make_jaxpr(function)(*opened)
+        with contextlib.nullcontext() if is_row_wise else refusing_counts("it"):
+            traced = jax.make_jaxpr(function)(*opened)
     program = _needed(traced)
-    inputs: list[Known] = [
-        0 if is_gradient and table is not None else None
-        for is_gradient, table in zip(are_gradients, tables, strict=True)
-    ]
     known = known_in(program, inputs)
     for x, v in zip(opened, program.jaxpr.outvars, strict=False):
-        shapes_differ = x.shape != aval_of(v).shape
-        if shapes_differ and any(map(export.is_symbolic_dim, (*x.shape, *aval_of(v).shape))):
+        shape = aval_of(v).shape
+        if x.shape != shape and any(map(export.is_symbolic_dim, (*x.shape, *shape))):
             raise NotRowLocalError(
                 "it moves rows elsewhere, or what it returns has a shape that depends on the "
-                f"number of rows: {x.shape} becomes {aval_of(v).shape}"
+                f"number of rows: {x.shape} becomes {shape}"
             )
     has_rows = all(shapes[i].shape[0] for i, table in enumerate(tables) if table is not None)
     if dense and has_rows and _operations(_needed(dense)) != _operations(program):
@@ -223,16 +251,6 @@ def _operations(program: ClosedJaxpr) -> list[tuple[str, ...]]:
         and not holds_jaxprs(eqn)
         and not all(jnp.issubdtype(aval_of(v).dtype, jnp.integer) for v in eqn.outvars)
     ]
-
-
-def _without_explicit_mesh() -> contextlib.AbstractContextManager[object]:
-    """Return a context in which bodies of loops get no types of the mesh that is set.
-
-    The program runs where all axes are automatic, see `automatically`.
-    """
-    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
-        return contextlib.nullcontext()
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 # --- the proof ----------------------------------------------------------------------------
@@ -328,10 +346,6 @@ def _of_entries(name: str, eqn: JaxprEqn, inputs: list[Known]) -> Known:
 # --- operations that move, keep or sum rows: by name ---------------------------------------
 
 
-def _kept(eqn: JaxprEqn, inputs: list[Known]) -> Known:
-    return inputs[0]
-
-
 def _reshape(eqn: JaxprEqn, inputs: list[Known]) -> Known:
     """Keep rows in their order: (rows0, 3) may become (3 * rows0,), and (3, rows0) may not.
 
@@ -402,8 +416,8 @@ def _dot(eqn: JaxprEqn, inputs: list[Known]) -> Known:
 
 
 RULES: dict[str, Rule] = {
-    "broadcast_in_dim": _kept,
-    "transpose": _kept,
+    "broadcast_in_dim": lambda eqn, inputs: inputs[0],
+    "transpose": lambda eqn, inputs: inputs[0],
     "reshape": _reshape,
     "squeeze": _reshape,
     "stack": lambda eqn, inputs: functools.reduce(_common, inputs),
@@ -459,3 +473,55 @@ def _common(x: Known, y: Known) -> Known:
 
 def _is(x: Known, value: Scalar) -> bool:
     return x is not None and bool(x == value)
+
+
+# --- numbers in the place of open dimensions ------------------------------------------------
+#
+# { lambda ; a:f32[rows0,3]. let b = mul a a in (b,) }     rows0 = 5     a:f32[5,3]
+
+
+def with_sizes(jaxpr: Jaxpr, numbers: Mapping[Dimension, int]) -> Jaxpr:
+    """Return a jaxpr for arrays whose open dimensions have these sizes."""
+    variables: dict[Var, Var] = {}
+
+    def size(x: Argument) -> Argument:
+        if not export.is_symbolic_dim(x):
+            return x
+        for dimension, number in numbers.items():
+            if isinstance(times := x // dimension, int) and times * dimension == x:
+                return times * number
+        raise NotRowLocalError(f"it makes an array of {x} rows")
+
+    def var(v: Var) -> Var:
+        if v not in variables:
+            shape = getattr(v.aval, "shape", None)
+            sized = v.aval if shape is None else v.aval.update(shape=tuple(map(size, shape)))
+            variables[v] = Var(sized)
+        return variables[v]
+
+    def atoms(atoms: Sequence[Atom]) -> list[Atom]:
+        return [v if isinstance(v, Literal) else var(v) for v in atoms]
+
+    def parameter_of(x: Argument) -> Argument:
+        if isinstance(x, ClosedJaxpr) and not x.consts:  # which may be traced
+            return _called_with_sizes(x.jaxpr, tuple(numbers.items()))
+        if isinstance(x, ClosedJaxpr):
+            return ClosedJaxpr(with_sizes(x.jaxpr, numbers), x.consts)
+        if isinstance(x, Jaxpr):
+            return with_sizes(x, numbers)
+        return type(x)(map(parameter_of, x)) if type(x) in (tuple, list) else size(x)
+
+    def at_sizes(eqn: JaxprEqn) -> JaxprEqn:
+        params = {name: parameter_of(x) for name, x in eqn.params.items()}
+        invars, outvars = atoms(eqn.invars), list(map(var, eqn.outvars))
+        return eqn.replace(invars=invars, outvars=outvars, params=params)
+
+    constants, inputs = list(map(var, jaxpr.constvars)), list(map(var, jaxpr.invars))
+    eqns, outputs = list(map(at_sizes, jaxpr.eqns)), atoms(jaxpr.outvars)
+    return jaxpr.replace(constvars=constants, invars=inputs, eqns=eqns, outvars=outputs)
+
+
+# JAX compiles a called jaxpr once, by its identity: outside jit in each update otherwise.
+@functools.lru_cache(1024)
+def _called_with_sizes(jaxpr: Jaxpr, numbers: tuple[tuple[Dimension, int], ...]) -> ClosedJaxpr:
+    return ClosedJaxpr(with_sizes(jaxpr, dict(numbers)), ())

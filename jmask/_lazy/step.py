@@ -11,6 +11,7 @@
 The one pass makes its combiner of the equations of the same program.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -29,54 +30,47 @@ from jmask._base.shardings import automatically, explicit_sharding, spec_of, var
 from jmask._base.types import Argument, Gradient, PyTree, PyTreeDef, RowArray, Shape, Table
 from jmask._kernels.rows import gather_unique_rows, ids_after_reading, set_rows
 from jmask._lazy import row_local
-from jmask._lazy.row_local import RowLocal, RowWise
-from jmask._tables.rows_at import as_one_table, routed_to_shards, shape_of
-from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-from jmask._tensors.storage import stored_values
-from jmask._updates.checks import (
+from jmask._lazy.checks import (
     NotRowLocalError,
     coalesced,
     gradient_and_valid,
+    in_lines,
     is_gradient_leaf,
     keep_valid,
     unchanged_where_masked,
+    with_wide_rows,
 )
-from jmask._updates.state_rows import once_a_step, rows_of_state
+from jmask._lazy.row_local import RowLocal, RowWise
+from jmask._lazy.state_rows import once_a_step, rows_of_state
+from jmask._tables.rows_at import as_one_table, routed_to_shards, shape_of
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._tensors.storage import stored_values
 
 Kind = Literal["gradient", "state", "param", "extra"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A leaf of the gradient, the state, the parameters or the extra arguments.
+    """A leaf of the gradient, the state, the parameters or the extra arguments."""
 
-    Attributes:
-        value: an array; of a gradient, an array or a `RowSparse` as it came. Stacked tables
-            (M, V, D) are the one table (M * V, D) here.
-        kind: which of these trees it is of.
-        table: the position of the `RowSparse` gradient of its table, or None: no rows of it
-            are gathered.
-        valid: the valid entries of the gradient that it belongs to, if that is masked.
-        row: of stacked tables, the shape of a row as `inner` sees it: (1, D), which has as many
-            dimensions as a table of the stack. None where `value` has it already.
-        stack: what it was before it became one table: an array, or the gradient.
-    """
-
+    # An array; of a gradient, an array or a `RowSparse` as it came. Stacked tables (M, V, D)
+    # are the one table (M * V, D) here.
     value: Argument
-    kind: Kind
+    kind: Kind  # which of these trees it is of
+    # The position of the `RowSparse` gradient of its table, or None: no rows of it are
+    # gathered.
     table: int | None = None
+    # The valid entries of the gradient that it belongs to, if that is masked.
     valid: jax.Array | None = None
+    # Of stacked tables, the shape of a row as `inner` sees it: (1, D), which has as many
+    # dimensions as a table of the stack. None where `value` has it already.
     row: Shape | None = None
-    stack: Argument = None
+    stack: Argument = None  # what it was before it became one table: an array, or the gradient
 
     @functools.cached_property
     def coalesced_value(self) -> Argument:
         """The gradient, its rows of equal ids summed. One pass needs it at times."""
         return coalesced(self.value) if is_row_sparse(self.value) else self.value
-
-    def has_lines(self) -> bool:
-        """Decide whether it is the gradient of a packed table, of lines: see `in_lines`."""
-        return is_row_sparse(self.value) and self.value.order == "unique"
 
     @property
     def seen(self) -> jax.ShapeDtypeStruct:
@@ -105,21 +99,18 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class LazyStep:
-    """The arguments of one `update`.
-
-    Attributes:
-        leaves: of the gradient, then of the state, of the parameters if they were given, and
-            of the arrays among extra arguments. So leaf i of gradient and state is what output
-            i of the update replaces.
-        trees: structures of gradient, state, parameters and extra arguments.
-        others: extra arguments that are no arrays, by their position among all leaves.
-        proof: the program of `inner` from leaves to updates and state, if it was proved.
-    """
+    """The arguments of one `update`."""
 
     inner: optax.GradientTransformationExtraArgs
+    # Of the gradient, then of the state, of the parameters if they were given, and of the
+    # arrays among extra arguments. So leaf i of gradient and state is what output i of the
+    # update replaces.
     leaves: list[Leaf]
+    # Structures of gradient, state, parameters and extra arguments.
     trees: tuple[PyTreeDef, PyTreeDef, PyTreeDef, PyTreeDef]
+    # Extra arguments that are no arrays, by their position among all leaves.
     others: dict[int, object]
+    # The program of `inner` from leaves to updates and state, if it was proved.
     proof: RowLocal | None = None
 
     @classmethod
@@ -228,38 +219,39 @@ class LazyStep:
         key = (self.inner.update, self.trees, *of_shapes, *tables, *others)
 
         def proof() -> tuple[RowLocal, object]:
-            are_gradients = [leaf.kind == "gradient" for leaf in self.leaves]
+            is_rows = lambda leaf: leaf.kind == "gradient" and leaf.table is not None
+            inputs = [0 if is_rows(leaf) else None for leaf in self.leaves]
             is_row_wise = isinstance(self.inner, RowWise)
-            args = self.flat_update, seen, tables, are_gradients
+            args = self.flat_update, seen, tables, inputs
             program = row_local.proved(*args, is_row_wise=is_row_wise)
             return program, self.others  # kept so that no other object gets the same `id`
 
-        step = dataclasses.replace(self, proof=once_a_step(key, proof)[0])
-        assert step.proof is not None
-        for leaf, old, new in zip(
-            self.leaves, seen, step.proof.program.out_avals, strict=False
-        ):
+        program = once_a_step(key, proof)[0]
+        new = program.program.out_avals
+        for leaf, x, y in zip(self.leaves, seen, new, strict=False):
             is_number = leaf.kind == "state" and leaf.table is None
-            if same_dtypes and is_number and old.dtype != new.dtype:
-                raise TypeError(f"update makes a state of {new.dtype} of one of {old.dtype}")
-        params = [leaf.value for leaf in self.leaves if leaf.kind == "param"]
-        blocks = [params[i] for i in step.proof.rows if params and _is_block(params[i], params)]
-        if blocks and step.proof.sums_over_rows():
+            if same_dtypes and is_number and x.dtype != y.dtype:
+                raise TypeError(f"update makes a state of {y.dtype} of one of {x.dtype}")
+        # A table is a block of one device if it differs over an axis of a `shard_map` over
+        # which another parameter is the same: a sum would be of one device's rows alone. Where
+        # all parameters differ, each device trains a model of its own.
+        params = [varying_axes(leaf.value) for leaf in self.leaves if leaf.kind == "param"]
+        blocks = [params[i] - frozenset.intersection(*params) for i in program.rows if params]
+        if any(blocks) and program.sums_over_rows:
             raise NotRowLocalError(
                 "it sums over rows, and in this shard_map every device has other rows of a "
                 "table",
                 "Make the step outside of the shard_map, in the same jit: the table is sharded "
                 "there, too.",
             )
-        return step
+        return dataclasses.replace(self, proof=program)
 
     @functools.cached_property
     def unordered(self) -> dict[int, int]:
-        """Outputs that are written to rows which they do not depend on, and these rows.
+        """Outputs that are written to rows which they do not depend on; the leaf of these.
 
         A new row of the state that does not depend on the old one; an update that does not
-        depend on the parameter where the state does (an average of parameters). From the
-        position of the output to the position of the leaf that is read.
+        depend on the parameter where the state does (an average of parameters).
         """
         if self.proof is None:
             return {}
@@ -280,12 +272,11 @@ class LazyStep:
     def update(self) -> tuple[PyTree, PyTree]:
         """Return updates and state."""
         rows = self.rows()
-        outputs = self.flat_update(*rows) if self.proof is None else self._on_rows(rows)
+        proof = self.proof
+        outputs = self.flat_update(*rows) if proof is None else self._on_rows(proof, rows)
         results: list[Table] = []
         for i, (leaf, old, new) in enumerate(zip(self.leaves, rows, outputs, strict=False)):
             gradient = None if leaf.table is None else self.leaves[leaf.table].coalesced_value
-            if gradient is not None and not gradient.nse:
-                new = new[:0]  # the program had a row in the place of none
             if leaf.kind == "gradient":
                 new = unchanged_where_masked(new, leaf.valid)
             else:
@@ -323,25 +314,17 @@ class LazyStep:
             rows.append(leaf.shown(x))
         return rows
 
-    def _on_rows(self, rows: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        assert self.proof is not None
-        # A table without lookups has a row here: of no rows there is no maximum.
-        sizes = {i: max(self.leaves[i].coalesced_value.nse, 1) for i in self.proof.rows}
-        program = self.proof.at(sizes)
-        arrays = [
-            x if jnp.shape(x) == aval.shape else jnp.zeros(aval.shape, aval.dtype)
-            for x, aval in zip(rows, program.in_avals, strict=True)
-        ]
+    def _on_rows(self, proof: RowLocal, rows: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        program = proof.at({i: self.leaves[i].coalesced_value.nse for i in proof.rows})
         # Types that say where an array is were not known when the program was traced.
-        if all(jax.typeof(x) == y for x, y in zip(arrays, program.in_avals, strict=True)):
-            return jax.core.eval_jaxpr(program.jaxpr, program.consts, *arrays)
-        sharding = explicit_sharding(*arrays)
+        if all(jax.typeof(x) == y for x, y in zip(rows, program.in_avals, strict=True)):
+            return jax.core.eval_jaxpr(program.jaxpr, program.consts, *rows)
+        run, sharding = functools.partial(evaluate, program), explicit_sharding(*rows)
         if sharding is None:
-            return evaluate(program, *arrays)
+            return run(*rows)
         # It was traced for no mesh. Updates and state lie where gradients and state did.
-        specs = [spec_of(x) for x in arrays[: len(program.out_avals)]]
-        run = functools.partial(evaluate, program)
-        return automatically(run, *arrays, like=sharding, spec=specs)
+        specs = [spec_of(x) for x in rows[: len(program.out_avals)]]
+        return automatically(run, *rows, like=sharding, spec=specs)
 
 
 def with_row(rows: RowArray, row: Shape) -> RowArray:
@@ -349,25 +332,52 @@ def with_row(rows: RowArray, row: Shape) -> RowArray:
     return rows if rows.shape[1:] == row else jnp.reshape(rows, (rows.shape[0], *row))
 
 
-def _is_block(table: jax.Array, params: Sequence[jax.Array]) -> bool:
-    """Decide whether a table is a block of one device, by the types of all parameters.
+# --- steps of single entries, of packed tables, of sums of 16 bits ---------------------------
 
-    It differs over an axis of a `shard_map` over which another parameter is the same. What an
-    optimizer computes from all rows (a global norm) would be of one device's rows alone. Where
-    all parameters differ, each device trains a model of its own.
+
+def step_of(
+    inner: optax.GradientTransformationExtraArgs,
+    updates: PyTree,
+    state: PyTree,
+    params: PyTree,
+    extra_args: dict[str, PyTree],
+) -> LazyStep:
+    """Return the step of `inner` on rows, proved.
+
+    Single entries of a table are rows of one entry where `inner` works entry by entry, else
+    they are rows of zeros but for an entry.
+
+    Rows of 16 bits are summed in float32. An `inner` that does not take gradients wider than
+    its state gets the sums in 16 bits, as from JAX: one branch of the `lax.cond` in
+    `optax.novograd` has the dtype of the state, the other has the gradient's.
     """
-    if not jax.sharding.get_abstract_mesh().manual_axes:
-        return False
-    common = frozenset.intersection(*map(varying_axes, jax.tree.leaves(params)))
-    return any(varying_axes(x) - common for x in jax.tree.leaves(table))
 
+    def proved(updates: PyTree, same_dtypes: bool) -> LazyStep:
+        updates = jax.tree.map(in_lines, updates, is_leaf=is_gradient_leaf)
+        step = LazyStep.of(inner, updates, state, params, extra_args)
+        return step.proved(same_dtypes=same_dtypes)
 
-# --- single entries -----------------------------------------------------------------------
-
-
-def has_entries(updates: PyTree) -> bool:
-    """Decide whether a gradient is of single entries of a table, whose rows are finer."""
-    return any(map(_is_entries, jax.tree.leaves(updates, is_leaf=is_gradient_leaf)))
+    leaves = jax.tree.leaves(updates, is_leaf=is_gradient_leaf)
+    for gradients, same_dtypes in ((with_wide_rows(updates), True), (updates, False)):
+        with contextlib.suppress(TypeError) if same_dtypes else contextlib.nullcontext():
+            if any(map(_is_entries, leaves)):
+                # Refused may be a state with one number for each row.
+                with contextlib.suppress(NotRowLocalError):
+                    step = proved(gradients, same_dtypes)
+                    if step.proof is None or not step.proof.by_rows:
+                        return step
+            step = proved(with_whole_rows(gradients), same_dtypes)
+            break
+    for i, leaf in enumerate(step.gradients):
+        is_packed = is_row_sparse(leaf.value) and leaf.value.order == "unique"
+        if is_packed and step.proof and step.proof.mixes_entries(i, leaf.valid is not None):
+            raise NotRowLocalError(
+                "it works row by row, and the table is packed: it would take lines of several "
+                "rows for rows",
+                "Leave the table unpacked, `jmask.embedding_lookup(lines, jnp.arange(V), "
+                "width=D)`, or use an optimizer that works entry by entry.",
+            )
+    return step
 
 
 def _is_entries(x: Argument) -> bool:

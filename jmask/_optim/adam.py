@@ -11,7 +11,6 @@ SparseAdam and MXNet differ from Adam in optax and torch. In the first step m / 
 sign(g) * (1 - b1) / sqrt(1 - b2) and w moves by lr * sign(g) (for eps = 0).
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -34,7 +33,6 @@ from jmask._optim.row_rule import (
     check_numbers,
     is_zero,
     mean_of_row,
-    optimizer,
 )
 
 
@@ -106,11 +104,9 @@ def adam(
         >>> jmask.apply_updates(table, updates).ravel().round(4)
         Array([1. , 1. , 0.9], dtype=float32)
     """
-    common = Common(
-        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, decay_mode
-    )
-    make = functools.partial(_adam, common, b1, b2, eps, eps_root, count)
-    return make(lazy_update, state_dtype, mu_dtype, per_row=False)
+    scaling = clip_gradient, rescale_grad, maximize
+    common = Common(learning_rate, weight_decay, decay_mode, scaling, lazy_update, state_dtype)
+    return _adam(common, b1, b2, eps, eps_root, count, mu_dtype, per_row=False)
 
 
 def rowwise_adam(
@@ -152,11 +148,9 @@ def rowwise_adam(
         >>> tx.init(jnp.ones((3, 8))).nu.shape
         (3, 1)
     """
-    common = Common(
-        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, decay_mode
-    )
-    make = functools.partial(_adam, common, b1, b2, eps, eps_root, count)
-    return make(lazy_update, state_dtype, mu_dtype, per_row=True)
+    scaling = clip_gradient, rescale_grad, maximize
+    common = Common(learning_rate, weight_decay, decay_mode, scaling, lazy_update, state_dtype)
+    return _adam(common, b1, b2, eps, eps_root, count, mu_dtype, per_row=True)
 
 
 def _adam(
@@ -166,14 +160,12 @@ def _adam(
     eps: Scalar,
     eps_root: Scalar,
     count: str,
-    lazy_update: bool,
-    state_dtype: DTypeLike | None,
     mu_dtype: DTypeLike | None,
     per_row: bool,
 ) -> optax.GradientTransformationExtraArgs:
     _check_adam(b1, b2, eps, eps_root, mu_dtype)
     per_row_count = checked_choice(count, "count", ("steps", "per_row")) == "per_row"
-    if per_row_count and not lazy_update:
+    if per_row_count and not common.lazy_update:
         raise ValueError(
             '`count` must be "steps" where `lazy_update` is False: then each row is updated in '
             "each step, and the counts are the same."
@@ -193,15 +185,12 @@ def _adam(
         row_count = optax.safe_increment(row_count)
         return *rule(g, w, m, v, lr, jnp.asarray(corrected(row_count, lr), g.dtype)), row_count
 
-    of_rule = functools.partial(
-        optimizer, common, lazy_update=lazy_update, state_dtype=state_dtype, clips_last=True
-    )
     slots = {"mu": Slot(0.0, dtype=mu_dtype), "nu": Slot(0.0, per_row)}
     if per_row_count:
         slots["row_count"] = Slot(0, per_row=True, dtype=jnp.int32)
-        return of_rule(RowCountAdamState, slots, rule_of_rows)
+        return common.optimizer(RowCountAdamState, slots, rule_of_rows, clips_last=True)
     scalars = lambda count, lr: (lr, corrected(optax.safe_increment(count), lr))
-    return of_rule(AdamState, slots, rule, scalars=scalars)
+    return common.optimizer(AdamState, slots, rule, scalars=scalars, clips_last=True)
 
 
 def adamw(

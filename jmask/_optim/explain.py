@@ -26,7 +26,7 @@ from jmask._base.fallback import Place, collected, in_bytes
 from jmask._base.types import DType, Function, KeyPath, PyTree, PyTreeDef, Shape
 from jmask._base.validation import abstract_leaf, checked_choice
 from jmask._kernels.lines import LANES, has_narrow_rows
-from jmask._updates.checks import check_parameters, model_of
+from jmask._lazy.checks import check_parameters, model_of
 
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 # De-duplication is all that a lazy step adds.
@@ -42,24 +42,15 @@ _HEADS = ("parameter", "array", "size", "gradient", "a step touches")
 
 
 class ParameterStep(NamedTuple):
-    """The effect of a step on one parameter.
+    """The effect of a step on one parameter."""
 
-    Attributes:
-        name: its path in the tree of parameters.
-        shape, dtype: of it.
-        nse: the number of rows of a row-sparse gradient, else None.
-        touched: the bytes of the parameter that a step reads and writes, at most.
-        note: why, where something is to be said; else "".
-        leading: how many leading dimensions number the rows, more than 1 of stacked tables.
-    """
-
-    name: str
-    shape: Shape
+    name: str  # its path in the tree of parameters
+    shape: Shape  # of it
     dtype: DType
-    nse: int | None
-    touched: int
-    note: str
-    leading: int
+    nse: int | None  # the number of rows of a row-sparse gradient, else None
+    touched: int  # the bytes of the parameter that a step reads and writes, at most
+    note: str  # why, where something is to be said; else ""
+    leading: int  # how many leading dimensions number the rows, more than 1 of stacked tables
 
     @property
     def array(self) -> str:
@@ -80,25 +71,14 @@ class ParameterStep(NamedTuple):
         """Return the size of the parameter divided by what a step touches of it."""
         return self.nbytes / self.touched if self.touched else math.inf
 
-    def _cells(self) -> tuple[str, ...]:
-        gradient, touched = "dense", in_bytes(self.touched)
-        if self.nse is not None:
-            gradient = f"row-sparse, {self.nse:,} row{'s' * (self.nse != 1)}"
-            touched += f", {self.factor:,.0f}x less" if self.touched else ""
-        return (self.name, self.array, in_bytes(self.nbytes), gradient, touched)
-
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The result of `jmask.explain`; shows itself as a table.
+    """The result of `jmask.explain`; shows itself as a table."""
 
-    Attributes:
-        parameters: one `ParameterStep` for each parameter, in the order of the tree.
-        notes: what else leaves sparse storage.
-    """
-
+    # One `ParameterStep` for each parameter, in the order of the tree.
     parameters: tuple[ParameterStep, ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # what else leaves sparse storage
 
     def __getitem__(self, name: str) -> ParameterStep:
         """Return the parameter of this name."""
@@ -112,16 +92,20 @@ class Explanation:
         return iter([p.name for p in self.parameters])
 
     def __repr__(self) -> str:
+        rows, notes = [_HEADS], [""]
+        for p in self.parameters:
+            gradient, touched = "dense", in_bytes(p.touched)
+            if p.nse is not None:
+                gradient = f"row-sparse, {p.nse:,} row{'s' * (p.nse != 1)}"
+                touched += f", {p.factor:,.0f}x less" if p.touched else ""
+            rows.append((p.name, p.array, in_bytes(p.nbytes), gradient, touched))
+            notes.append(p.note)
         sums = (sum(getattr(p, x) for p in self.parameters) for x in ("nbytes", "touched"))
         size, touched = map(in_bytes, sums)
-        rows = [
-            _HEADS,
-            *(p._cells() for p in self.parameters),
-            ("total", "", size, "", touched),
-        ]
+        rows.append(("total", "", size, "", touched))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        notes, lines = ["", *(p.note for p in self.parameters), ""], []
-        for row, note in zip(rows, notes, strict=True):
+        lines = []
+        for row, note in zip(rows, [*notes, ""], strict=True):
             lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
             # Names and paths stay in one piece.
             wrapped = textwrap.wrap(note, 80, break_long_words=False, break_on_hyphens=False)
@@ -223,12 +207,14 @@ def _step(
         finest = min(taps, key=lambda tap: math.prod(tap.row))
         size = max(math.prod(finest.row), 1)
         nse = sum(tap.count * math.prod(tap.row) // size for tap in taps)
-        if finest.width:  # of a packed table lines are read and written
-            table = (math.prod(shape) // finest.width, LANES)
-        else:  # stacked tables (M, V, *row) are one of M * V rows
-            leading = finest.leading
-            table = (math.prod(shape[:leading]), *shape[leading:])
+        # Of a packed table lines are read and written; stacked ones (M, V, *row) are one.
+        leading = 1 if finest.width else finest.leading
         rows, row = math.prod(shape[:leading]), math.prod(shape[leading:])
+        table = (
+            (math.prod(shape) // finest.width, LANES)
+            if finest.width
+            else (rows, *shape[leading:])
+        )
         touched = min(nse, rows) * row  # ids may repeat
         note = MANY if nse >= table[0] else ""
     if platform == "tpu" and nse and has_narrow_rows(table):

@@ -25,24 +25,23 @@ from jmask._base.array_types import added, fewer, joint_dtype, trailing, wide
 from jmask._base.fallback import collected
 from jmask._base.row_ids import hide
 from jmask._base.shardings import varying_axes
-from jmask._base.types import Function, Gradient, Options, PyTree, PyTreeDef, Scalar
+from jmask._base.types import Function, Gradient, PyTree, PyTreeDef, Scalar
 from jmask._kernels.coalesce import unique_slots
-from jmask._lazy.lazy import lazy
-from jmask._lazy.one_pass import OnePassTransformation
-from jmask._ops.formulas import shortened
-from jmask._optim.row_rule import check_numbers
-from jmask._tensors.masked_tensor import MaskedTensor, joined
-from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-from jmask._tensors.storage import stored_values, with_stored_values
-from jmask._updates.apply import Fit, advising_lazy, apply_gradients, noticed_as
-from jmask._updates.checks import (
+from jmask._lazy.checks import (
     check_transformation,
     coalesced,
     gradient_and_valid,
     is_gradient_leaf,
     with_wide_rows,
 )
-from jmask._updates.state_rows import check_state_type, one_step
+from jmask._lazy.lazy import Fit, advising_lazy, apply_gradients, lazy, noticed_as
+from jmask._lazy.one_pass import OnePassTransformation
+from jmask._lazy.state_rows import check_state_type, one_step
+from jmask._ops.formulas import shortened
+from jmask._optim.row_rule import check_numbers
+from jmask._tensors.masked_tensor import MaskedTensor, joined
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._tensors.storage import stored_values, with_stored_values
 
 # --- a step under a predicate ------------------------------------------------------------
 
@@ -50,16 +49,12 @@ Decide = Callable[[PyTree, PyTree, PyTree], tuple[jax.Array, PyTree, PyTree]]
 
 
 class Guard(OnePassTransformation):
-    """A transformation that takes a step of another one only where a predicate holds.
+    """A transformation that takes a step of another one only where a predicate holds."""
 
-    Attributes:
-        decide: (gradients, state, params) -> (whether to take a step, the gradients for it,
-            the new state but for `inner_state`).
-        guarded: the other one, which may be a guard, too.
-    """
-
+    # (gradients, state, params) -> (whether to take a step, the gradients for it, the new state
+    # but for `inner_state`).
     decide: Decide
-    guarded: optax.GradientTransformationExtraArgs
+    guarded: optax.GradientTransformationExtraArgs  # the other one, which may be a guard, too
 
 
 def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide) -> Guard:
@@ -73,20 +68,54 @@ def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide)
         decide: see `Guard`.
     """
 
+    @one_step()
     def step(gradients, state, params, extra):
+        """Return updates and state; without extra arguments new parameters and state."""
         tx: optax.GradientTransformationExtraArgs = guard
-        take, states = jnp.ones((), bool), []
+        take = jnp.ones((), bool)
+        states: list[PyTree] = []
         while isinstance(tx, Guard):
             wanted, gradients, new = tx.decide(gradients, state, params)
+            if states:  # it counts what comes to it
+                kept = functools.partial(_where, take)
+                new = jax.tree.map(kept, new, state._replace(inner_state=None))
             states.append(new)
-            if tx is not guard:  # it counts what comes to it
-                states[-1] = jax.tree.map(
-                    functools.partial(_where, take), new, state._replace(inner_state=None)
-                )
             take, tx, state = take & wanted, tx.guarded, state.inner_state
-        result, state = _step_where(take, tx, gradients, state, params, extra)
-        for new in reversed(states):
-            state = new._replace(inner_state=state)
+
+        def of_inner(gradients: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+            """Return updates, or parameters as part of what is selected; and all of that."""
+            if extra is None:
+                return None, apply_gradients(tx, gradients, state, params)
+            with advising_lazy("inner", gradients):
+                return tx.update(gradients, state, params, **extra)
+
+        gradients = noticed_as(gradients, _at_leaves(lambda x: _kept(take, x), gradients))
+        updates, new = of_inner(gradients, params, state)
+        bare, old = _at_leaves(_without_rows, gradients), state
+        without_rows = lambda state: of_inner(bare, params, state)[1]  # models are no arguments
+        if extra is None:
+            old, without_rows = (params, state), lambda both: of_inner(bare, *both)[1]
+        # Arrays that a step without rows returns as they came, but for reshapes, are tables: a
+        # padded gradient changes no row of them.
+        with collected():
+            jaxpr = jax.make_jaxpr(without_rows)(old).jaxpr
+        reshapes = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reshape")
+        made_of = {eqn.outvars[0]: eqn.invars[0] for eqn in reshapes}
+        structure: PyTreeDef
+        leaves, structure = jax.tree.flatten(new)
+        selected = []
+        arrays = zip(jaxpr.invars, jaxpr.outvars, leaves, jax.tree.leaves(old), strict=True)
+        for x, v, y, z in arrays:
+            while isinstance(v, Var) and v in made_of:
+                v = made_of[v]
+            selected.append(y if v is x else _where(take, y, z))
+        # -0.0 changes nothing: -0.0 + 0.0 would be 0.0.
+        result = _at_leaves(lambda x: _kept(take, x, -0.0), updates)
+        state = structure.unflatten(selected)
+        if extra is None:
+            result, state = state
+        for outer in reversed(states):
+            state = outer._replace(inner_state=state)
         return result, state
 
     def update(updates, state, params=None, **extra_args):
@@ -96,54 +125,6 @@ def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide)
     guard.apply_gradients = lambda grads, state, params: step(grads, state, params, None)
     guard.decide, guard.guarded = decide, optax.with_extra_args_support(inner)
     return guard
-
-
-@one_step()
-def _step_where(
-    take: jax.Array,
-    tx: optax.GradientTransformationExtraArgs,
-    gradients: PyTree,
-    state: PyTree,
-    params: PyTree,
-    extra: Options | None,
-) -> tuple[PyTree, PyTree]:
-    """Take a step of `tx` where `take`, at the cost of what is no table elsewhere.
-
-    Args:
-        extra: arguments of `tx.update`, whose updates are returned; None to apply them.
-    """
-
-    def step(gradients: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-        if extra is None:
-            return apply_gradients(tx, gradients, state, params)
-        with advising_lazy("inner", gradients):
-            return tx.update(gradients, state, params, **extra)
-
-    gradients = noticed_as(gradients, _at_leaves(lambda x: _kept(take, x), gradients))
-    result, new = step(gradients, params, state)
-    bare, old = _at_leaves(_without_rows, gradients), state
-    without_rows = lambda state: step(bare, params, state)[1]  # a model is no argument of it
-    if extra is None:
-        new, old = (result, new), (params, state)
-        without_rows = lambda both: step(bare, *both)
-    # Arrays that a step without rows returns as they came, but for reshapes, are tables: a
-    # padded gradient changes no row of them.
-    with collected():
-        jaxpr = jax.make_jaxpr(without_rows)(old).jaxpr
-    reshapes = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reshape")
-    made_of = {eqn.outvars[0]: eqn.invars[0] for eqn in reshapes}
-    structure: PyTreeDef
-    leaves, structure = jax.tree.flatten(new)
-    pairs = zip(leaves, jax.tree.leaves(old), strict=True)
-    selected = []
-    for x, v, (y, z) in zip(jaxpr.invars, jaxpr.outvars, pairs, strict=True):
-        while isinstance(v, Var) and v in made_of:
-            v = made_of[v]
-        selected.append(y if v is x else _where(take, y, z))
-    if extra is None:
-        return structure.unflatten(selected)
-    # -0.0 changes nothing: -0.0 + 0.0 would be 0.0.
-    return _at_leaves(lambda x: _kept(take, x, -0.0), result), structure.unflatten(selected)
 
 
 def _at_leaves(function: Function, tree: PyTree) -> PyTree:
@@ -217,10 +198,10 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
     def decide(updates, state, params):
         check_state_type(state, SkipNonfiniteState)
         gradients = _coalesced(updates, params)
-        finite = jnp.ones((), bool)
+        is_bad = jnp.zeros((), bool)
         for x in jax.tree.leaves(gradients, is_leaf=is_gradient_leaf):
-            finite &= ~jnp.any(_not_finite(x))
-        finite = agreed(finite, gradients, params)
+            is_bad |= jnp.any(_not_finite(x))
+        finite = counted(is_bad.astype(jnp.int32), gradients, params) == 0
         skipped = state.skipped + (~finite).astype(state.skipped.dtype)
         return finite, gradients, SkipNonfiniteState(skipped, None)
 
@@ -300,43 +281,23 @@ def drop_nonfinite_rows() -> optax.GradientTransformation:
 #     values of device 0: nan     of device 1: finite     skip_nonfinite: both skip the step
 
 
-def agreed(
-    holds: jax.Array, gradients: Sequence[Gradient], params: Sequence[jax.Array]
-) -> jax.Array:
-    """Decide whether something holds on all devices that take a step together."""
-    axes = _axes_of_copies(holds, gradients, params)
-    # There is no reduction by `and` over devices: the failures are counted.
-    return holds if not axes else lax.psum((~holds).astype(jnp.int32), tuple(axes)) == 0
-
-
 def counted(
     number: jax.Array, gradients: Sequence[Gradient], params: Sequence[jax.Array]
 ) -> jax.Array:
-    """Sum the numbers of rows of one gradient that the devices have counted.
-
-    Where it is not known whether an array is the same on all devices, the most that one has.
-    """
-    others = tuple(_axes_of_copies(number, gradients, params))
-    if not others:
-        return number
-    return lax.psum(number, others) if varying_axes(number) else lax.pmax(number, others)
-
-
-def _axes_of_copies(
-    x: jax.Array, gradients: Sequence[Gradient], params: Sequence[jax.Array]
-) -> set[str]:
-    """Return the axes over which `x` may differ and parameters are the same.
+    """Sum a number over the devices that take a step together: parameters are the same there.
 
     Without parameters these are taken to be sharded as their gradients are. Where a
-    `shard_map` does not track what differs, all of its axes.
+    `shard_map` does not track what differs (check_vma=False), the most that one device has.
     """
-    axes = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-    # The index of a device differs on all of them. Where its type does not say so
-    # (check_vma=False), the types of arrays say nothing either.
-    if not axes or not varying_axes(lax.axis_index(tuple(axes))):
-        return set(axes)
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    if not axes:
+        return number
+    # The index of a device differs on all axes: if its type does not say so, no type does.
+    if not varying_axes(lax.axis_index(axes)):
+        return lax.pmax(number, axes)
     leaves = jax.tree.leaves(gradients if params is None else params)
-    return set(varying_axes(x).difference(frozenset.intersection(*map(varying_axes, leaves))))
+    copies = varying_axes(number) - frozenset.intersection(*map(varying_axes, leaves))
+    return lax.psum(number, tuple(copies)) if copies else number
 
 
 # --- bounds on the norms of rows ---------------------------------------------------------

@@ -17,15 +17,9 @@ from jax import lax
 from jmask._base.array_types import real_dtype, wide
 from jmask._base.row_ids import hide
 from jmask._base.shardings import on_every_device, typed_like
-from jmask._base.types import Gradient, KeyPath, PyTree, PyTreeDef, Table
+from jmask._base.types import Gradient, PyTree, PyTreeDef, Table
 from jmask._base.validation import check_flag, leaf_name
-from jmask._lazy.one_pass import OnePassTransformation
-from jmask._optim.guards import guarded
-from jmask._tensors.masked_tensor import MaskedTensor, joined
-from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-from jmask._tensors.storage import stored_values, with_stored_values
-from jmask._updates.apply import noticed_as
-from jmask._updates.checks import (
+from jmask._lazy.checks import (
     as_gradients,
     check_gradients,
     check_transformation,
@@ -33,7 +27,13 @@ from jmask._updates.checks import (
     has_gradients,
     is_gradient_leaf,
 )
-from jmask._updates.state_rows import check_state_type, states_of
+from jmask._lazy.lazy import noticed_as
+from jmask._lazy.one_pass import OnePassTransformation
+from jmask._lazy.state_rows import check_state_type, states_of
+from jmask._optim.guards import guarded
+from jmask._tensors.masked_tensor import MaskedTensor, joined
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._tensors.storage import stored_values, with_stored_values
 
 
 class Accumulated(NamedTuple):
@@ -109,8 +109,8 @@ def multi_steps(
             "like=jax.eval_shape(jmask.grad(loss_fn), params, batch))."
         )
     check_gradients(like, "like")
-    like = jax.eval_shape(as_gradients, like)
-    likes = jax.tree.leaves(like, is_leaf=is_gradient_leaf)
+    tree: PyTreeDef
+    likes, tree = jax.tree.flatten(jax.eval_shape(as_gradients, like), is_leaf=is_gradient_leaf)
     parts = [jax.eval_shape(_parts, x) for x in likes]
 
     def empty() -> list[Accumulated]:
@@ -122,7 +122,16 @@ def multi_steps(
     def accumulate(updates, state, params):
         check_state_type(state, MultiStepsState)
         updates = as_gradients(updates)
-        _check_fits(updates, like, parts)
+        given: PyTreeDef = jax.tree.structure(updates, is_leaf=is_gradient_leaf)
+        if given != tree:
+            raise ValueError(
+                "`updates` must have the structure of `like`, the gradient multi_steps was "
+                f"made for: got {given}, expected {tree}. (nnx.Optimizer gives the "
+                "transformation nnx.as_pure(nnx.state(grads)): give that as `like`.)"
+            )
+        gradients = jax.tree.leaves_with_path(updates, is_leaf=is_gradient_leaf)
+        for (path, x), y, part in zip(gradients, likes, parts, strict=True):
+            _check_fits(leaf_name("updates", path), x, y, part)
         have, expected = jax.tree.map(jnp.shape, (state.accumulated, jax.eval_shape(empty)))
         if have != expected:
             raise ValueError(
@@ -130,14 +139,12 @@ def multi_steps(
                 "where `state.mini_step` is 0, and take `inner_state` over: "
                 "tx.init(params)._replace(inner_state=state.inner_state)."
             )
-        step = state.mini_step
-        gradients = jax.tree.leaves(updates, is_leaf=is_gradient_leaf)
-        new = [_added(*x, step) for x in zip(state.accumulated, gradients, parts, strict=True)]
+        step, leaves = state.mini_step, [x for _, x in gradients]
+        new = [_added(*x, step) for x in zip(state.accumulated, leaves, parts, strict=True)]
         # A state may come from a run with a larger k, whose microbatches are to count alike.
         last = step >= every_k - 1
         divisor = step + 1 if use_grad_mean else jnp.ones_like(step)
-        mean = [_as_gradient(*x, divisor) for x in zip(likes, new, strict=True)]
-        mean = jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_gradient_leaf), mean)
+        mean = tree.unflatten([_mean(*x, divisor) for x in zip(likes, new, strict=True)])
         reset = lambda x, zero: jnp.where(last, typed_like(zero, jax.typeof(x)), x)
         kept = jax.tree.map(reset, new, empty())
         state = MultiStepsState(jnp.where(last, 0, step + 1), kept, None)
@@ -184,7 +191,7 @@ def _added(
     return jax.tree.map(put, kept, _parts(gradient))
 
 
-def _as_gradient(like: Gradient, kept: Accumulated, divisor: jax.Array) -> Gradient:
+def _mean(like: Gradient, kept: Accumulated, divisor: jax.Array) -> Gradient:
     """Return what has accumulated as a gradient, divided in float32 at least."""
     x: Table = kept.values if kept.ids is None else _rows(like, kept).widened()
     inverse = (1 / divisor.astype(wide(real_dtype(x.dtype)))).astype(x.dtype)
@@ -197,32 +204,20 @@ def _as_gradient(like: Gradient, kept: Accumulated, divisor: jax.Array) -> Gradi
     return joined(x.coalesce(), often.values > 0)
 
 
-def _check_fits(updates: PyTree, like: PyTree, parts: list[Accumulated]) -> None:
+def _check_fits(name: str, x: Gradient, like: Gradient, old: Accumulated) -> None:
     """Refuse a gradient that is not as `like`, or has more rows."""
-    given: PyTreeDef = jax.tree.structure(updates, is_leaf=is_gradient_leaf)
-    expected: PyTreeDef = jax.tree.structure(like, is_leaf=is_gradient_leaf)
-    if given != expected:
+    new = jax.eval_shape(_parts, x)
+    # Rows of a table and entries of it have values of other numbers of dimensions.
+    is_like = x.shape == like.shape and jax.tree.map(jnp.ndim, new) == jax.tree.map(
+        jnp.ndim, old
+    )
+    fits = is_like and jnp.promote_types(x.dtype, like.dtype) == like.dtype
+    if not fits or new.values.shape[:1] > old.values.shape[:1]:
         raise ValueError(
-            "`updates` must have the structure of `like`, the gradient multi_steps was made "
-            f"for: got {given}, expected {expected}. (nnx.Optimizer gives the transformation "
-            "nnx.as_pure(nnx.state(grads)): give that as `like`.)"
+            f"{name} is {_described(x)}, but `like` has {_described(like)} there: make "
+            "multi_steps with the gradient of a microbatch, as it is given, and of the largest "
+            "one."
         )
-    leaves: list[tuple[KeyPath, Gradient]]
-    leaves = jax.tree.leaves_with_path(updates, is_leaf=is_gradient_leaf)
-    likes = jax.tree.leaves(like, is_leaf=is_gradient_leaf)
-    for (path, x), y, old in zip(leaves, likes, parts, strict=True):
-        new = jax.eval_shape(_parts, x)
-        # Rows of a table and entries of it have values of other numbers of dimensions.
-        is_like = x.shape == y.shape and jax.tree.map(jnp.ndim, new) == jax.tree.map(
-            jnp.ndim, old
-        )
-        fits = is_like and jnp.promote_types(x.dtype, y.dtype) == y.dtype
-        if not fits or new.values.shape[:1] > old.values.shape[:1]:
-            raise ValueError(
-                f"{leaf_name('updates', path)} is {_described(x)}, but `like` has "
-                f"{_described(y)} there: make multi_steps with the gradient of a "
-                "microbatch, as it is given, and of the largest one."
-            )
 
 
 def _described(x: Gradient) -> str:

@@ -5,7 +5,6 @@ and "l2" decay, w the parameter, and t the number of the step, from 1. With
 `decay_mode="decoupled"` w <- w - lr * weight_decay * w besides.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -23,7 +22,6 @@ from jmask._optim.row_rule import (
     check_numbers,
     is_zero,
     mean_of_row,
-    optimizer,
 )
 
 # --- stochastic gradient descent ----------------------------------------------------------
@@ -96,9 +94,8 @@ def sgd(
         >>> jmask.apply_updates(table, updates).ravel()
         Array([1. , 1. , 0.5], dtype=float32)
     """
-    common = Common(
-        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, decay_mode
-    )
+    scaling = clip_gradient, rescale_grad, maximize
+    common = Common(learning_rate, weight_decay, decay_mode, scaling, lazy_update, state_dtype)
     check_flag("nesterov", nesterov)
     check_numbers(momentum=momentum)
     if nesterov and is_zero(momentum):
@@ -112,9 +109,8 @@ def sgd(
         return (momentum * m - lr * g if nesterov else m), m
 
     if is_zero(momentum):
-        return optimizer(common, SgdState, {}, plain, lazy_update, state_dtype)
-    slots = {"momentum": Slot(0.0)}
-    return optimizer(common, MomentumState, slots, rule, lazy_update, state_dtype)
+        return common.optimizer(SgdState, {}, plain)
+    return common.optimizer(MomentumState, {"momentum": Slot(0.0)}, rule)
 
 
 # --- Adagrad ------------------------------------------------------------------------------
@@ -178,11 +174,10 @@ def adagrad(
         >>> jmask.apply_updates(table, updates).ravel().round(4)
         Array([1. , 1. , 0.9], dtype=float32)
     """
-    common = Common(
-        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, decay_mode
-    )
-    make = functools.partial(_adagrad, common, lr_decay, initial_accumulator_value)
-    return make(eps, eps_root, lazy_update, state_dtype, per_row=False)
+    scaling = clip_gradient, rescale_grad, maximize
+    common = Common(learning_rate, weight_decay, decay_mode, scaling, lazy_update, state_dtype)
+    initial = initial_accumulator_value
+    return _adagrad(common, lr_decay, initial, eps, eps_root, per_row=False)
 
 
 def rowwise_adagrad(
@@ -227,27 +222,22 @@ def rowwise_adagrad(
         >>> state.sum_of_squares.ravel()
         Array([ 0.,  0., 25.], dtype=float32)
     """
-    common = Common(
-        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, decay_mode
-    )
-    make = functools.partial(_adagrad, common, lr_decay, initial_accumulator_value)
-    return make(eps, eps_root, lazy_update, state_dtype, per_row=True)
+    scaling = clip_gradient, rescale_grad, maximize
+    common = Common(learning_rate, weight_decay, decay_mode, scaling, lazy_update, state_dtype)
+    initial = initial_accumulator_value
+    return _adagrad(common, lr_decay, initial, eps, eps_root, per_row=True)
 
 
 def _adagrad(
     common: Common,
     lr_decay: Scalar,
-    initial_accumulator_value: Scalar,
+    initial: Scalar,
     eps: Scalar,
     eps_root: Scalar,
-    lazy_update: bool,
-    state_dtype: DTypeLike | None,
     per_row: bool,
 ) -> optax.GradientTransformationExtraArgs:
     check_numbers(lr_decay=lr_decay)
-    check_denominator(
-        eps=eps, eps_root=eps_root, initial_accumulator_value=initial_accumulator_value
-    )
+    check_denominator(eps=eps, eps_root=eps_root, initial_accumulator_value=initial)
 
     def decayed(count, lr):
         return (lr if is_zero(lr_decay) else lr / (1 + as_float(count) * lr_decay),)
@@ -256,10 +246,8 @@ def _adagrad(
         s = s + (mean_of_row(g * g) if per_row else g * g)
         return -lr * g / (jnp.sqrt(s + eps_root) + eps), s
 
-    slots = {"sum_of_squares": Slot(initial_accumulator_value, per_row)}
-    return optimizer(
-        common, AdagradState, slots, rule, lazy_update, state_dtype, scalars=decayed
-    )
+    slots = {"sum_of_squares": Slot(initial, per_row)}
+    return common.optimizer(AdagradState, slots, rule, scalars=decayed)
 
 
 # --- FTRL-proximal ------------------------------------------------------------------------
@@ -320,7 +308,8 @@ def ftrl(
         Array([ 0.  ,  0.  , -0.05], dtype=float32)
     """
     check_numbers(l1=l1, beta=beta, weight_decay=weight_decay)
-    common = Common(learning_rate, 0.0, clip_gradient, rescale_grad, maximize)
+    scaling = clip_gradient, rescale_grad, maximize
+    common = Common(learning_rate, 0.0, "l2", scaling, lazy_update, state_dtype)
 
     def rule(g, w, z, n, lr):
         total = n + g * g
@@ -334,4 +323,4 @@ def ftrl(
         return new - w, z, total
 
     slots = {"z": Slot(0.0), "n": Slot(0.0)}
-    return optimizer(common, FtrlState, slots, rule, lazy_update, state_dtype, needs_param=True)
+    return common.optimizer(FtrlState, slots, rule, needs_param=True)

@@ -104,80 +104,19 @@ def is_zero(value: object) -> bool:
     return isinstance(value, int | float) and value == 0
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Common:
-    """The hyperparameters of all named optimizers, checked; `jmask.sgd` says what each is."""
-
-    learning_rate: optax.ScalarOrSchedule
-    weight_decay: Scalar
-    clip_gradient: Scalar | None
-    rescale_grad: Scalar
-    maximize: bool
-    decay_mode: str = "l2"
-
-    def __post_init__(self) -> None:
-        check_flag("maximize", self.maximize)
-        check_learning_rate(self.learning_rate)
-        check_numbers(weight_decay=self.weight_decay, rescale_grad=self.rescale_grad)
-        checked_choice(self.decay_mode, "decay_mode", ("l2", "decoupled"))
-        if self.clip_gradient is not None:
-            check_numbers(clip_gradient=self.clip_gradient)
-
-    @property
-    def decays(self) -> bool:
-        """Decide whether there is weight decay, which needs the parameters."""
-        return not is_zero(self.weight_decay)
-
-    def rate(self, count: jax.Array) -> ArrayLike:
-        """Return the learning rate of step `count` (from 0)."""
-        if not callable(self.learning_rate):
-            return self.learning_rate
-        value = self.learning_rate(count)
-        if not _is_number(value):
-            raise TypeError(
-                f"`learning_rate` is a schedule that returned {shown(value)} for a step count: "
-                "it must return a number."
-            )
-        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.integer):
-            return as_float(value)
-        return value
-
-    def gradient(self, grad: jax.Array, param: jax.Array, clips_last: bool) -> jax.Array:
-        """Return the gradient rescaled, clipped, and with "l2" decay, in one of two orders."""
-        bound = self.clip_gradient
-        clip = lambda x: x if bound is None else jnp.clip(x, -bound, bound)
-        grad = -grad if self.maximize else grad
-        if not (isinstance(self.rescale_grad, int | float) and self.rescale_grad == 1):
-            grad = grad * self.rescale_grad
-        grad = grad if clips_last else clip(grad)
-        if self.decays and self.decay_mode == "l2":
-            # The gradient of (weight_decay / 2) * |param|**2.
-            grad = grad + self.weight_decay * param
-        return clip(grad) if clips_last else grad
-
-    def step(self, step: jax.Array, param: jax.Array, lr: Scalar) -> jax.Array:
-        """Return the step, with "decoupled" decay."""
-        is_decoupled = self.decays and self.decay_mode == "decoupled"
-        return step - lr * self.weight_decay * param if is_decoupled else step
-
-
 # --- rules --------------------------------------------------------------------------------
 
 
 class Slot(NamedTuple):
-    """An array of the state.
+    """An array of the state."""
 
-    Attributes:
-        initial: its value before the first step; the parameter's, in float32 at least, if None.
-        per_row: whether it has one entry for each row: (V, 1) for a parameter (V, D). It is
-            (M, V, 1) for (M, V, D), which may be a stack of M tables as well as one table of
-            rows (V, D); their entries are all the same then.
-        dtype: of the array; the rule's, or the parameter's, if None.
-    """
-
+    # Its value before the first step; the parameter's, in float32 at least, if None.
     initial: Scalar | None
+    # Whether it has one entry for each row: (V, 1) for a parameter (V, D). It is (M, V, 1) for
+    # (M, V, D), which may be a stack of M tables as well as one table of rows (V, D); their
+    # entries are all the same then.
     per_row: bool = False
-    dtype: DTypeLike | None = None
+    dtype: DTypeLike | None = None  # of the array; the rule's, or the parameter's, if None
 
 
 class RowRule(RowWise):
@@ -226,49 +165,91 @@ def row_rule(
         return steps, state_type(optax.safe_increment(state.count), *new)
 
     transformation = RowRule(init, update)
-    transformation.slots, transformation.rule = slots, rule
-    transformation.scalars = scalars
+    transformation.slots, transformation.rule, transformation.scalars = slots, rule, scalars
     return transformation
 
 
-def optimizer(
-    common: Common,
-    state_type: type,
-    slots: Mapping[str, Slot],
-    rule: Callable[..., Results],
-    lazy_update: bool,
-    state_dtype: DTypeLike | None,
-    *,
-    scalars: Callable[[jax.Array, Argument], Results] = lambda count, lr: (lr,),
-    clips_last: bool = False,
-    needs_param: bool = False,
-) -> optax.GradientTransformationExtraArgs:
-    """Return a named optimizer, on the rows of a gradient or on all; its state is the same.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Common:
+    """The hyperparameters of all named optimizers, checked; `jmask.sgd` says what each is."""
 
-    Args:
-        common, lazy_update, state_dtype: what the user gave.
-        rule: (grad, param, *slots, lr, *scalars) -> (step, *slots). The gradient is rescaled,
-            clipped and decayed; what is decoupled is added to the step.
-        scalars: (count of steps done, lr) -> the rate that the rule gets, and further scalars.
-        clips_last: whether the gradient is clipped after "l2" decay.
-    """
-    check_flag("lazy_update", lazy_update)
-    if state_dtype is not None:
-        checked_dtype("state_dtype", state_dtype, floating=True)
+    learning_rate: optax.ScalarOrSchedule
+    weight_decay: Scalar
+    decay_mode: str
+    scaling: tuple[Scalar | None, Scalar, bool]  # clip_gradient, rescale_grad, maximize
+    lazy_update: bool
+    state_dtype: DTypeLike | None
 
-    def common_rule(grad, param, *others):
-        step, *new = rule(common.gradient(grad, param, clips_last), param, *others)
-        return common.step(step, param, others[len(slots)]), *new
+    def __post_init__(self) -> None:
+        clip_gradient, rescale_grad, maximize = self.scaling
+        check_flag("maximize", maximize)
+        check_flag("lazy_update", self.lazy_update)
+        check_learning_rate(self.learning_rate)
+        check_numbers(weight_decay=self.weight_decay, rescale_grad=rescale_grad)
+        checked_choice(self.decay_mode, "decay_mode", ("l2", "decoupled"))
+        if clip_gradient is not None:
+            check_numbers(clip_gradient=clip_gradient)
+        if self.state_dtype is not None:
+            checked_dtype("state_dtype", self.state_dtype, floating=True)
 
-    tx = row_rule(
-        state_type,
-        slots,
-        common_rule,
-        lambda count: scalars(count, common.rate(count)),
-        needs_param=needs_param or common.decays,
-        state_dtype=state_dtype,
-    )
-    return lazy(tx) if lazy_update else densified(tx)
+    def rate(self, count: jax.Array) -> ArrayLike:
+        """Return the learning rate of step `count` (from 0)."""
+        if not callable(self.learning_rate):
+            return self.learning_rate
+        value = self.learning_rate(count)
+        if not _is_number(value):
+            raise TypeError(
+                f"`learning_rate` is a schedule that returned {shown(value)} for a step count: "
+                "it must return a number."
+            )
+        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.integer):
+            return as_float(value)
+        return value
+
+    def optimizer(
+        self,
+        state_type: type,
+        slots: Mapping[str, Slot],
+        rule: Callable[..., Results],
+        *,
+        scalars: Callable[[jax.Array, Argument], Results] = lambda count, lr: (lr,),
+        clips_last: bool = False,
+        needs_param: bool = False,
+    ) -> optax.GradientTransformationExtraArgs:
+        """Return a named optimizer, on the rows of a gradient or on all; its state is the same.
+
+        Args:
+            rule: (grad, param, *slots, lr, *scalars) -> (step, *slots). The gradient is
+                rescaled, clipped and decayed; what is decoupled is added to the step.
+            scalars: (count of steps done, lr) -> the rate that the rule gets, and more scalars.
+            clips_last: whether the gradient is clipped after "l2" decay.
+        """
+        (bound, scale, maximize), decay = self.scaling, self.weight_decay
+        decays = () if is_zero(decay) else (self.decay_mode,)
+        clip = lambda x: x if bound is None else jnp.clip(x, -bound, bound)
+
+        def common_rule(grad, param, *others):
+            grad = -grad if maximize else grad
+            if not (isinstance(scale, int | float) and scale == 1):
+                grad = grad * scale
+            grad = grad if clips_last else clip(grad)
+            if "l2" in decays:  # the gradient of (weight_decay / 2) * |param|**2
+                grad = grad + decay * param
+            grad = clip(grad) if clips_last else grad
+            step, *new = rule(grad, param, *others)
+            if "decoupled" in decays:
+                step = step - others[len(slots)] * decay * param
+            return step, *new
+
+        tx = row_rule(
+            state_type,
+            slots,
+            common_rule,
+            lambda count: scalars(count, self.rate(count)),
+            needs_param=needs_param or bool(decays),
+            state_dtype=self.state_dtype,
+        )
+        return lazy(tx) if self.lazy_update else densified(tx)
 
 
 def mean_of_row(x: jax.Array) -> jax.Array:
@@ -296,26 +277,24 @@ def _step(
 
     The step is rounded where it is added. With 64-bit numbers enabled scalars may be wider.
     """
-    grad: Argument
-    param: Argument
-    grad, param, *slots = (x if x is None else jnp.asarray(x, wide(x.dtype)) for x in entries)
-    are_pairs = any(map(is_complex, (grad, param, *slots)))
-    if are_pairs and param is not None:
-        grad = grad.astype(joint_dtype(grad, param))
-    old = [grad, *slots]
+    arrays: list[Argument]
+    arrays = [x if x is None else jnp.asarray(x, wide(x.dtype)) for x in entries]
+    are_pairs = any(map(is_complex, arrays))
+    if are_pairs and arrays[1] is not None:
+        arrays[0] = arrays[0].astype(joint_dtype(*arrays[:2]))
+    old = [arrays[0], *arrays[2:]]
     if are_pairs:
-        grad, param, *slots = map(_pairs, (grad, param, *slots))
-    arrays = [x for x in (grad, param, *slots) if x is not None]
-    floats = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
+        arrays = list(map(_pairs, arrays))
+    floats = [x for x in arrays if x is not None and jnp.issubdtype(x.dtype, jnp.inexact)]
     dtype = joint_dtype(*floats) if floats else None
     # But for counts, which no floating dtype holds all of.
     is_count = lambda x: not isinstance(x, jax.Array) or x.dtype == jnp.int32
-    new = rule(grad, param, *slots, *(x if is_count(x) else x.astype(dtype) for x in scalars))
-    step, *new_slots = map(_unpaired, new, old) if are_pairs else new
-    return [step, *(x.astype(y.dtype) for x, y in zip(new_slots, entries[2:], strict=True))]
+    new = rule(*arrays, *(x if is_count(x) else x.astype(dtype) for x in scalars))
+    step, *slots = map(_unpaired, new, old) if are_pairs else new
+    return [step, *(x.astype(y.dtype) for x, y in zip(slots, entries[2:], strict=True))]
 
 
-def _pairs(x: Argument) -> Argument:
+def _pairs(x: jax.Array | None) -> jax.Array | None:
     """Return complex numbers (n, *row) as (n, *row, 2), and numbers of rows as (n, ..., 1)."""
     if x is None:
         return None

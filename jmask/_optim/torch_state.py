@@ -12,9 +12,9 @@ import numpy as np
 
 from jmask._base.types import HostArray, PyTree
 from jmask._base.validation import leaf_name
+from jmask._lazy.state_rows import only_state
 from jmask._optim.adam import AdamState
 from jmask._optim.named import AdagradState
-from jmask._updates.state_rows import states_of
 
 # The fields of a state after `count`, by the keys that torch gives them.
 _KEYS: dict[type, tuple[str, ...]] = {
@@ -52,9 +52,8 @@ def from_torch_state(
     """
     old, keys = _only_state(state)
     entries = torch_state.get("state", torch_state) if isinstance(torch_state, Mapping) else 0
-    if not isinstance(entries, Mapping) or not all(
-        isinstance(x, Mapping) for x in entries.values()
-    ):
+    is_tree = isinstance(entries, Mapping)
+    if not is_tree or not all(isinstance(x, Mapping) for x in entries.values()):
         raise TypeError(
             "`torch_state` must be `optimizer.state_dict()`, or the mapping from numbers of "
             f"parameters to mappings of arrays in it, got {type(torch_state).__name__}."
@@ -67,37 +66,29 @@ def from_torch_state(
             "`order` must be given: torch numbers parameters in its own order, "
             f"{list(entries)}, and shapes do not tell them apart. List the number of each leaf."
         )
-    states_of_torch = [
-        {k: np.asarray(x) for k, x in entries.get(n, {}).items()} for n in numbers
-    ]
-    for number, of_torch, (path, like) in zip(numbers, states_of_torch, leaves, strict=True):
+    arrays = [{k: np.asarray(x) for k, x in entries.get(n, {}).items()} for n in numbers]
+    for number, of_torch, (path, like) in zip(numbers, arrays, leaves, strict=True):
+        name = f"parameter {number!r} of `torch_state`"
         shapes = {k: x.shape for k, x in of_torch.items()}
         expected = {"step": (), **dict.fromkeys(keys, like.shape)}
         if shapes != expected:
             raise ValueError(
-                f"parameter {number!r} of `torch_state`, for {leaf_name('params', path)}, has "
-                f"{shapes}, expected {expected}: is it of another optimizer, or one with "
-                "`amsgrad`? Say which is which by `order`."
+                f"{name}, for {leaf_name('params', path)}, has {shapes}, expected {expected}: "
+                "is it of another optimizer, or one with `amsgrad`? Say which is which by "
+                "`order`."
             )
+        dtypes = {k: x.dtype.name for k, x in of_torch.items()}
         if any(x.dtype.kind in "bcmMOSU" for x in of_torch.values()):
-            raise TypeError(
-                f"parameter {number!r} of `torch_state` must be of real numbers, got "
-                f"{ {k: x.dtype.name for k, x in of_torch.items()} }."
-            )
-    steps = {float(x["step"]) for x in states_of_torch} or {0.0}
-    (count, *others) = steps
+            raise TypeError(f"{name} must be of real numbers, got {dtypes}.")
+    count, *others = {float(x["step"]) for x in arrays} or {0.0}
     if others or not (count >= 0 and count.is_integer()):
         raise ValueError(
-            f"'step' in `torch_state` must be one number of steps for all parameters, got "
-            f"{sorted(steps)}."
+            "'step' in `torch_state` must be one number of steps for all parameters, got "
+            f"{sorted([count, *others])}."
         )
-
-    def filled(key: str, slot: PyTree) -> PyTree:
-        arrays = iter([x[key] for x in states_of_torch])
-        return jax.tree.map(lambda like: jnp.asarray(next(arrays), like.dtype), slot)
-
-    slots = map(filled, keys, old[1:])
-    new = type(old)(jnp.asarray(count, old.count.dtype), *slots)
+    columns = [iter([x[key] for x in arrays]) for key in keys]
+    filled = lambda slot, new: jax.tree.map(lambda y: jnp.asarray(next(new), y.dtype), slot)
+    new = type(old)(jnp.asarray(count, old.count.dtype), *map(filled, old[1:], columns))
     return jax.tree.map(lambda x: new if x is old else x, state, is_leaf=lambda x: x is old)
 
 
@@ -134,19 +125,14 @@ def to_torch_state(
 
 def _only_state(state: PyTree) -> tuple[PyTree, tuple[str, ...]]:
     """Return the state of the optimizer, and the keys of torch for what follows its count."""
-    states = states_of(tuple(_KEYS), state)
-    if len(states) != 1:
-        raise ValueError(
-            f"`state` must hold one state of jmask.adam or jmask.adagrad, found {len(states)} "
-            f"in {jax.tree.structure(state)}."
-        )
-    shapes = [jax.tree.map(jnp.shape, slot) for slot in states[0][1:]]
+    old = only_state(tuple(_KEYS), "state", state, "jmask.adam or jmask.adagrad")
+    shapes = [jax.tree.map(jnp.shape, slot) for slot in old[1:]]
     if shapes[0] != shapes[-1]:
         raise ValueError(
             "`state` has one number for each row, as jmask.rowwise_adam's, and torch has no "
             "such optimizer: it must be of jmask.adam or jmask.adagrad."
         )
-    return states[0], _KEYS[type(states[0])]
+    return old, _KEYS[type(old)]
 
 
 def _checked_order(order: Sequence[Hashable] | None, count: int) -> list[Hashable]:

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from jmask._base.row_ids import hide, reveal, widen, wrap
-from jmask._base.types import KeyPath, PyTree, PyTreeDef, Table
+from jmask._base.types import KeyPath, PyTree, PyTreeDef
 from jmask._base.validation import abstract_leaf, leaf_name, not_an_array
 from jmask._tensors.checks import check_coalesced
-from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._tensors.row_sparse import is_row_sparse
 
 
 def to_arrays(tree: PyTree) -> PyTree:
@@ -35,7 +34,8 @@ def to_arrays(tree: PyTree) -> PyTree:
         >>> sorted(jmask.to_arrays(grads)["t"])
         ['indices', 'values']
     """
-    return jax.tree.map(_arrays_of, tree, is_leaf=is_row_sparse)
+    arrays = lambda x: {"indices": x.indices, "values": x.values} if is_row_sparse(x) else x
+    return jax.tree.map(arrays, tree, is_leaf=is_row_sparse)
 
 
 def from_arrays(arrays: PyTree, like: PyTree) -> PyTree:
@@ -60,9 +60,9 @@ def from_arrays(arrays: PyTree, like: PyTree) -> PyTree:
     """
     structure: PyTreeDef
     nodes, structure = jax.tree.flatten_with_path(like, is_leaf=is_row_sparse)
-    pairs: list[tuple[KeyPath, PyTree]]
-    pairs = jax.tree.leaves_with_path(arrays, is_leaf=lambda x: x is None or is_row_sparse(x))
-    given = {_names(path): x for path, x in pairs}
+    leaves: list[tuple[KeyPath, PyTree]]
+    leaves = jax.tree.leaves_with_path(arrays, is_leaf=lambda x: x is None or is_row_sparse(x))
+    given = {_names(path): x for path, x in leaves}
     places = [
         [(*_names(path), part) for part in ("indices", "values")]
         if is_row_sparse(x) and _names(path) not in given
@@ -76,13 +76,12 @@ def from_arrays(arrays: PyTree, like: PyTree) -> PyTree:
             'mapping {"indices": ..., "values": ...} for each RowSparse, got '
             f"{jax.tree.structure(arrays)}."
         )
-    make = lambda x: _as_row_sparse if is_row_sparse(x) else _as_like
-    return structure.unflatten(
-        [
-            make(x)(leaf_name("arrays", path), [given[names] for names in place], x)
-            for (path, x), place in zip(nodes, places, strict=True)
-        ]
-    )
+    pairs = zip(nodes, places, strict=True)
+    restored = [
+        _restored(leaf_name("arrays", path), [given[names] for names in place], x)
+        for (path, x), place in pairs
+    ]
+    return structure.unflatten(restored)
 
 
 def _names(path: KeyPath) -> tuple[str, ...]:
@@ -91,11 +90,16 @@ def _names(path: KeyPath) -> tuple[str, ...]:
     return tuple(str(next(getattr(key, x) for x in kinds if hasattr(key, x))) for key in path)
 
 
-def _arrays_of(x: Table) -> PyTree:
-    return {"indices": x.indices, "values": x.values} if is_row_sparse(x) else x
-
-
-def _as_row_sparse(name: str, given: Sequence[PyTree], like: RowSparse) -> RowSparse:
+def _restored(name: str, given: Sequence[PyTree], like: PyTree) -> PyTree:
+    if not is_row_sparse(like):
+        if abstract_leaf(like) is None:
+            raise not_an_array(name.replace("arrays", "like", 1), like, "give arrays or shapes")
+        array, shape = _checked_kind(name, given[0], like), jnp.shape(like)
+        if jnp.shape(array) != shape:
+            raise ValueError(
+                f"{name} has shape {jnp.shape(array)}, and `like` has {shape} there."
+            )
+        return array
     if len(given) == 1:
         raise ValueError(
             f"{name} must be what jmask.to_arrays makes of a RowSparse, "
@@ -122,27 +126,13 @@ def _as_row_sparse(name: str, given: Sequence[PyTree], like: RowSparse) -> RowSp
     return like.with_leaves(hide(widen(ids, like.row_count)), values)
 
 
-def _as_like(name: str, given: Sequence[PyTree], like: PyTree) -> PyTree:
-    if abstract_leaf(like) is None:
-        raise not_an_array(name.replace("arrays", "like", 1), like, "give arrays or shapes")
-    shape = jnp.shape(like)
-    array = _checked_kind(name, given[0], like)
-    if jnp.shape(array) != tuple(shape):
-        raise ValueError(f"{name} has shape {jnp.shape(array)}, and `like` has {shape} there.")
-    return array
-
-
 def _checked_kind(name: str, given: PyTree, like: PyTree) -> jax.Array:
     """Return `given` as an array of the kind of `like`."""
     if abstract_leaf(given) is None:
         raise not_an_array(name, given, "give what jmask.to_arrays made")
     dtype, expected = (np.dtype(jnp.result_type(x)) for x in (given, like))
-    kinds = [_kind(x) for x in (dtype, expected)]
-    if kinds[0] != kinds[1]:
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    same = [jnp.issubdtype(dtype, kind) == jnp.issubdtype(expected, kind) for kind in kinds]
+    if not all(same):
         raise TypeError(f"{name} is {dtype}, and `like` has {expected} there.")
     return given
-
-
-def _kind(dtype: DTypeLike) -> object:
-    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-    return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), dtype)

@@ -17,14 +17,14 @@ from jmask._base.row_ids import canonical
 from jmask._base.shardings import flat
 from jmask._base.types import ArraysFunction, DType, PyTree, PyTreeDef, Shape
 from jmask._base.validation import checked_array, leaf_name
-from jmask._deferred.row_numbers import named_parts
+from jmask._deferred.deferred import named_parts
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.rows import set_rows
 from jmask._kernels.stochastic_rounding import check_key
+from jmask._lazy.checks import check_parameters, check_transformation
+from jmask._lazy.state_rows import as_of_now, rows_of_state
 from jmask._optim.microbatches import holds_gradients
 from jmask._tables.rows_at import shape_of
-from jmask._updates.checks import check_parameters, check_transformation
-from jmask._updates.state_rows import as_of_now, rows_of_state
 from jmask._vocabulary.vocabulary import Vocabulary
 
 Initializer = Callable[[jax.Array, Shape, DType], jax.Array]

@@ -19,8 +19,8 @@ from jax import export
 
 from jmask._base.types import Argument, PyTree, PyTreeDef, Shape
 from jmask._base.validation import abstract_leaf, is_on_host, leaf_name, not_on_device
+from jmask._lazy.checks import NotRowLocalError
 from jmask._tables.rows_at import shape_of
-from jmask._updates.checks import NotRowLocalError
 
 _T = TypeVar("_T")
 _OF_A_STEP = contextvars.ContextVar[dict[object, object] | None]("of a step", default=None)
@@ -64,8 +64,7 @@ def open_shapes(
     """
     rows = _open_rows(tuple(sorted({i for i in tables if i is not None})))
     pairs = zip(shapes, tables, strict=True)
-    opened = lambda x, i: x if i is None else x.update(shape=(rows[i], *x.shape[1:]))
-    return rows, [opened(x, i) for x, i in pairs]
+    return rows, [x if i is None else x.update(shape=(rows[i], *x.shape[1:])) for x, i in pairs]
 
 
 @contextlib.contextmanager
@@ -110,10 +109,6 @@ def rows_of_state(
         dtypes: whether the dtypes of `params` are known; then rows must have the dtypes that
             `init` gives them. All other leaves may get another dtype in a step, as optax
             promotes them.
-
-    Raises:
-        ValueError: if the state does not come from `init` for these parameters, or if its
-            shapes depend on the tables in another way.
     """
     rows, opened = open_shapes(seen, [i if x else None for i, x in enumerate(is_table)])
 
@@ -154,12 +149,12 @@ def check_state_type(state: object, expected: type) -> None:
         )
 
 
-def check_state(state: PyTree, expected: PyTree, dtypes: Sequence[bool] | None = None) -> None:
+def check_state(state: PyTree, expected: PyTree, dtypes: Sequence[bool]) -> None:
     """Refuse a state that is not as `init` makes it, naming the first array that differs.
 
     Args:
-        dtypes: of which leaves the dtype is looked at too; of all by default. Rows are written
-            in the dtype that their table has: it would go on in that one for ever.
+        dtypes: of which leaves the dtype is looked at, too. Rows are written in the dtype that
+            their table has: it would go on in that one for ever.
     """
     have: PyTreeDef = jax.tree.structure(state)
     want: PyTreeDef = jax.tree.structure(expected)
@@ -168,23 +163,20 @@ def check_state(state: PyTree, expected: PyTree, dtypes: Sequence[bool] | None =
             "`state` was not made by `init` of this transformation for these parameters: "
             f"expected {want}, got {have}."
         )
-    likes = jax.tree.leaves(expected)
-    leaves = jax.tree.leaves_with_path(state)
-    checked = dtypes or [True] * len(leaves)
-    for (path, leaf), like, is_checked in zip(leaves, likes, checked, strict=True):
-        name, abstract = leaf_name("state", path), shape_of(leaf)
+    leaves = zip(jax.tree.leaves_with_path(state), jax.tree.leaves(expected), strict=True)
+    for ((path, leaf), like), has_dtype in zip(leaves, dtypes, strict=True):
+        name, x = leaf_name("state", path), shape_of(leaf)
         if is_on_host(abstract_leaf(leaf)):
             raise not_on_device(name)
-        shape, dtype = abstract.shape, abstract.dtype
-        if shape != like.shape:
+        if x.shape != like.shape:
             raise ValueError(
-                f"{name} has shape {shape}, expected {like.shape} for these parameters."
+                f"{name} has shape {x.shape}, expected {like.shape} for these parameters."
             )
-        if is_checked and dtype != like.dtype:
+        if has_dtype and x.dtype != like.dtype:
             raise ValueError(
-                f"{name} is {dtype}, and `init` of this transformation "
-                f"makes {like.dtype} for these `params`: keep the dtype (`state_dtype`, "
-                "`mu_dtype`) that the state was made with, or cast the state, "
+                f"{name} is {x.dtype}, and `init` of this transformation makes "
+                f"{like.dtype} for these `params`: keep the dtype (`state_dtype`, `mu_dtype`) "
+                "that the state was made with, or cast the state, "
                 "jax.tree.map(lambda x, y: x.astype(y.dtype), state, tx.init(params))."
             )
 
@@ -193,16 +185,26 @@ def check_made_by(
     init: optax.TransformInitFn, state: PyTree, params: PyTree, *, dtypes: bool = True
 ) -> None:
     """Refuse a state that is not as `init` makes it for these parameters, if they are given."""
-    if params is None:
-        return
-    expected = jax.eval_shape(init, jax.tree.map(shape_of, params))
-    check_state(state, expected, [dtypes] * len(jax.tree.leaves(expected)))
+    if params is not None:
+        expected = jax.eval_shape(init, jax.tree.map(shape_of, params))
+        check_state(state, expected, [dtypes] * len(jax.tree.leaves(expected)))
 
 
 def states_of(kinds: type | tuple[type, ...], state: PyTree) -> list[PyTree]:
     """Return the states of transformations of these types that a state holds."""
     is_one = lambda x: isinstance(x, kinds)
     return [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]
+
+
+def only_state(kinds: type | tuple[type, ...], name: str, state: PyTree, makers: str) -> PyTree:
+    """Return the one state of these types that the argument `name`, or a chain in it, holds."""
+    states = states_of(kinds, state)
+    if len(states) != 1:
+        raise ValueError(
+            f"`{name}` must hold one state of {makers}, and holds {len(states)}: pass the "
+            "state of the chain that it is part of."
+        )
+    return states[0]
 
 
 def as_of_now(first: PyTree, state: PyTree) -> PyTree:

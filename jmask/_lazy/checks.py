@@ -78,9 +78,8 @@ def check_gradient(
 ) -> None:
     """Refuse a gradient that does not fit arrays; a partial one may be None for some."""
     is_leaf = lambda x: x is None or is_gradient_leaf(x)
-    given: list[tuple[KeyPath, Gradient | None]] = jax.tree.leaves_with_path(
-        updates, is_leaf=is_leaf
-    )
+    given: list[tuple[KeyPath, Gradient | None]]
+    given = jax.tree.leaves_with_path(updates, is_leaf=is_leaf)
     parameters: list[jax.Array | None] = jax.tree.leaves(params, is_leaf=is_leaf)
     have: PyTreeDef = jax.tree.structure(updates, is_leaf=is_leaf)
     expected: PyTreeDef = jax.tree.structure(params, is_leaf=is_leaf)
@@ -90,40 +89,41 @@ def check_gradient(
             f"The order is {order}."
         )
     for (path, gradient), param in zip(given, parameters, strict=True):
-        if (gradient is None) != (param is None) and not partial:
+        if param is not None and gradient is not None:
+            _check_fits(path, gradient, param)
+        elif (gradient is None) != (param is None) and not partial:
             missing = "updates" if gradient is None else "params"
             raise ValueError(
                 f"{leaf_name(missing, path)} is None, and its counterpart is not: give the "
                 "parameter a gradient, or keep it out with optax.partition or eqx.partition. "
                 f"The order is {order}."
             )
-        if param is not None and gradient is not None:
-            _check_fits(path, gradient, param)
 
 
 def _check_fits(path: KeyPath, update: Gradient, param: jax.Array) -> None:
     """Refuse an update that its parameter, at `path` in both trees, cannot take."""
-    name, like = leaf_name("updates", path), shape_of(param)
-    dtype, shape = jnp.result_type(like.dtype), tuple(jnp.shape(update))
-    update_dtype = update.dtype if hasattr(update, "dtype") else jnp.result_type(update)
+    name, like, shape = leaf_name("updates", path), shape_of(param), tuple(jnp.shape(update))
+    dtype = update.dtype if hasattr(update, "dtype") else jnp.result_type(update)
     if shape != like.shape:
         raise ValueError(
             f"{name} of shape {shape} does not fit its parameter of shape {like.shape}."
         )
-    if jnp.issubdtype(update_dtype, jnp.bool_) and dtype != update_dtype:
-        raise TypeError(f"{name} is bool, and its parameter {dtype}: is it a mask?")
-    is_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (update_dtype, dtype)]
-    if is_complex == [True, False]:
-        raise TypeError(
-            f"{name} is {update_dtype} and its parameter {dtype}: complex gradients of real "
-            "parameters are not supported. Take the real part, `.real`, if that is meant."
+    is_a = lambda kind: [jnp.issubdtype(x, kind) for x in (dtype, like.dtype)]
+    advice = ""
+    if is_a(jnp.bool_) == [True, False]:
+        advice = "is it a mask?"
+    elif is_a(jnp.complexfloating) == [True, False]:
+        advice = (
+            "complex gradients of real parameters are not supported. Take the real part, "
+            "`.real`, if that is meant."
         )
-    is_floating = [jnp.issubdtype(x, jnp.inexact) for x in (update_dtype, dtype)]
-    if is_gradient_leaf(update) and is_floating == [True, False]:
-        raise TypeError(
-            f"{name} is {update_dtype} and its parameter {dtype}: an update would be cut to "
-            "integers. Store the parameter as a floating array, `.astype(jnp.float32)`."
+    elif is_gradient_leaf(update) and is_a(jnp.inexact) == [True, False]:
+        advice = (
+            "an update would be cut to integers. Store the parameter as a floating array, "
+            "`.astype(jnp.float32)`."
         )
+    if advice:
+        raise TypeError(f"{name} is {dtype} and its parameter {like.dtype}: {advice}")
 
 
 # --- not row local ------------------------------------------------------------------------
@@ -252,18 +252,9 @@ def with_wide_rows(gradients: PyTree) -> PyTree:
     stored: a sum that is rounded first loses what is left of 1 - 1.003 in bfloat16. Unique rows
     keep their dtype, and optax's optimizers return updates of the same.
     """
-    return jax.tree.map(
-        lambda x: x.widened() if _is_16_bit_sum(x) else x, gradients, is_leaf=is_gradient_leaf
-    )
-
-
-def has_16_bit_sums(gradients: PyTree) -> bool:
-    """Decide whether `with_wide_rows` has something to do."""
-    return any(map(_is_16_bit_sum, jax.tree.leaves(gradients, is_leaf=is_gradient_leaf)))
-
-
-def _is_16_bit_sum(gradient: Gradient) -> bool:
-    return is_row_sparse(gradient) and gradient.order == "any" and is_narrow(gradient.dtype)
+    is_16_bit_sum = lambda x: is_row_sparse(x) and x.order == "any" and is_narrow(x.dtype)
+    widened = lambda x: x.widened() if is_16_bit_sum(x) else x
+    return jax.tree.map(widened, gradients, is_leaf=is_gradient_leaf)
 
 
 def coalesced(gradient: RowSparse) -> RowSparse:

@@ -1,6 +1,0 @@
-"""Gradients, parameters and states as every optimizer meets them.
-
-checks      what they must be; masks of gradients; the error of what `lazy` cannot wrap
-state_rows  which arrays of a state hold rows of which table; validation of states
-apply       `apply_updates`, `apply_gradients`, `densify`; notices of dense gradients
-"""
