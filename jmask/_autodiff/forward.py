@@ -13,6 +13,7 @@ arrays are abstract, and what is found are the taps, in order, and what is neede
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from typing import NamedTuple
 import jax
 from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from jmask._autodiff import bags, nested
 from jmask._autodiff.lookups import (
@@ -30,10 +31,10 @@ from jmask._autodiff.lookups import (
     is_of_lines,
     lookup_of,
     rows_of_bag,
-    slice_lookup,
+    window_lookup,
 )
 from jmask._autodiff.nested import Flags, Needed
-from jmask._autodiff.taps import NONE, Tap, Taps
+from jmask._autodiff.taps import NONE, Taps
 from jmask._autodiff.view_rules import COMPUTING, views_of
 from jmask._autodiff.views import (
     Lookup,
@@ -50,10 +51,10 @@ from jmask._autodiff.views import (
 )
 from jmask._base.array_types import is_known
 from jmask._base.forms import CALLS, Opened, aval_of, called, name_of, within
-from jmask._base.jaxprs import bound, bound_to_differentiate, read, side_by_side
-from jmask._base.shardings import varying_like
+from jmask._base.jaxprs import bound, bound_to_differentiate, read
+from jmask._base.shardings import varying_over
 from jmask._base.types import Argument, Shaped
-from jmask._kernels.bag_sum import BAG_SUM
+from jmask._kernels.gathered_rows import BAG_SUM
 
 # The user's line in a fallback warning must not be a line of this library.
 source_info_util.register_exclusion(str(Path(__file__).parents[1]))
@@ -98,16 +99,10 @@ class Forward:
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
         scope = bags.Scope(jaxpr, values)
         live, outer = self.needed.within(jaxpr, wanted), self._eqns
-        # Bag sums of several tables that do not need each other run in one loop.
-        for eqns in side_by_side(jaxpr.eqns, _BAGS):
-            eqn = eqns[0]
-            args = [
-                [v.val if isinstance(v, Literal) else values[v] for v in each.invars]
-                for each in eqns
-            ]
-            flags = [[v in live for v in each.outvars] for each in eqns]
-            is_shaped = taps.is_trial and not eqns[1:]
-            if is_shaped and not [x for x in args[0] if isinstance(x, View)]:
+        for eqn in jaxpr.eqns:
+            args = [read(values, v) for v in eqn.invars]
+            flags = [v in live for v in eqn.outvars]
+            if taps.is_trial and not any(isinstance(x, View) for x in args):
                 outs = [aval_of(v) for v in eqn.outvars]
             else:
                 self._eqns = (*outer, eqn)
@@ -117,12 +112,8 @@ class Forward:
                     source_info_util.user_context(traceback, name_stack=stack),
                     eqn.ctx.manager,
                 ):
-                    if eqn.primitive.name == _BAGS:
-                        outs = self._bag_sums(eqns, args, taps, flags)
-                    else:
-                        outs = self._equation(eqn, args[0], taps, flags[0], scope)
-            results = [v for each in eqns for v in each.outvars]
-            values.update(zip(results, outs, strict=True))
+                    outs = self._equation(eqn, args, taps, flags, scope)
+            values.update(zip(eqn.outvars, outs, strict=True))
         self._eqns = outer
         return [read(values, v) for v in jaxpr.outvars]
 
@@ -145,6 +136,8 @@ class Forward:
         views = [x for x in args if isinstance(x, View)]
         if not views:
             return self._bound(eqn, name, args, taps)
+        if name == _BAGS:
+            return [self._bag_sum(eqn, args, taps, is_live)]
         aval = next(map(aval_of, eqn.outvars), None)  # what prints has no result
         enters = is_call(name)
 
@@ -197,7 +190,7 @@ class Forward:
             made_views = views_of(self._eqns, name, args)
             if made_views is not None:
                 if name in ("slice", "dynamic_slice"):
-                    whole = slice_lookup(eqn, name, args)
+                    whole = window_lookup(eqn, name, args)
                     return [dataclasses.replace(made_views[0], whole=whole)]
                 return made_views
 
@@ -223,7 +216,7 @@ class Forward:
             array = aval if taps.is_trial else bound(eqn, [x.array])[0]
             width = aval.shape[-1] if eqn.primitive.name == "reshape" else x.width
             return view_of_table(x.number, array, width)
-        there = lambda rows: varying_like(rows, aval)
+        there = lambda rows: varying_over(varies_of(aval), rows)
         make = lambda made: bound(eqn, [made(x)])[0]
         varies = x.varies | varies_of(aval)
         reading = lambda p: ([Part(x)], there)
@@ -251,42 +244,24 @@ class Forward:
             self.needs.append(need)
         return abstract
 
-    def _bag_sums(
-        self,
-        eqns: Sequence[JaxprEqn],
-        args: Sequence[list[Argument]],
-        taps: Taps,
-        flags: Sequence[Flags],
-    ) -> list[Argument]:
-        """Return bag sums: of tables with a tap, of views of the rows that they read."""
-        calls, taken = [], []
-        for eqn, operands, of_eqn in zip(eqns, args, flags, strict=True):
-            is_live = any(of_eqn)
-            array = functools.partial(self.array, taps=taps, is_constant=not is_live)
-            sums = BAG_SUM.calls(eqn.params, operands)
-            for x, v in zip(sums, eqn.outvars, strict=True):
-                fields = ("positions", "bag_of_entry", "weights", "valid")
-                x = dataclasses.replace(x, **{f: array(getattr(x, f)) for f in fields})
-                table, tapped = x.table, None
-                if isinstance(table, TableView) and is_live and not taps.rows_only:
-                    tapped = bag_of_table(x, aval_of(v))
-                    x = dataclasses.replace(x, table=table.array)
-                elif isinstance(table, View) and table.fits[1]:
-                    x = self._looked_up(rows_of_bag(x, aval_of(v)), x, taps, is_live)
-                else:
-                    x = dataclasses.replace(x, table=array(table))
-                calls.append(x)
-                taken.append(tapped)
-        outs: list[Argument] = [aval_of(v) for eqn in eqns for v in eqn.outvars]
-        if not taps.is_trial:
-            outs = [sums for (sums,) in BAG_SUM(calls)]
-        for i, terms in enumerate(taken):
-            if terms is not None:
-                lookup = terms.lookup(functools.partial(outs.__getitem__, i))
-                outs[i] = self._looked_up(lookup, outs[i], taps)
-        return outs
-
-    # --- arrays -------------------------------------------------------------------------
+    def _bag_sum(
+        self, eqn: JaxprEqn, args: Sequence[Argument], taps: Taps, is_live: bool
+    ) -> Argument:
+        """Return bag sums: of a table with a tap, of a view of the rows that they read."""
+        aval = aval_of(eqn.outvars[0])
+        array = functools.partial(self.array, taps=taps, is_constant=not is_live)
+        x = BAG_SUM.call(eqn.params, args)
+        fields = ("positions", "bag_of_entry", "weights", "valid")
+        x = dataclasses.replace(x, **{f: array(getattr(x, f)) for f in fields})
+        if isinstance(x.table, TableView) and is_live and not taps.rows_only:
+            of_array = dataclasses.replace(x, table=x.table.array)
+            lookup = bag_of_table(x, aval).lookup(lambda: BAG_SUM(of_array)[0])
+            return self._looked_up(lookup, aval, taps)
+        if isinstance(x.table, View) and x.table.fits[1]:
+            x = self._looked_up(rows_of_bag(x, aval), x, taps, is_live)
+        else:
+            x = dataclasses.replace(x, table=array(x.table))
+        return aval if taps.is_trial else BAG_SUM(x)[0]
 
     def array(self, x: Argument, taps: Taps, is_constant: bool = False) -> Argument:
         """Return a view as an array: of its rows if they are few, else it needs all of tables.
@@ -297,35 +272,32 @@ class Forward:
             return x
         key = id(x), is_constant
         if key not in taps.made:
-            make = self._constant if is_constant else self._read_or_needed
-            taps.made[key] = x, make(x, taps)
+            taps.made[key] = x, self._made(x, taps, is_constant)
         return taps.made[key][1]
 
-    def _constant(self, x: View, taps: Taps) -> Argument:
+    def _made(self, x: View, taps: Taps, is_constant: bool) -> Argument:
+        abstract = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        if not is_constant:
+            lookup = x.whole if isinstance(x, bags.Rows) else self._reading_of_all(x)
+            if lookup is not None:
+                return self._looked_up(lookup, abstract, taps, True, x.is_lookup, x.computed_by)
+            eqns = x.computed_by or self._eqns
+            self.needs += [Need(number, eqns, None) for number in x.tables]
         if taps.is_trial:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+            return abstract
         assert x.make is not None
+        assert is_constant or not x.tables, "a table with taps is needed as a whole"
         made = functools.partial(self.array, taps=taps, is_constant=True)
         return lax.stop_gradient(x.make(made))
 
-    def _read_or_needed(self, x: View, taps: Taps) -> Argument:
-        abstract = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        lookup = x.whole if isinstance(x, bags.Rows) else self._reading_of_all(x)
-        if lookup is not None:
-            return self._looked_up(lookup, abstract, taps, True, x.is_lookup, x.computed_by)
-        if not taps.is_trial:
-            assert not x.tables, "a table with taps is needed as a whole"
-            return self.array(x, taps, is_constant=True)
-        eqns = x.computed_by or self._eqns
-        self.needs += [Need(number, eqns, None) for number in x.tables]
-        return abstract
-
     def _reading_of_all(self, x: View) -> Lookup | None:
-        """Return how all of a view is read with the fewest rows of tables, at most half."""
+        """Return how all of a view is read with the fewest rows of tables, at most half.
+
+        Single entries of a matrix, as of some of its columns, are no rows.
+        """
         if isinstance(x, TableView) or not is_known(*x.shape) or 0 in x.shape:
             return None
         readings: list[Lookup] = [] if x.whole is None else [x.whole]
-
         for count in [n for n, fits in enumerate(x.fits) if fits]:
             plan = varying(planned(x, count, x.shape[:count]) or [], x.varies)
 
@@ -333,21 +305,20 @@ class Forward:
                 return read_at(x, Positions.of_all(x.shape[:count]), taps)
 
             readings.append((plan, run))
-        few = [reading for reading in readings if self._is_few(reading[0])]
-        return min(few, key=lambda reading: sum(map(_size, reading[0])), default=None)
-
-    def _is_few(self, plan: Sequence[Tap]) -> bool:
-        """Decide whether a read needs at most half of each table, and rows of it.
-
-        Single entries of a matrix, as of some of its columns, are no rows.
-        """
-        total: dict[int, int] = {}
-        for tap in plan:
-            is_entry = tap.leading == len(self.leaves[tap.table].shape) > 1 and not tap.width
-            if is_entry and tap.rows > 1:
-                return False
-            total[tap.table] = total.get(tap.table, 0) + _size(tap)
-        return all(2 * n <= math.prod(self.leaves[t].shape) for t, n in total.items())
+        fewest: tuple[int, Lookup] | None = None
+        for reading in readings:
+            total: Counter[int] = Counter()
+            for tap in reading[0]:
+                is_entry = tap.leading == len(self.leaves[tap.table].shape) > 1
+                if is_entry and not tap.width and tap.rows > 1:
+                    break
+                total[tap.table] += tap.rows * math.prod(tap.shape[1:])
+            else:
+                sizes = {t: math.prod(self.leaves[t].shape) for t in total}
+                is_few = all(2 * n <= sizes[t] for t, n in total.items())
+                if is_few and (fewest is None or total.total() < fewest[0]):
+                    fewest = total.total(), reading
+        return fewest and fewest[1]
 
     def _is_small(self, x: Argument) -> bool:
         """Decide whether a value is a view all of which is better read before it is used."""
@@ -360,11 +331,6 @@ class Forward:
 def is_call(name: str) -> bool:
     """Decide whether an equation is a call of a program, without rules of its derivative."""
     return name in CALLS and not name.startswith("custom")
-
-
-def _size(tap: Tap) -> int:
-    """Return how many entries of a table a tap reads."""
-    return tap.rows * math.prod(tap.shape[1:])
 
 
 def _is_slow(eqn: JaxprEqn) -> bool:

@@ -139,9 +139,43 @@ def value_and_grad(
     @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def value_and_grad_of_fun(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, PyTree]:
         numbers = _positions(argnums, args)
-        value, gradients = value_and_gradients(
-            fun, numbers, has_aux, args, kwargs, holomorphic=holomorphic, allow_int=allow_int
-        )
+        for n in numbers:
+            refuse_quantized(args[n])
+        with on_explicit_mesh([args[i] for i in numbers]):
+            # 1. The program of the loss, forwards, of the leaves. Which are tables is read from
+            # it.
+            models = {n: Model(args[n], is_tensor, allow_int) for n in numbers}
+            inputs = [models[i].parameters if i in models else x for i, x in enumerate(args)]
+            of_parameters = function_of_parameters(fun, models)
+            read = Reading(of_parameters, numbers, tuple(inputs), kwargs, has_aux)
+            read.report_dense()
+
+            # 2. The program with a tap at each lookup. Tables are constants of it.
+            arrays = read.leaves.arrays(read.jaxpr)
+
+            def tapped_loss(
+                zeros: PyTree, others: dict[int, jax.Array]
+            ) -> tuple[jax.Array, PyTree]:
+                taps = Taps(read.taps, zeros)
+                loss, *rest = read.run([others.get(i, x) for i, x in enumerate(arrays)], taps)
+                return loss, (rest, taps.record)
+
+            # 3. JAX differentiates: in the taps, and in each leaf that is no table.
+            zeros = jax.tree.map(lambda tap: tap.zeros(), read.taps)
+            others = {i: arrays[i] for i in sorted(read.real - read.tables)}
+            differentiated = jax.value_and_grad(
+                tapped_loss, (0, 1), has_aux=True, holomorphic=holomorphic
+            )
+            with jax.named_scope("jmask.value_and_grad"):
+                (_, (rest, ids)), (cotangents, dense) = differentiated(zeros, others)
+
+                # 4. The cotangents of a table's taps are the rows of its gradient.
+                sparse = gradients_of_tables(arrays, read.taps, ids, cotangents)
+            every = [(dense | sparse).get(i) for i in range(len(arrays))]
+            pairs = zip(numbers, read.leaves.gradients(every), strict=True)
+            value, gradients = read.result(rest), tuple(models[n].gradient(x) for n, x in pairs)
+
+        # 5. All reads of the tables come before what writes them.
         gradients = after_reading(value[0] if has_aux else value, gradients)
         return value, gradients if isinstance(argnums, Sequence) else gradients[0]
 
@@ -193,54 +227,6 @@ def grad(
         return (gradient, value[1]) if has_aux else gradient
 
     return grad_of_fun
-
-
-def value_and_gradients(
-    fun: Function,
-    numbers: tuple[int, ...],
-    has_aux: bool,
-    args: tuple[PyTree, ...],
-    kwargs: Options,
-    holomorphic: bool = False,
-    allow_int: bool = False,
-) -> tuple[PyTree, tuple[PyTree, ...]]:
-    """Return the value (and aux), and a gradient for each of the positions `numbers`."""
-    for n in numbers:
-        refuse_quantized(args[n])
-    with on_explicit_mesh([args[i] for i in numbers]):
-        models = {n: Model(args[n], is_tensor, allow_int) for n in numbers}
-        fun = function_of_parameters(fun, models)
-        args = tuple(models[i].parameters if i in models else x for i, x in enumerate(args))
-
-        # 1. The program of the loss, forwards, of the leaves. Which are tables is read from it.
-        read = Reading(fun, numbers, args, kwargs, has_aux)
-        read.report_dense()
-
-        # 2. The program with a tap at each lookup. Tables are constants of it.
-        arrays = read.leaves.arrays(read.jaxpr)
-
-        def tapped_loss(
-            zeros: PyTree, others: dict[int, jax.Array]
-        ) -> tuple[jax.Array, PyTree]:
-            taps = Taps(read.taps, zeros)
-            inputs = [others.get(i, x) for i, x in enumerate(arrays)]
-            loss, *rest = read.run(inputs, taps)
-            return loss, (rest, taps.record)
-
-        # 3. JAX differentiates: in the taps, and in each leaf that is no table.
-        zeros = jax.tree.map(lambda tap: tap.zeros(), read.taps)
-        others = {i: arrays[i] for i in sorted(read.real - read.tables)}
-        differentiated = jax.value_and_grad(
-            tapped_loss, (0, 1), has_aux=True, holomorphic=holomorphic
-        )
-        with jax.named_scope("jmask.value_and_grad"):
-            (_, (rest, ids)), (cotangents, dense) = differentiated(zeros, others)
-
-            # 4. The cotangents of a table's taps are the rows of its gradient.
-            sparse = gradients_of_tables(arrays, read.taps, ids, cotangents)
-        gradients = read.leaves.gradients([(dense | sparse).get(i) for i in range(len(arrays))])
-        pairs = zip(numbers, gradients, strict=True)
-        return read.result(rest), tuple(models[n].gradient(x) for n, x in pairs)
 
 
 def function_of_parameters(fun: Function, models: dict[int, Model]) -> Function:
@@ -369,17 +355,17 @@ class Reading:
 
     def report_dense(self) -> None:
         """Warn of tables whose gradients are dense."""
-        dense = {i: needs for i, needs in self.needs.items() if i not in self.tables}
-        report_dense(self.jaxpr, self._names, dense)
 
-    def _names(self) -> list[str]:
-        """Return the names of the leaves, in backticks."""
-        names = [
-            leaf_name(argument_name(self._fun, number), path)
-            for number in self._numbers
-            for path, _ in jax.tree.leaves_with_path(self._args[number], is_leaf=is_tensor)
-        ]
-        return [names[owner] for owner in self.leaves.owners]
+        def name(i: int) -> str:
+            names = [
+                leaf_name(argument_name(self._fun, number), path)
+                for number in self._numbers
+                for path, _ in jax.tree.leaves_with_path(self._args[number], is_leaf=is_tensor)
+            ]
+            return names[self.leaves.owners[i]]
+
+        dense = {i: needs for i, needs in self.needs.items() if i not in self.tables}
+        report_dense(self.jaxpr, name, dense)
 
 
 def _positions(argnums: int | Sequence[int], args: tuple[PyTree, ...]) -> tuple[int, ...]:
