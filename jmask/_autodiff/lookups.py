@@ -91,18 +91,29 @@ def bag_of_table(x: BagSum, aval: Shaped) -> BagsOfTable:
     return BagsOfTable(x.table, x.bags, entries, aval, arrays)
 
 
-def rows_of_bag(x: BagSum, aval: Shaped) -> tuple[list[Tap], Function]:
-    """Return how a bag sum of a view reads rows, and then is one of these."""
+def bag_lookup(
+    eqn: JaxprEqn, args: Sequence[Argument], array: Function, rows_only: bool
+) -> Lookup:
+    """Return a bag sum: of a table with a tap, of a view of the rows that they read."""
+    aval, x = aval_of(eqn.outvars[0]), BAG_SUM.call(eqn.params, args)
+    fields = ("positions", "bag_of_entry", "weights", "valid")
+    x = dataclasses.replace(x, **{f: array(getattr(x, f)) for f in fields})
     view, entries = x.table, math.prod(x.positions.shape)
-    plan = varying(planned(view, 1, (entries,)) or [], varies_of(aval))
+    if isinstance(view, TableView) and not rows_only:
+        of_array = dataclasses.replace(x, table=view.array)
+        return bag_of_table(x, aval).lookup(lambda: BAG_SUM(of_array)[0])
+    if not isinstance(view, View) or not view.fits[1]:
+        of_array = dataclasses.replace(x, table=array(view))
+        return [], lambda taps: BAG_SUM(of_array)[0]
 
-    def run(taps: Taps) -> BagSum:
+    def run(taps: Taps) -> jax.Array:
         rows, exists = _rows_at(view, x.positions.reshape(-1), taps)
         padding = np.asarray(entries, id_dtype(entries))
         which = jnp.where(exists, lax.iota(padding.dtype, entries), padding)
-        return dataclasses.replace(x, table=rows, positions=which.reshape(x.positions.shape))
+        which = which.reshape(x.positions.shape)
+        return BAG_SUM(dataclasses.replace(x, table=rows, positions=which))[0]
 
-    return plan, run
+    return varying(planned(view, 1, (entries,)) or [], varies_of(aval)), run
 
 
 def _rows_at(view: View, ids: IdVector, taps: Taps) -> tuple[RowArray, jax.Array]:
@@ -323,16 +334,20 @@ def lookup_of(
     eqn: JaxprEqn,
     name: str,
     args: Sequence[Argument],
-    array: Callable[[Argument], Argument],
+    array: Function,
     rows_only: bool,
 ) -> Lookup | None:
     """Return how an equation looks rows up, or None if it does not.
 
-    `array` makes arrays of ids; `rows_only` says that sums are to be of rows that are read.
+    `array` makes arrays of views; `rows_only` says that sums are to be of rows that are read.
     """
+    if name not in LOOKUPS:
+        return None
     x, aval = args[0], aval_of(eqn.outvars[0])
+    if name == BAG_SUM.primitive.name:
+        return bag_lookup(eqn, args, array, rows_only)
     if name in WINDOWS and isinstance(x, View):
-        return window_lookup(eqn, name, [x, array(args[1])])
+        return window_lookup(eqn, name, [x, array(args[1], is_constant=True)])
     if name == LOOKUP.name and isinstance(x, TableView):
         result = lambda: bound(eqn, [x.array, args[1]])[0]
         return with_tap(_sharded_tap(x, args[1].shape, aval), result, lambda: args[1])

@@ -166,8 +166,8 @@ class _Arguments:
         self.tree: PyTreeDef
         self.structure: PyTreeDef
         self.unchanged: dict[int, int]
-        self.leaves, self.tree = jax.tree.flatten((args, kwargs), is_leaf=self.is_node)
-        paths = jax.tree.leaves_with_path((args, kwargs), is_leaf=self.is_node)
+        paths, self.tree = jax.tree.flatten_with_path((args, kwargs), is_leaf=self.is_node)
+        self.leaves = [leaf for _, leaf in paths]
         # The argument that each leaf is of; -1 is for those by keyword.
         self.owners = [path[1].idx if path[0].idx == 0 else -1 for path, _ in paths]
         self.places = [i for i, x in enumerate(self.leaves) if self.is_node(x)]

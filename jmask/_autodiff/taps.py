@@ -104,6 +104,11 @@ class Tap:
         """The number of rows in all rounds of its loops."""
         return math.prod(self.batch) * self.rows
 
+    @property
+    def size(self) -> int:
+        """The number of entries of the table that it reads."""
+        return self.rows * math.prod(self.shape[1:])
+
     def zeros(self) -> jax.Array:
         """Return the array in which JAX differentiates."""
         shape = *self.batch, *self.shape

@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jmask._autodiff.arguments import Leaves, after_reading, argument_name, checked_loss
 from jmask._autodiff.forward import Forward, Need
+from jmask._autodiff.nested import Needed
 from jmask._autodiff.taps import Taps, gradients_of_tables
 from jmask._autodiff.uses import report_dense
 from jmask._autodiff.views import view_of_table
@@ -276,9 +277,9 @@ class Reading:
         self.jaxpr, self._consts = program.jaxpr, program.consts
 
         avals = [aval_of(v) for v in self.jaxpr.invars]
-        self._avals, self._forward = avals, Forward(avals)
+        self._avals, self._needed = avals, Needed()
         self._wanted = [True] + [False] * (len(self.jaxpr.outvars) - 1)
-        self.needed = self._forward.needed.within(self.jaxpr, self._wanted)
+        self.needed = self._needed.within(self.jaxpr, self._wanted)
         live = {i for i, v in enumerate(self.jaxpr.invars) if v in self.needed}
         self.real = set(range(len(avals))) - (self.leaves.placeholders - live)
         self.needs: dict[int, list[Need]] = {}
@@ -286,11 +287,11 @@ class Reading:
         # Tables may be computed with each other: what is dense is an array of the next round.
         # Each round drops a table, or is the last.
         while True:
-            self._forward.needs, taps = [], Taps()
+            taps, found = Taps(), list[Need]()
             needs: dict[int, list[Need]] = {i: [] for i in self.tables}
             if self.tables:
-                self.run(avals, taps)
-            for need in self._forward.needs:
+                self.run(avals, taps, found)
+            for need in found:
                 needs[need.table].append(need)
             self.taps, self.needs = taps.record, needs | self.needs
             dense = {i for i in self.tables if not self._is_sparse(i, needs[i])}
@@ -326,10 +327,13 @@ class Reading:
                 "branches of a `cond`: call todense where `x` is, or with masked_grad=True."
             ) from error
 
-    def run(self, inputs: Sequence[Argument], taps: Taps) -> list[jax.Array]:
-        """Return all outputs of the program."""
+    def run(
+        self, inputs: Sequence[Argument], taps: Taps, needs: list[Need] | None = None
+    ) -> list[jax.Array]:
+        """Return all outputs of the program; a trial notes what it needs of tables."""
         views = [view_of_table(i, x) if i in self.tables else x for i, x in enumerate(inputs)]
-        return self._forward.arrays((self.jaxpr, self._consts), views, taps, self._wanted)
+        forward = Forward(self._avals, taps, self._needed, [] if needs is None else needs)
+        return forward.arrays((self.jaxpr, self._consts), views, self._wanted)
 
     def _is_sparse(self, number: int, needs: Sequence[Need]) -> bool:
         """Decide by its uses whether the gradient of an input is rows."""

@@ -69,10 +69,7 @@ def sharding_of_type(shape: Shaped) -> NamedSharding | None:
 
 def spec_of(array: jax.Array) -> tuple[MeshAxes, ...]:
     """Return the axes that shard each dimension by its type: None, a name or several."""
-    return _whole_spec(explicit_sharding(array), len(jax.typeof(array).shape))
-
-
-def _whole_spec(sharding: NamedSharding | None, ndim: int) -> tuple[MeshAxes, ...]:
+    sharding, ndim = explicit_sharding(array), len(jax.typeof(array).shape)
     spec = () if sharding is None else tuple(sharding.spec)
     return spec + (None,) * (ndim - len(spec))
 
@@ -166,7 +163,8 @@ def typed_like(x: jax.Array, shape: Shaped) -> jax.Array:
     """Return a replicated array, typed as `shape` says: varying, or sharded."""
     sharding = sharding_of_type(shape)
     if sharding is not None:
-        x = resharded(x, sharding, _whole_spec(sharding, x.ndim))
+        spec = tuple(sharding.spec)
+        x = resharded(x, sharding, spec + (None,) * (x.ndim - len(spec)))
     return varying_over(axes_of_type(shape), x)
 
 

@@ -196,13 +196,9 @@ def looked_up(table: TableArray, ids: IdArray) -> jax.Array:
     like = NamedSharding(shards.mesh, P())
     wanted = without_repetition((*spec_of(ids), *shards.columns))
     ids = resharded(ids, like, [shards.without_columns(axes) for axes in spec_of(ids)])
-    return resharded(_bound(shards, table, ids), like, wanted)
-
-
-def _bound(shards: Shards, table: TableArray, ids: IdArray) -> jax.Array:
     where = NamedSharding(shards.mesh, P(*spec_of(ids), *shards.columns))
     (rows,) = LOOKUP.bind(table, ids, sharding=where)
-    return rows
+    return resharded(rows, like, wanted)
 
 
 def _lookup(table: TableArray, ids: IdArray, *, sharding: NamedSharding) -> list[jax.Array]:
