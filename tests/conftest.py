@@ -71,7 +71,7 @@ if LOWERED_FOR is not None:
     jax.lax.platform_dependent = lambda *args, default=None, **of: of.get(LOWERED_FOR, default)(
         *args
     )
-    ways = {"cuda": update_rows._by_definition, "tpu": update_rows._coalesced_in_one_round}
+    ways = {"cuda": update_rows._defined, "tpu": update_rows._coalesced_in_one_round}
     update_rows._update_rows.lower(ways[LOWERED_FOR], platform="cpu")
 
 

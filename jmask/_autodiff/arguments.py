@@ -21,7 +21,7 @@ from jax.extend.core import Jaxpr, Literal
 from jmask._base.fallback import expect_dense
 from jmask._base.jaxprs import forwarded
 from jmask._base.lowering import lower, primitive
-from jmask._base.row_ids import mapped_words
+from jmask._base.row_ids import wrap
 from jmask._base.shardings import explicit_sharding, varying_axes
 from jmask._base.types import (
     Argument,
@@ -267,37 +267,33 @@ lower(_TOGETHER, lambda *arrays: lax.optimization_barrier(list(arrays)), platfor
 
 def after_reading(value: jax.Array, gradients: PyTree) -> PyTree:
     """Make ids of gradients depend on the value of the loss, as far as XLA can tell."""
-    if not isinstance(value, jax.core.Tracer):
+    sparse = filter(is_row_sparse, jax.tree.leaves(gradients, is_leaf=is_row_sparse))
+    if not isinstance(value, jax.core.Tracer) or not any(True for _ in sparse):
         return gradients
-    if any(map(is_row_sparse, jax.tree.leaves(gradients, is_leaf=is_row_sparse))):
-        leaves, tree = jax.tree.flatten(gradients)
-        # Rows that are not written out (`GATHERED`) are left out: those the update computes.
-        places = [
-            i
-            for i, x in enumerate(leaves)
-            if isinstance(x, jax.core.Tracer)
-            and jnp.issubdtype(x.dtype, jnp.inexact)
-            and GATHERED.of(x) is None
-        ]
-        value, *computed = _TOGETHER.bind(value, *(leaves[i] for i in places))
-        for i, x in zip(places, computed, strict=True):
-            leaves[i] = x
-        gradients = jax.tree.unflatten(tree, leaves)
-    zero = zero_after_reading(value)
-    if zero is None:
-        return gradients
-    return jax.tree.map(lambda x: _ordered(x, value, zero), gradients, is_leaf=is_row_sparse)
+    leaves, tree = jax.tree.flatten(gradients)
+    # Rows that are not written out (`GATHERED`) are left out: those the update computes.
+    places = [
+        i
+        for i, x in enumerate(leaves)
+        if isinstance(x, jax.core.Tracer)
+        and jnp.issubdtype(x.dtype, jnp.inexact)
+        and GATHERED.of(x) is None
+    ]
+    value, *computed = _TOGETHER.bind(value, *(leaves[i] for i in places))
+    for i, x in zip(places, computed, strict=True):
+        leaves[i] = x
+    gradients, zero = jax.tree.unflatten(tree, leaves), zero_after_reading(value)
 
+    def ordered(gradient: Gradient) -> Gradient:
+        if zero is None or not is_row_sparse(gradient):
+            return gradient
+        leaf = gradient.index_leaf
+        if not isinstance(leaf, jax.core.Tracer) or varying_axes(value) - varying_axes(leaf):
+            return gradient
+        shardings = [explicit_sharding(x) for x in (leaf, value)]
+        if len({None if x is None else x.mesh for x in shardings}) > 1:
+            return gradient
+        waiting = plus_zero(jax.random.key_data(leaf), zero)
+        return gradient.with_leaves(wrap(waiting), gradient.values)
 
-def _ordered(gradient: Gradient, value: jax.Array, zero: jax.Array) -> Gradient:
-    """Order one gradient; `zero` depends on the value."""
-    if not is_row_sparse(gradient):
-        return gradient
-    leaf = gradient.index_leaf
-    if not isinstance(leaf, jax.core.Tracer) or varying_axes(value) - varying_axes(leaf):
-        return gradient
-    shardings = [explicit_sharding(x) for x in (leaf, value)]
-    if len({None if x is None else x.mesh for x in shardings}) > 1:
-        return gradient
-    waiting = mapped_words(leaf, lambda words: plus_zero(words, zero))
-    return gradient.with_leaves(waiting, gradient.values)
+    return jax.tree.map(ordered, gradients, is_leaf=is_row_sparse)

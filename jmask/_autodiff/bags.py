@@ -33,7 +33,7 @@ from jmask._base.jaxprs import bound_to_differentiate, read
 from jmask._base.row_ids import canonical, widen
 from jmask._base.shardings import sharding_of_type
 from jmask._base.types import Argument, Atom, Shape
-from jmask._kernels.bag_sum import BAG_SUM, BagSum, are_many
+from jmask._kernels.gathered_rows import BAG_SUM, BagSum, are_large
 
 
 class Entries(NamedTuple):
@@ -110,16 +110,14 @@ def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Argument], lookup: Lookup) 
     if name not in WINDOWS or not isinstance(x, TableView) or plan[0].kind != "rows":
         return None
     windows = windows_of(eqn, name, args)
-    lead, fill = len(windows.batch), windows.fill
+    fill = windows.fill
     if jax.sharding.get_abstract_mesh().manual_axes or sharding_of_type(aval) is not None:
         return None
     if not (
-        windows.sizes == (1, *x.shape[1:])
-        and windows.single == windows.started == {0}
+        windows.are_rows(x.shape)
         and x.ndim > 1
-        and tuple(windows.offsets) == tuple(range(lead, len(aval.shape)))
         and is_known(*windows.batch)
-        and are_many(math.prod(windows.batch))
+        and are_large(aval.shape, x.dtype)
         and jnp.issubdtype(x.dtype, jnp.floating)
         and (fill is None or fill == 0 or math.isnan(fill))
     ):
@@ -160,9 +158,8 @@ def made_of_rows(
         return None
     if name in ("reduce_sum", "dot_general"):
         return _sum(eqn, name, args, which)
-    x, made = args[which], None
-    if name in _RULES:
-        made = _RULES[name](eqn, x, which, scope)
+    x = args[which]
+    made = _waiting(eqn, name, x, which, scope)
     if made is None:
         return None
     (plan, run), aval, (entries, described) = x.whole, aval_of(eqn.outvars[0]), made
@@ -183,69 +180,55 @@ def made_of_rows(
     )
 
 
-# --- rows that wait on --------------------------------------------------------------------
-
-_Made = tuple[Shape, Callable[[], Entries]] | None
+_MOVES = ("broadcast_in_dim", "expand_dims", "reshape", "squeeze", "transpose")
 
 
-def _times(eqn: JaxprEqn, x: Rows, which: int, scope: Scope) -> _Made:
-    other = eqn.invars[1 - which]
-    numbers = scope.per_entry(other, x)
-    if numbers is None or aval_of(other).dtype != x.dtype or x.dtype != wide(x.dtype):
-        return None
+def _waiting(
+    eqn: JaxprEqn, name: str, x: Rows, which: int, scope: Scope
+) -> tuple[Shape, Callable[[], Entries]] | None:
+    """Return the entries of what an equation makes of rows, if these wait on."""
+    aval = aval_of(eqn.outvars[0])
+    if name == "mul":
+        other = eqn.invars[1 - which]
+        numbers = scope.per_entry(other, x)
+        if numbers is None or aval_of(other).dtype != x.dtype or x.dtype != wide(x.dtype):
+            return None
 
-    def described() -> Entries:
-        known, weight = x.described(), numbers()
-        return known._replace(weight=weight if known.weight is None else known.weight * weight)
+        def scaled() -> Entries:
+            known, weight = x.described(), numbers()
+            return known._replace(
+                weight=weight if known.weight is None else known.weight * weight
+            )
 
-    return x.entries, described
+        return x.entries, scaled
+    if name == "select_n" and which > 0 and len(eqn.invars) == 3 and not x.is_weighted:
+        # The ids of rows that are not chosen are replaced; of weights, 0 times infinity is nan.
+        chosen = scope.per_entry(eqn.invars[0], x)
+        is_mask = aval_of(eqn.invars[0]).dtype == jnp.dtype(bool)
+        if chosen is None or not is_mask or not scope.is_zero(eqn.invars[3 - which]):
+            return None
 
+        def selected() -> Entries:
+            (ids, at, outside, _), kept = x.described(), chosen() if which == 2 else ~chosen()
+            padding = np.asarray(x.table.shape[0], ids.dtype)
+            at = None if at is None else jnp.where(kept, at, padding)
+            outside = None if outside is None else outside & kept
+            return Entries(jnp.where(kept, ids, padding), at, outside)
 
-def _select(eqn: JaxprEqn, x: Rows, which: int, scope: Scope) -> _Made:
-    """Replace the ids of rows that are not chosen; of weights, 0 times infinity is nan."""
-    if x.is_weighted or which == 0 or len(eqn.invars) != 3:
-        return None
-    chosen = scope.per_entry(eqn.invars[0], x)
-    is_mask = aval_of(eqn.invars[0]).dtype == jnp.dtype(bool)
-    if chosen is None or not is_mask or not scope.is_zero(eqn.invars[3 - which]):
-        return None
-
-    def described() -> Entries:
-        (ids, at, outside, _), is_kept = x.described(), chosen() if which == 2 else ~chosen()
-        padding = np.asarray(x.table.shape[0], ids.dtype)
-        at = None if at is None else jnp.where(is_kept, at, padding)
-        outside = None if outside is None else outside & is_kept
-        return Entries(jnp.where(is_kept, ids, padding), at, outside)
-
-    return x.entries, described
-
-
-def _widened(eqn: JaxprEqn, x: Rows, which: int, scope: Scope) -> _Made:
-    is_wide = aval_of(eqn.outvars[0]).dtype == wide(x.table.dtype)
-    return (x.entries, x.described) if is_wide else None
-
-
-def _moved(eqn: JaxprEqn, x: Rows, which: int, scope: Scope) -> _Made:
-    """Move entries by a reshape or a transpose that leaves rows as they are."""
-    shape, row = tuple(aval_of(eqn.outvars[0]).shape), x.shape[len(x.entries) :]
-    lead = len(shape) - len(row)
-    move, is_row_kept = (lambda a: a.reshape(shape[:lead])), lead > 0 and shape[lead:] == row
-    if name_of(eqn) == "transpose":
-        order = tuple(parameter(eqn, "permutation"))
-        move, is_row_kept = (
-            lambda a: a.transpose(order[:lead]),
-            order[lead:] == (*range(lead, x.ndim),),
-        )
-    is_move = is_row_kept and math.prod(shape) == math.prod(x.shape)
-    return (shape[:lead], lambda: jax.tree.map(move, x.described())) if is_move else None
-
-
-_RULES: dict[str, Callable[[JaxprEqn, Rows, int, Scope], _Made]] = {
-    "mul": _times,
-    "select_n": _select,
-    "convert_element_type": _widened,
-    **dict.fromkeys("broadcast_in_dim expand_dims reshape squeeze transpose".split(), _moved),
-}
+        return x.entries, selected
+    if name == "convert_element_type" and aval.dtype == wide(x.table.dtype):
+        return x.entries, x.described
+    if name in _MOVES:  # that leave rows as they are
+        shape, row = tuple(aval.shape), x.shape[len(x.entries) :]
+        lead, move = len(shape) - len(row), lambda a: a.reshape(shape[:lead])
+        is_row_kept = lead > 0 and shape[lead:] == row
+        if name == "transpose":
+            order = tuple(parameter(eqn, "permutation"))
+            move = lambda a: a.transpose(order[:lead])
+            is_row_kept = order[lead:] == (*range(lead, x.ndim),)
+        if is_row_kept and math.prod(shape) == math.prod(x.shape):
+            return shape[:lead], lambda: jax.tree.map(move, x.described())
+    return None
 
 
 # --- sums ---------------------------------------------------------------------------------
@@ -283,7 +266,7 @@ def _sum(eqn: JaxprEqn, name: str, args: Sequence[Argument], which: int) -> Look
             of_bags = weights().reshape(bags, -1).astype(dtype)
             weight = of_bags if weight is None else weight * of_bags
         bag = bag_of(known.ids if known.read is None else known.read, weight)
-        ((sums,),) = BAG_SUM([dataclasses.replace(bag, table=x.table.array)])
+        (sums,) = BAG_SUM(dataclasses.replace(bag, table=x.table.array))
         if known.outside is not None:  # all of a bag with such a row is nan
             nan = jnp.where(known.outside.any(1), jnp.asarray(math.nan, sums.dtype), 0)
             sums = sums + trailing(nan, sums.ndim)

@@ -13,6 +13,7 @@ arrays are abstract, and what is found are the taps, in order, and what is neede
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,17 +21,15 @@ from typing import NamedTuple
 import jax
 from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from jmask._autodiff import bags, nested
 from jmask._autodiff.lookups import (
     LOOKUPS,
-    bag_of_table,
     gather_of,
     is_of_lines,
     lookup_of,
-    rows_of_bag,
-    slice_lookup,
+    window_lookup,
 )
 from jmask._autodiff.nested import Flags, Needed
 from jmask._autodiff.taps import NONE, Tap, Taps
@@ -50,17 +49,15 @@ from jmask._autodiff.views import (
 )
 from jmask._base.array_types import is_known
 from jmask._base.forms import CALLS, Opened, aval_of, called, name_of, within
-from jmask._base.jaxprs import bound, bound_to_differentiate, read, side_by_side
-from jmask._base.shardings import varying_like
+from jmask._base.jaxprs import bound, bound_to_differentiate, read
+from jmask._base.shardings import varying_over
 from jmask._base.types import Argument, Shaped
-from jmask._kernels.bag_sum import BAG_SUM
 
 # The user's line in a fallback warning must not be a line of this library.
 source_info_util.register_exclusion(str(Path(__file__).parents[1]))
 
 # A table by another type: each is bound to the table itself.
 _SAME_TABLE = ("pvary", "pcast", "reshard", "sharding_constraint")
-_BAGS = BAG_SUM.primitive.name
 # `get` reads from a reference, `jax.new_ref(table)[ids]`.
 LOOKING_UP = (*LOOKUPS, "dynamic_slice", "get", "new_ref")
 
@@ -76,75 +73,58 @@ class Need(NamedTuple):
     is_lookup: bool = False  # whether they are decided when it runs
 
 
+@dataclasses.dataclass(frozen=True)
 class Forward:
-    """Runs jaxprs forwards.
+    """Runs jaxprs forwards, with taps; in a trial it notes what is needed of tables."""
 
-    Attributes:
-        leaves: the abstract values of all leaves that are differentiated.
-        needs: of the tables; in a trial.
-        needed: which variables a gradient goes through.
-    """
+    leaves: Sequence[Shaped]  # the abstract values of all leaves that are differentiated
+    taps: Taps
+    needed: Needed = dataclasses.field(default_factory=Needed)
+    needs: list[Need] = dataclasses.field(default_factory=list)
+    eqns: tuple[JaxprEqn, ...] = ()  # those that run the program that this is in
 
-    def __init__(self, leaves: Sequence[Shaped]) -> None:
-        self.leaves, self.needed = leaves, Needed()
-        self.needs: list[Need] = []
-        self._eqns: tuple[JaxprEqn, ...] = ()
-
-    def run(
-        self, program: Opened, inputs: Sequence[Argument], taps: Taps, wanted: Flags
-    ) -> list[Argument]:
+    def run(self, program: Opened, inputs: Sequence[Argument], wanted: Flags) -> list[Argument]:
         """Return the outputs of a program; a gradient is taken of those that are wanted."""
         jaxpr, consts = program
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
-        scope = bags.Scope(jaxpr, values)
-        live, outer = self.needed.within(jaxpr, wanted), self._eqns
-        # Bag sums of several tables that do not need each other run in one loop.
-        for eqns in side_by_side(jaxpr.eqns, _BAGS):
-            eqn = eqns[0]
-            args = [
-                [v.val if isinstance(v, Literal) else values[v] for v in each.invars]
-                for each in eqns
-            ]
-            flags = [[v in live for v in each.outvars] for each in eqns]
-            is_shaped = taps.is_trial and not eqns[1:]
-            if is_shaped and not [x for x in args[0] if isinstance(x, View)]:
+        scope, live = bags.Scope(jaxpr, values), self.needed.within(jaxpr, wanted)
+        for eqn in jaxpr.eqns:
+            args = [read(values, v) for v in eqn.invars]
+            if self.taps.is_trial and not any(isinstance(x, View) for x in args):
                 outs = [aval_of(v) for v in eqn.outvars]
             else:
-                self._eqns = (*outer, eqn)
+                inside = dataclasses.replace(self, eqns=(*self.eqns, eqn))
                 stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
                 traceback = eqn.source_info.traceback
                 with (
                     source_info_util.user_context(traceback, name_stack=stack),
                     eqn.ctx.manager,
                 ):
-                    if eqn.primitive.name == _BAGS:
-                        outs = self._bag_sums(eqns, args, taps, flags)
-                    else:
-                        outs = self._equation(eqn, args[0], taps, flags[0], scope)
-            results = [v for each in eqns for v in each.outvars]
-            values.update(zip(results, outs, strict=True))
-        self._eqns = outer
+                    outs = inside.equation(eqn, args, [v in live for v in eqn.outvars], scope)
+            values.update(zip(eqn.outvars, outs, strict=True))
         return [read(values, v) for v in jaxpr.outvars]
 
     def arrays(
         self,
         program: Opened,
         inputs: Sequence[Argument],
-        taps: Taps,
         wanted: Flags,
         but: Collection[int] = (),
+        taps: Taps | None = None,
     ) -> list[Argument]:
         """Return the outputs of a program as arrays, without those numbered in `but`."""
-        outs = enumerate(zip(self.run(program, inputs, taps, wanted), wanted, strict=True))
-        return [self.array(x, taps, not flag) for i, (x, flag) in outs if i not in but]
+        inside = dataclasses.replace(self, taps=taps or self.taps)
+        outs = enumerate(zip(inside.run(program, inputs, wanted), wanted, strict=True))
+        return [inside.array(x, not flag) for i, (x, flag) in outs if i not in but]
 
-    def _equation(
-        self, eqn: JaxprEqn, args: list[Argument], taps: Taps, flags: Flags, scope: bags.Scope
+    def equation(
+        self, eqn: JaxprEqn, args: list[Argument], flags: Flags, scope: bags.Scope
     ) -> list[Argument]:
+        """Return the results of the last equation, which may be views."""
         name, is_live = name_of(eqn), True in flags or nested.writes_reference(eqn)
         views = [x for x in args if isinstance(x, View)]
         if not views:
-            return self._bound(eqn, name, args, taps)
+            return self._bound(eqn, name, args)
         aval = next(map(aval_of, eqn.outvars), None)  # what prints has no result
         enters = is_call(name)
 
@@ -154,141 +134,90 @@ class Forward:
             if isinstance(made, bags.Rows):
                 return [made]
             if made is not None:
-                return [self._looked_up(made, aval, taps)]
+                return [self._looked_up(made, aval)]
             args = [
-                self.array(x, taps, not is_live)
+                self.array(x, not is_live)
                 if isinstance(x, bags.Rows) and not (enters and scope.is_alone(v))
                 else x
                 for x, v in zip(args, eqn.invars, strict=True)
             ]
 
         # 1. What runs other programs: views go in.
-        if enters and any(isinstance(x, View) for x in args):
-            return self.run(called(eqn), args, taps, flags)
         x = next((x for x in args if isinstance(x, View)), None)
         if x is None:
-            return self._bound(eqn, name, args, taps)
+            return self._bound(eqn, name, args)
+        if enters:
+            return self.run(called(eqn), args, flags)
         if is_live and name in nested.RULES:
-            return nested.RULES[name](self, eqn, args, taps, flags)
+            return nested.RULES[name](self, eqn, args, flags)
 
         # 2. What does not change a table.
         if name == "stop_gradient":
             return [without_gradient(x)]
         if name == "optimization_barrier":
             arrays = [a for a in args if not isinstance(a, View)]
-            rest = iter(bound(eqn, arrays) if arrays and not taps.is_trial else arrays)
+            rest = iter(bound(eqn, arrays) if arrays and not self.taps.is_trial else arrays)
             return [a if isinstance(a, View) else next(rest) for a in args]
         if name in _SAME_TABLE or is_of_lines(eqn, name, x):
-            return [self._same(eqn, x, taps)]
+            if isinstance(x, TableView):
+                same: Argument = aval if self.taps.is_trial else bound(eqn, [x.array])[0]
+                width = same.shape[-1] if name == "reshape" else x.width
+                return [view_of_table(x.number, same, width)]
+            axes = varies_of(aval)
+            reading = lambda p: ([Part(x)], functools.partial(varying_over, axes))
+            make, varies = lambda made: bound(eqn, [made(x)])[0], x.varies | axes
+            there = dataclasses.replace(x, reading=reading, make=make, varies=varies)
+            return [dataclasses.replace(there, whole=None)]
 
         # 3. Lookups.
-        ids = functools.partial(self.array, taps=taps, is_constant=True)
-        lookup = lookup_of(eqn, name, args, ids, taps.rows_only) if eqn.outvars else None
+        array = functools.partial(self.array, is_constant=not is_live)
+        lookup = lookup_of(eqn, name, args, array, self.taps.rows_only)
         if lookup is not None:
             rows = None
-            if is_live and not taps.rows_only and scope.is_alone(eqn.outvars[0]):
+            if is_live and not self.taps.rows_only and scope.is_alone(eqn.outvars[0]):
                 rows = bags.rows_of(eqn, name, args, lookup)
-            return [rows or self._looked_up(lookup, aval, taps, is_live)]
+            return [rows or self._looked_up(lookup, aval, is_live)]
 
         # 4. What is a view again. Few rows are looked up before they are computed on.
         if name in COMPUTING:
-            args = [self.array(a, taps, not is_live) if self._is_small(a) else a for a in args]
+            args = [array(a) if self._is_small(a) else a for a in args]
         if any(isinstance(a, View) for a in args):
-            made_views = views_of(self._eqns, name, args)
+            made_views = views_of(self.eqns, name, args)
             if made_views is not None:
                 if name in ("slice", "dynamic_slice"):
-                    whole = slice_lookup(eqn, name, args)
+                    whole = window_lookup(eqn, name, args)
                     return [dataclasses.replace(made_views[0], whole=whole)]
                 return made_views
 
         # 5. Anything else needs arrays.
-        return self._bound(eqn, name, [self.array(a, taps, not is_live) for a in args], taps)
+        return self._bound(eqn, name, [array(a) for a in args])
 
-    def _bound(
-        self, eqn: JaxprEqn, name: str, args: Sequence[Argument], taps: Taps
-    ) -> list[Argument]:
+    def _bound(self, eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> list[Argument]:
         """Run an equation as it is, but that rows are gathered the fast way."""
-        if taps.is_trial:
+        if self.taps.is_trial:
             return [aval_of(v) for v in eqn.outvars]
         if _is_slow(eqn):
             return [gather_of(eqn)(*args)]
         if name in ("jit", "pjit") and any(map(_is_slow, within(called(eqn)[0].eqns))):
-            return self.run(called(eqn), args, taps, [True] * len(eqn.outvars))
+            return self.run(called(eqn), args, [True] * len(eqn.outvars))
         return bound_to_differentiate(eqn, args)
 
-    def _same(self, eqn: JaxprEqn, x: View, taps: Taps) -> View:
-        """Return a table, or what is made of tables, as it is on other devices."""
-        aval = aval_of(eqn.outvars[0])
-        if isinstance(x, TableView):
-            array = aval if taps.is_trial else bound(eqn, [x.array])[0]
-            width = aval.shape[-1] if eqn.primitive.name == "reshape" else x.width
-            return view_of_table(x.number, array, width)
-        there = lambda rows: varying_like(rows, aval)
-        make = lambda made: bound(eqn, [made(x)])[0]
-        varies = x.varies | varies_of(aval)
-        reading = lambda p: ([Part(x)], there)
-        return dataclasses.replace(x, reading=reading, make=make, varies=varies, whole=None)
-
-    # --- lookups ------------------------------------------------------------------------
-
     def _looked_up(
-        self,
-        lookup: Lookup,
-        abstract: Argument,
-        taps: Taps,
-        is_live: bool = True,
-        is_lookup: bool = True,
-        eqns: tuple[JaxprEqn, ...] = (),
+        self, lookup: Lookup, abstract: Argument, is_live: bool = True, of: View | None = None
     ) -> Argument:
         """Return rows; in a trial note their taps, and return what is `abstract`."""
         plan, run = lookup
-        if not taps.is_trial:
-            return run(taps if is_live else NONE)
+        if not self.taps.is_trial:
+            return run(self.taps if is_live else NONE)
+        is_lookup, eqns = (True, ()) if of is None else (of.is_lookup, of.computed_by)
         for tap in plan if is_live else ():
-            taps.record.append(tap)
+            self.taps.record.append(tap)
             count = tap.rows_of(self.leaves[tap.table].shape)
-            need = Need(tap.table, eqns or self._eqns, tap.rows, count, is_lookup)
+            need = Need(tap.table, eqns or self.eqns, tap.rows, count, is_lookup)
             self.needs.append(need)
         return abstract
 
-    def _bag_sums(
-        self,
-        eqns: Sequence[JaxprEqn],
-        args: Sequence[list[Argument]],
-        taps: Taps,
-        flags: Sequence[Flags],
-    ) -> list[Argument]:
-        """Return bag sums: of tables with a tap, of views of the rows that they read."""
-        calls, taken = [], []
-        for eqn, operands, of_eqn in zip(eqns, args, flags, strict=True):
-            is_live = any(of_eqn)
-            array = functools.partial(self.array, taps=taps, is_constant=not is_live)
-            sums = BAG_SUM.calls(eqn.params, operands)
-            for x, v in zip(sums, eqn.outvars, strict=True):
-                fields = ("positions", "bag_of_entry", "weights", "valid")
-                x = dataclasses.replace(x, **{f: array(getattr(x, f)) for f in fields})
-                table, tapped = x.table, None
-                if isinstance(table, TableView) and is_live and not taps.rows_only:
-                    tapped = bag_of_table(x, aval_of(v))
-                    x = dataclasses.replace(x, table=table.array)
-                elif isinstance(table, View) and table.fits[1]:
-                    x = self._looked_up(rows_of_bag(x, aval_of(v)), x, taps, is_live)
-                else:
-                    x = dataclasses.replace(x, table=array(table))
-                calls.append(x)
-                taken.append(tapped)
-        outs: list[Argument] = [aval_of(v) for eqn in eqns for v in eqn.outvars]
-        if not taps.is_trial:
-            outs = [sums for (sums,) in BAG_SUM(calls)]
-        for i, terms in enumerate(taken):
-            if terms is not None:
-                lookup = terms.lookup(functools.partial(outs.__getitem__, i))
-                outs[i] = self._looked_up(lookup, outs[i], taps)
-        return outs
-
-    # --- arrays -------------------------------------------------------------------------
-
-    def array(self, x: Argument, taps: Taps, is_constant: bool = False) -> Argument:
+    def array(self, x: Argument, is_constant: bool = False) -> Argument:
         """Return a view as an array: of its rows if they are few, else it needs all of tables.
 
         No gradient is taken of a constant. What several equations need is made once.
@@ -296,36 +225,29 @@ class Forward:
         if not isinstance(x, View):
             return x
         key = id(x), is_constant
-        if key not in taps.made:
-            make = self._constant if is_constant else self._read_or_needed
-            taps.made[key] = x, make(x, taps)
-        return taps.made[key][1]
+        if key not in self.taps.made:
+            self.taps.made[key] = x, self._made(x, is_constant)
+        return self.taps.made[key][1]
 
-    def _constant(self, x: View, taps: Taps) -> Argument:
-        if taps.is_trial:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        assert x.make is not None
-        made = functools.partial(self.array, taps=taps, is_constant=True)
-        return lax.stop_gradient(x.make(made))
-
-    def _read_or_needed(self, x: View, taps: Taps) -> Argument:
+    def _made(self, x: View, is_constant: bool) -> Argument:
         abstract = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        lookup = x.whole if isinstance(x, bags.Rows) else self._reading_of_all(x)
-        if lookup is not None:
-            return self._looked_up(lookup, abstract, taps, True, x.is_lookup, x.computed_by)
-        if not taps.is_trial:
-            assert not x.tables, "a table with taps is needed as a whole"
-            return self.array(x, taps, is_constant=True)
-        eqns = x.computed_by or self._eqns
-        self.needs += [Need(number, eqns, None) for number in x.tables]
-        return abstract
+        if not is_constant:
+            lookup = x.whole if isinstance(x, bags.Rows) else self._reading_of_all(x)
+            if lookup is not None:
+                return self._looked_up(lookup, abstract, of=x)
+            eqns = x.computed_by or self.eqns
+            self.needs.extend(Need(number, eqns, None) for number in x.tables)
+        if self.taps.is_trial:
+            return abstract
+        assert x.make is not None
+        assert is_constant or not x.tables, "a table with taps is needed as a whole"
+        return lax.stop_gradient(x.make(functools.partial(self.array, is_constant=True)))
 
     def _reading_of_all(self, x: View) -> Lookup | None:
         """Return how all of a view is read with the fewest rows of tables, at most half."""
         if isinstance(x, TableView) or not is_known(*x.shape) or 0 in x.shape:
             return None
         readings: list[Lookup] = [] if x.whole is None else [x.whole]
-
         for count in [n for n, fits in enumerate(x.fits) if fits]:
             plan = varying(planned(x, count, x.shape[:count]) or [], x.varies)
 
@@ -333,21 +255,18 @@ class Forward:
                 return read_at(x, Positions.of_all(x.shape[:count]), taps)
 
             readings.append((plan, run))
-        few = [reading for reading in readings if self._is_few(reading[0])]
-        return min(few, key=lambda reading: sum(map(_size, reading[0])), default=None)
 
-    def _is_few(self, plan: Sequence[Tap]) -> bool:
-        """Decide whether a read needs at most half of each table, and rows of it.
+        def is_few(plan: Sequence[Tap]) -> bool:
+            total: Counter[int] = Counter()
+            for tap in plan:
+                is_entry = tap.leading == len(self.leaves[tap.table].shape) > 1
+                if is_entry and not tap.width and tap.rows > 1:
+                    return False  # single entries of a matrix, as of columns, are no rows
+                total[tap.table] += tap.size
+            return all(2 * n <= math.prod(self.leaves[t].shape) for t, n in total.items())
 
-        Single entries of a matrix, as of some of its columns, are no rows.
-        """
-        total: dict[int, int] = {}
-        for tap in plan:
-            is_entry = tap.leading == len(self.leaves[tap.table].shape) > 1 and not tap.width
-            if is_entry and tap.rows > 1:
-                return False
-            total[tap.table] = total.get(tap.table, 0) + _size(tap)
-        return all(2 * n <= math.prod(self.leaves[t].shape) for t, n in total.items())
+        few = [reading for reading in readings if is_few(reading[0])]
+        return min(few, key=lambda reading: sum(x.size for x in reading[0]), default=None)
 
     def _is_small(self, x: Argument) -> bool:
         """Decide whether a value is a view all of which is better read before it is used."""
@@ -360,11 +279,6 @@ class Forward:
 def is_call(name: str) -> bool:
     """Decide whether an equation is a call of a program, without rules of its derivative."""
     return name in CALLS and not name.startswith("custom")
-
-
-def _size(tap: Tap) -> int:
-    """Return how many entries of a table a tap reads."""
-    return tap.rows * math.prod(tap.shape[1:])
 
 
 def _is_slow(eqn: JaxprEqn) -> bool:

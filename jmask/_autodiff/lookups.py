@@ -45,7 +45,7 @@ from jmask._base.jaxprs import bound
 from jmask._base.row_ids import canonical, id_dtype, widen
 from jmask._base.shardings import sharding_of_type
 from jmask._base.types import Argument, Function, IdVector, Index, RowArray, Shape, Shaped
-from jmask._kernels.bag_sum import BAG_SUM, BagSum
+from jmask._kernels.gathered_rows import BAG_SUM, BagSum
 from jmask._kernels.lines import LOOKUP as ROWS_OF_LINES
 from jmask._kernels.lines import is_packed
 from jmask._kernels.rows import SLOW_COPY, Gather, add_rows, slow_copy_of
@@ -91,18 +91,29 @@ def bag_of_table(x: BagSum, aval: Shaped) -> BagsOfTable:
     return BagsOfTable(x.table, x.bags, entries, aval, arrays)
 
 
-def rows_of_bag(x: BagSum, aval: Shaped) -> tuple[list[Tap], Function]:
-    """Return how a bag sum of a view reads rows, and then is one of these."""
+def bag_lookup(
+    eqn: JaxprEqn, args: Sequence[Argument], array: Function, rows_only: bool
+) -> Lookup:
+    """Return a bag sum: of a table with a tap, of a view of the rows that they read."""
+    aval, x = aval_of(eqn.outvars[0]), BAG_SUM.call(eqn.params, args)
+    fields = ("positions", "bag_of_entry", "weights", "valid")
+    x = dataclasses.replace(x, **{f: array(getattr(x, f)) for f in fields})
     view, entries = x.table, math.prod(x.positions.shape)
-    plan = varying(planned(view, 1, (entries,)) or [], varies_of(aval))
+    if isinstance(view, TableView) and not rows_only:
+        of_array = dataclasses.replace(x, table=view.array)
+        return bag_of_table(x, aval).lookup(lambda: BAG_SUM(of_array)[0])
+    if not isinstance(view, View) or not view.fits[1]:
+        of_array = dataclasses.replace(x, table=array(view))
+        return [], lambda taps: BAG_SUM(of_array)[0]
 
-    def run(taps: Taps) -> BagSum:
+    def run(taps: Taps) -> jax.Array:
         rows, exists = _rows_at(view, x.positions.reshape(-1), taps)
         padding = np.asarray(entries, id_dtype(entries))
         which = jnp.where(exists, lax.iota(padding.dtype, entries), padding)
-        return dataclasses.replace(x, table=rows, positions=which.reshape(x.positions.shape))
+        which = which.reshape(x.positions.shape)
+        return BAG_SUM(dataclasses.replace(x, table=rows, positions=which))[0]
 
-    return plan, run
+    return varying(planned(view, 1, (entries,)) or [], varies_of(aval)), run
 
 
 def _rows_at(view: View, ids: IdVector, taps: Taps) -> tuple[RowArray, jax.Array]:
@@ -123,7 +134,7 @@ def sparse_product(
     None if it is no sum of whole rows.
     """
     (*sparse, x), aval = args, aval_of(eqn.outvars[0])
-    terms = (_coo_terms if name == "bcoo_dot_general" else _csr_terms)(eqn, sparse, x)
+    terms = _terms(eqn, name, sparse, x)
     if terms is None:
         return None
     if isinstance(x, TableView) and not rows_only:
@@ -132,72 +143,53 @@ def sparse_product(
 
     def by_rows(taps: Taps) -> jax.Array:
         ids, bag, weight = terms.arrays()
-        assert weight is not None
         rows = _rows_at(x, ids, taps)[0].astype(aval.dtype)
-        rows = rows * trailing(weight.astype(aval.dtype), rows.ndim)
+        rows = rows if weight is None else rows * trailing(weight.astype(rows.dtype), rows.ndim)
         sums = jnp.zeros((terms.bags, *x.shape[1:]), aval.dtype)
         return add_rows(sums, bag, rows).reshape(aval.shape)
 
     return None if plan is None else (varying(plan, varies_of(aval)), by_rows)
 
 
-def _csr_terms(eqn: JaxprEqn, sparse: Sequence[Argument], table: View) -> BagsOfTable | None:
-    data, columns, pointers = sparse
-    is_plain = parameter(eqn, "dimension_numbers") == (((1,), (0,)), ((), ()))
-    shape = parameter(eqn, "lhs_spinfo").shape
-    if not is_plain or len(shape) != 2 or len(columns.shape) != 1:
-        return None
-    rows, entries = pointers.shape[0] - 1, columns.shape[0]
-
-    def arrays() -> tuple[IdVector, jax.Array, jax.Array]:
-        number = lax.iota(pointers.dtype, entries)
-        bag = jnp.searchsorted(pointers, number, side="right").astype(jnp.int32) - 1
-        # Entries before the first row or after the last one are padding.
-        bag = jnp.where((bag >= 0) & (bag < rows), bag, rows)
-        return _in_bags(columns, bag, rows, data, table.shape[0])
-
-    return BagsOfTable(table, rows, entries, aval_of(eqn.outvars[0]), arrays)
-
-
-def _coo_terms(eqn: JaxprEqn, sparse: Sequence[Argument], table: View) -> BagsOfTable | None:
-    data, indices = sparse
+def _terms(
+    eqn: JaxprEqn, name: str, sparse: Sequence[Argument], table: View
+) -> BagsOfTable | None:
+    data, indices, *pointers = sparse
     (contract, contract_dense), batch = parameter(eqn, "dimension_numbers")
-    shape = parameter(eqn, "lhs_spinfo").shape
-    batched, columns = len(indices.shape) - 2, indices.shape[-1]
-    if (
-        any(batch)
-        or len(contract) != 1
-        or contract[0] < batched
-        or batched + columns < len(shape)
-        or tuple(contract_dense) != (0,)
-    ):
+    shape, is_coo = parameter(eqn, "lhs_spinfo").shape, name == "bcoo_dot_general"
+    batched = indices.ndim - (2 if is_coo else 1)
+    stored = indices.shape[-1] if is_coo else 2
+    is_sum = len(contract) == 1 and contract[0] >= batched and tuple(contract_dense) == (0,)
+    if any(batch) or not is_sum or batched + stored < len(shape):
         return None
-    entries = (*shape[:batched], indices.shape[-2])
+    if not is_coo and (batched or contract[0] != 1):
+        return None
+    entries = (*shape[:batched], indices.shape[-2] if is_coo else indices.shape[-1])
     kept = [d for d in range(len(shape)) if d not in contract]
-    bags = math.prod(shape[d] for d in kept)
+    bags, rows = math.prod(shape[d] for d in kept), table.shape[0]
+
+    def places() -> list[jax.Array]:
+        """Return the index of each entry along each dimension."""
+        if not is_coo:  # entries before the first row or after the last one are padding
+            number = lax.iota(pointers[0].dtype, indices.shape[0])
+            row = jnp.searchsorted(pointers[0], number, side="right").astype(jnp.int32) - 1
+            return [row, indices]
+        along = [lax.broadcasted_iota(indices.dtype, entries, d) for d in range(batched)]
+        return along + [jnp.broadcast_to(indices[..., d], entries) for d in range(stored)]
 
     def arrays() -> tuple[IdVector, jax.Array, jax.Array]:
-        places = [lax.broadcasted_iota(indices.dtype, entries, d) for d in range(batched)]
-        places += [jnp.broadcast_to(indices[..., d], entries) for d in range(columns)]
-        inside, bag = jnp.ones(entries, bool), jnp.zeros(entries, jnp.int32)
+        at, bag = places(), jnp.zeros(entries, jnp.int32)
+        ids = canonical(at[contract[0]], rows)
+        padding = np.asarray(rows, ids.dtype)
+        inside = ids < padding
         for d in kept:
-            inside = inside & (places[d] >= 0) & (places[d] < shape[d])
-            bag = bag * np.int32(shape[d]) + places[d].astype(jnp.int32)
-        bag = jnp.where(inside, bag, bags).reshape(-1)
-        weight = jnp.broadcast_to(data, entries).reshape(-1)
-        ids = places[contract[0]].reshape(-1)
-        return _in_bags(ids, bag, bags, weight, table.shape[0])
+            inside = inside & (at[d] >= 0) & (at[d] < shape[d])
+            bag = bag * np.int32(shape[d]) + at[d].astype(jnp.int32)
+        ids, bag = jnp.where(inside, ids, padding), jnp.where(inside, bag, bags)
+        weight = jnp.broadcast_to(data, entries)
+        return ids.reshape(-1), bag.reshape(-1), weight.reshape(-1)
 
     return BagsOfTable(table, bags, math.prod(entries), aval_of(eqn.outvars[0]), arrays)
-
-
-def _in_bags(
-    ids: jax.Array, bag: jax.Array, bags: int, weight: jax.Array, rows: int
-) -> tuple[IdVector, jax.Array, jax.Array]:
-    ids = canonical(ids, rows)
-    padding = np.asarray(rows, ids.dtype)
-    bag = jnp.where(ids < padding, bag, bags)
-    return jnp.where(bag < bags, ids, padding), bag, weight
 
 
 # --- windows ------------------------------------------------------------------------------
@@ -242,6 +234,13 @@ class Windows:
                 if leading in (0, len(shape)):
                     return None
         return leading
+
+    def are_rows(self, shape: Shape) -> bool:
+        """Decide whether they are whole rows (*batch, *row) of an array, by one id each."""
+        lead = len(self.batch)
+        offsets = tuple(range(lead, lead + len(shape) - 1))
+        is_one = self.single == self.started == {0} and self.sizes == (1, *shape[1:])
+        return is_one and tuple(self.offsets) == offsets
 
     def begins(self, shape: Shape) -> list[Index]:
         """Return where windows begin along each dimension, moved to where they fit."""
@@ -294,7 +293,11 @@ def windows_of(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Windows:
     batching = dict(pairs)
 
     def starts_of_gather() -> dict[int, jax.Array]:
-        starts = {d: _column(indices, k) for k, d in enumerate(numbers.start_index_map)}
+        columns: Sequence[jax.Array] = [indices]
+        if indices.shape[-1] > 1:
+            columns = lax.split(indices, (1,) * indices.shape[-1], indices.ndim - 1)
+        columns = [lax.squeeze(x, [x.ndim - 1]) for x in columns]
+        starts = dict(zip(numbers.start_index_map, columns, strict=True))
         for d, axis in batching.items():
             starts[d] = lax.broadcasted_iota(np.int32, batch, axis)
         return starts
@@ -311,13 +314,6 @@ def windows_of(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Windows:
         gather.mode == lax.GatherScatterMode.CLIP,
         fill if fills else None,
     )
-
-
-def _column(indices: jax.Array, k: int) -> jax.Array:
-    """Return `indices[..., k]`, in one equation where there is no other column."""
-    if indices.shape[-1] > 1:
-        indices = lax.slice_in_dim(indices, k, k + 1, axis=-1)
-    return lax.squeeze(indices, [indices.ndim - 1])
 
 
 def gather_of(eqn: JaxprEqn) -> Gather:
@@ -338,16 +334,20 @@ def lookup_of(
     eqn: JaxprEqn,
     name: str,
     args: Sequence[Argument],
-    array: Callable[[Argument], Argument],
+    array: Function,
     rows_only: bool,
 ) -> Lookup | None:
     """Return how an equation looks rows up, or None if it does not.
 
-    `array` makes arrays of ids; `rows_only` says that sums are to be of rows that are read.
+    `array` makes arrays of views; `rows_only` says that sums are to be of rows that are read.
     """
+    if name not in LOOKUPS:
+        return None
     x, aval = args[0], aval_of(eqn.outvars[0])
+    if name == BAG_SUM.primitive.name:
+        return bag_lookup(eqn, args, array, rows_only)
     if name in WINDOWS and isinstance(x, View):
-        return window_lookup(eqn, name, [x, array(args[1])])
+        return window_lookup(eqn, name, [x, array(args[1], is_constant=True)])
     if name == LOOKUP.name and isinstance(x, TableView):
         result = lambda: bound(eqn, [x.array, args[1]])[0]
         return with_tap(_sharded_tap(x, args[1].shape, aval), result, lambda: args[1])
@@ -361,18 +361,13 @@ def lookup_of(
     return None
 
 
-def slice_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup | None:
-    """Return how a slice of a table is read as a whole, by its equation."""
-    strides = parameter(eqn, "strides") if name == "slice" else None
-    if not isinstance(args[0], TableView) or (strides and set(strides) != {1}):
-        return None
-    return window_lookup(eqn, name, args)
-
-
 def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup | None:
     """Return how an equation reads windows of a view, or None if it does not read rows."""
     x, windows, aval = args[0], windows_of(eqn, name, args), aval_of(eqn.outvars[0])
     shape, sizes = x.shape, windows.sizes
+    is_strided = name == "slice" and set(parameter(eqn, "strides") or (1,)) != {1}
+    if name not in WINDOWS and (is_strided or not isinstance(x, TableView)):
+        return None  # it is a view, which is read where it is looked up
     leading = None if 0 in shape else windows.leading(shape)
     if leading is None:
         return None
@@ -383,10 +378,10 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup 
     if isinstance(x, TableView):
         arrays = [x.array, *args[1:]]
         result = lambda: gather_of(eqn)(*arrays) if name in WINDOWS else bound(eqn, arrays)[0]
-        if any((*_spec(aval), *_spec(x.array))):
-            lead = len(windows.batch)
-            in_order = tuple(windows.offsets) == tuple(range(lead, len(aval.shape)))
-            if not (is_whole_row and in_order and 0 in windows.single):
+        types: list[Argument] = [aval, getattr(x.array, "aval", x.array)]
+        places = [sharding_of_type(each) for each in types]
+        if any(place is not None and any(place.spec) for place in places):
+            if not windows.are_rows(shape):
                 return None
             tap = _sharded_tap(x, windows.batch, aval)
             return with_tap(tap, result, lambda: ids_of_rows().reshape(windows.batch))
@@ -442,12 +437,6 @@ def _sharded_tap(x: TableView, ids: Shape, aval: Argument) -> Tap:
     shape, sharding, varies = tuple(aval.shape), sharding_of_type(aval), varies_of(aval)
     count, ndim = math.prod(ids), len(ids)
     return Tap(x.number, 1, shape, x.dtype, count, "rows", ndim, varies, sharding)
-
-
-def _spec(x: Argument) -> tuple[object, ...]:
-    aval: Argument = getattr(x, "aval", x)
-    sharding = sharding_of_type(aval)
-    return () if sharding is None else tuple(sharding.spec)
 
 
 def is_of_lines(eqn: JaxprEqn, name: str, x: View) -> bool:

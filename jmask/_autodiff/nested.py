@@ -140,11 +140,11 @@ def _merged(known: Mapping[int, Argument], others: Sequence[Argument]) -> list[A
 
 
 def _remat(
-    forward: "Forward", eqn: JaxprEqn, args: list[Argument], taps: Taps, flags: Flags
+    forward: "Forward", eqn: JaxprEqn, args: list[Argument], flags: Flags
 ) -> list[Argument]:
-    program = called(eqn)
+    program, taps = called(eqn), forward.taps
     if is_recomputed_apart(eqn):  # of a gradient that the program took itself
-        return forward.run(program, _behind_a_barrier(args, taps), taps, flags)
+        return forward.run(program, _behind_a_barrier(args, forward.taps), flags)
     views = {i: x for i, x in enumerate(args) if isinstance(x, View)}
     # What it returns as it came in may still be looked up in.
     passed = {i: views[s] for i, s in enumerate(forwarded(program[0])) if s in views}
@@ -152,7 +152,7 @@ def _remat(
 
     def body(arrays: PyTree, plain: Sequence[Argument]) -> tuple[list[Argument], PyTree]:
         inside = taps.inside(specs, arrays)
-        outs = forward.arrays(program, _merged(views, plain), inside, flags, passed)
+        outs = forward.arrays(program, _merged(views, plain), flags, passed, inside)
         return outs, inside.record
 
     plain = [x for x in args if not isinstance(x, View)]
@@ -181,16 +181,16 @@ def _behind_a_barrier(args: Sequence[Argument], taps: Taps) -> list[Argument]:
 
 
 def _scan(
-    forward: "Forward", eqn: JaxprEqn, args: list[Argument], taps: Taps, flags: Flags
+    forward: "Forward", eqn: JaxprEqn, args: list[Argument], flags: Flags
 ) -> list[Argument]:
-    scan = scan_of(eqn)
+    scan, taps = scan_of(eqn), forward.taps
     jaxpr, first, count = scan.body[0], scan.consts, scan.carry
     consts, init, scanned = args[:first], args[first : first + count], args[first + count :]
     passed = forwarded(jaxpr)
     kept = {i: x for i, x in enumerate(init) if isinstance(x, View) and passed[i] == first + i}
     stacks = {i: x for i, x in enumerate(scanned) if isinstance(x, View)}
     wanted, length = forward.needed.of_scan(eqn, flags), scan.how["length"]
-    init = [forward.array(x, taps, not wanted[i]) for i, x in enumerate(init) if i not in kept]
+    init = [forward.array(x, not wanted[i]) for i, x in enumerate(init) if i not in kept]
     specs, arrays = taps.of_nested()
 
     def step(carry: list[Argument], xs: PyTree) -> tuple[list[Argument], PyTree]:
@@ -200,7 +200,7 @@ def _scan(
         inputs = [*consts, *_merged(kept, carry), *_merged(elements, plain)]
         if taps.is_trial:
             inputs = _in_trial(inputs, jaxpr)
-        outs = forward.arrays(scan.body, inputs, inside, wanted, kept)
+        outs = forward.arrays(scan.body, inputs, wanted, kept, inside)
         new = count - len(kept)
         return outs[:new], (outs[new:], inside.record)
 
@@ -221,16 +221,16 @@ def _scan(
 
 
 def _cond(
-    forward: "Forward", eqn: JaxprEqn, args: list[Argument], taps: Taps, flags: Flags
+    forward: "Forward", eqn: JaxprEqn, args: list[Argument], flags: Flags
 ) -> list[Argument]:
-    which, *operands = args
-    which = forward.array(which, taps, is_constant=True)
+    (which, *operands), taps = args, forward.taps
+    which = forward.array(which, is_constant=True)
     branches = branches_of(eqn)
 
     # 1. How many rows of each table a branch looks up; all branches return as many.
     trials = [taps.inside(None, None, rows_only=True) for _ in branches]
     for branch, trial in zip(branches, trials, strict=True):
-        forward.arrays(branch, _in_trial(operands, branch[0]), trial, flags)
+        forward.arrays(branch, _in_trial(operands, branch[0]), flags, taps=trial)
     of_branches: list[list[Tap]] = [jax.tree.leaves(trial.record) for trial in trials]
     keys = dict.fromkeys(tap.key for taps_of_one in of_branches for tap in taps_of_one)
     shared = [_shared(key, of_branches) for key in keys]
@@ -251,7 +251,7 @@ def _cond(
                 return tap.in_shape(rows)
 
             inside = taps.inside(specs, jax.tree.map(part, specs), rows_only=True)
-            outs = forward.arrays(branch, operands, inside, flags)
+            outs = forward.arrays(branch, operands, flags, taps=inside)
             pairs = zip(jax.tree.leaves(specs), jax.tree.leaves(inside.record), strict=True)
             ids = defaultdict(list)
             for tap, x in pairs:
@@ -296,23 +296,23 @@ def _padded(forward: "Forward", shared: Tap, ids_of_taps: Sequence[jax.Array]) -
 
 
 def _shard_map(
-    forward: "Forward", eqn: JaxprEqn, args: list[Argument], taps: Taps, flags: Flags
+    forward: "Forward", eqn: JaxprEqn, args: list[Argument], flags: Flags
 ) -> list[Argument]:
-    form = shard_map_of(eqn)
+    form, taps = shard_map_of(eqn), forward.taps
     axes = frozenset(form.how["axis_names"])
     devices = math.prod(form.how["mesh"].shape[axis] for axis in axes)
     # Of a table that is whole on every device rows are looked up there; others are arrays.
     tables = {
         i: x for i, x in enumerate(args) if isinstance(x, TableView) and form.in_specs[i] == P()
     }
-    inputs = [x.array if i in tables else forward.array(x, taps) for i, x in enumerate(args)]
+    inputs = [x.array if i in tables else forward.array(x) for i, x in enumerate(args)]
     specs, arrays = taps.of_nested()
 
     def body(arrays: PyTree, *inputs: Argument) -> tuple[list[Argument], PyTree]:
         inside = taps.inside(specs, arrays, rows_only=True)
         views = {i: view_of_table(x.number, inputs[i]) for i, x in tables.items()}
         with_views = [views.get(i, x) for i, x in enumerate(inputs)]
-        outs = forward.arrays(form.body, with_views, inside, flags)
+        outs = forward.arrays(form.body, with_views, flags, taps=inside)
         if taps.is_trial:
             return outs, inside.record
         return outs, jax.tree.map(lambda x: varying_over(axes, x), inside.record)

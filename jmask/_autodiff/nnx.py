@@ -74,29 +74,34 @@ def value_and_grad(
 
     @functools.wraps(f)
     def value_and_grad_of_f(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        if any(n >= len(args) for n in wanted):  # by position, as nnx takes them
+            bound = inspect.signature(f).bind(*args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
+        if wanted and max(wanted) >= len(args):
+            raise ValueError(
+                f"`argnums` holds {max(wanted)}, and the function was called with {len(args)} "
+                "positional arguments."
+            )
         with nnx.update_context(_TAG):
-            return differentiated(*_by_position(f, max(wanted, default=-1), args, kwargs))
+            arguments = _Arguments(nnx, args, kwargs, wanted)
 
-    def differentiated(args: tuple[PyTree, ...], kwargs: Options) -> PyTree:
-        arguments = _Arguments(nnx, args, kwargs, wanted)
+            @functools.wraps(f)
+            def with_state(*parameters: PyTree) -> PyTree:
+                nodes, (args, kwargs) = arguments.merged(parameters)
+                result = f(*args, **kwargs)
+                is_pair = has_aux and isinstance(result, tuple) and len(result) == 2
+                loss, aux = result if is_pair else (result, None)
+                if has_aux and not is_pair:
+                    raise TypeError(
+                        f"`f` must return (loss, aux) with has_aux=True, got {shown(result)}."
+                    )
+                return loss, (aux, arguments.written(nodes, parameters))
 
-        @functools.wraps(f)
-        def with_state(*parameters: PyTree) -> PyTree:
-            nodes, (args, kwargs) = arguments.merged(parameters)
-            result = f(*args, **kwargs)
-            is_pair = has_aux and isinstance(result, tuple) and len(result) == 2
-            loss, aux = result if is_pair else (result, None)
-            if has_aux and not is_pair:
-                raise TypeError(
-                    f"`f` must return (loss, aux) with has_aux=True, got {shown(result)}."
-                )
-            return loss, (aux, arguments.written(nodes, parameters))
-
-        numbers = tuple(wanted) if isinstance(argnums, Sequence) else next(iter(wanted))
-        run = autodiff.value_and_grad(with_state, numbers, True, holomorphic, allow_int)
-        (value, (aux, state)), gradient = run(*arguments.parameters)
-        arguments.write(state)
-        return ((value, aux) if has_aux else value), gradient
+            numbers = tuple(wanted) if isinstance(argnums, Sequence) else next(iter(wanted))
+            run = autodiff.value_and_grad(with_state, numbers, True, holomorphic, allow_int)
+            (value, (aux, state)), gradient = run(*arguments.parameters)
+            arguments.write(state)
+            return ((value, aux) if has_aux else value), gradient
 
     return value_and_grad_of_f
 
@@ -161,8 +166,8 @@ class _Arguments:
         self.tree: PyTreeDef
         self.structure: PyTreeDef
         self.unchanged: dict[int, int]
-        self.leaves, self.tree = jax.tree.flatten((args, kwargs), is_leaf=self.is_node)
-        paths = jax.tree.leaves_with_path((args, kwargs), is_leaf=self.is_node)
+        paths, self.tree = jax.tree.flatten_with_path((args, kwargs), is_leaf=self.is_node)
+        self.leaves = [leaf for _, leaf in paths]
         # The argument that each leaf is of; -1 is for those by keyword.
         self.owners = [path[1].idx if path[0].idx == 0 else -1 for path, _ in paths]
         self.places = [i for i, x in enumerate(self.leaves) if self.is_node(x)]
@@ -247,21 +252,6 @@ def _filters(nnx: ModuleType, argnums: Argument) -> dict[int, object]:
             raise ValueError(f"`argnums` holds {number} twice.")
         wanted[number] = kind
     return wanted
-
-
-def _by_position(
-    f: Function, last: int, args: tuple[PyTree, ...], kwargs: Options
-) -> tuple[tuple[PyTree, ...], Options]:
-    """Return arguments with those to differentiate by position, as nnx takes them."""
-    if last < len(args):
-        return args, kwargs
-    bound = inspect.signature(f).bind(*args, **kwargs)
-    if last >= len(bound.args):
-        raise ValueError(
-            f"`argnums` holds {last}, and the function was called with {len(bound.args)} "
-            "positional arguments."
-        )
-    return bound.args, bound.kwargs
 
 
 def _flax_nnx() -> ModuleType:

@@ -104,6 +104,11 @@ class Tap:
         """The number of rows in all rounds of its loops."""
         return math.prod(self.batch) * self.rows
 
+    @property
+    def size(self) -> int:
+        """The number of entries of the table that it reads."""
+        return self.rows * math.prod(self.shape[1:])
+
     def zeros(self) -> jax.Array:
         """Return the array in which JAX differentiates."""
         shape = *self.batch, *self.shape
@@ -189,32 +194,23 @@ def gradients_of_tables(
     taps = zip(jax.tree.leaves(specs), of_lookups, jax.tree.leaves(cotangents), strict=True)
     for spec, i, cotangent in taps:
         table = tables[spec.table]
-        i, cotangent = jax.tree.map(functools.partial(_on_mesh_of, table), (i, cotangent))
-        parts[spec.table].append((spec, *_from_all_devices(spec, table, i, cotangent)))
+        sharding = explicit_sharding(table)
+
+        def on_mesh(x: jax.Array, sharding: NamedSharding | None = sharding) -> jax.Array:
+            """Bring what was made where axes are automatic to the axes of the table."""
+            own = getattr(jax.typeof(x), "sharding", None)
+            if sharding is None or own is None or own.mesh == sharding.mesh:
+                return x
+            return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
+
+        both = _flat(spec, table, *jax.tree.map(on_mesh, (i, cotangent)))
+        # A table that devices share has the gradients of all of them.
+        axes = frozenset[str]().union(*map(varying_axes, both)) - varying_axes(table)
+        if axes:
+            gather = functools.partial(lax.all_gather, tiled=True, to="invarying")
+            both = tuple(gather(x, tuple(sorted(axes))) for x in varying_alike(*both))
+        parts[spec.table].append((spec, *both))
     return {number: _joined(tables[number], of_table) for number, of_table in parts.items()}
-
-
-def _on_mesh_of(table: TableArray, x: jax.Array) -> jax.Array:
-    """Return an array that was made where axes are automatic on the axes of the table."""
-    sharding, own = explicit_sharding(table), getattr(jax.typeof(x), "sharding", None)
-    if sharding is None or own is None or own.mesh == sharding.mesh:
-        return x
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
-
-
-def _from_all_devices(
-    spec: Tap, table: TableArray, ids: PyTree, rows: jax.Array
-) -> tuple[IdVector, RowArray]:
-    """Return ids (n,) and rows (n, *row), gathered from all devices that share the table."""
-    ids, rows = _flat(spec, table, ids, rows)
-    axes = tuple(sorted((varying_axes(ids) | varying_axes(rows)) - varying_axes(table)))
-    if axes:
-        gathered = (
-            lax.all_gather(x, axes, tiled=True, to="invarying")
-            for x in varying_alike(ids, rows)
-        )
-        ids, rows = gathered
-    return ids, rows
 
 
 def _flat(

@@ -61,14 +61,9 @@ _SHARDED = (
 
 
 def report_dense(
-    jaxpr: Jaxpr, names_of: Callable[[], Sequence[str]], dense: Mapping[int, Sequence[Need]]
+    jaxpr: Jaxpr, leaf_name: Callable[[int], str], dense: Mapping[int, Sequence[Need]]
 ) -> None:
-    """Warn of tables with dense gradients, once each, at the line that needs all of it.
-
-    Args:
-        names_of: returns the names of the inputs of the program, in backticks.
-        dense: what the program needs of each input that might have been a table.
-    """
+    """Warn of tables with dense gradients, once each, at the line that needs all of it."""
     for i, needs in dense.items():
         table = aval_of(jaxpr.invars[i])
         size = math.prod(table.shape) * table.dtype.itemsize
@@ -76,7 +71,7 @@ def report_dense(
         if why is not None:
             message, place, remedy = why
             report_fallback(
-                f"the gradient of {names_of()[i]}, a {table.dtype}{list(table.shape)} table "
+                f"the gradient of {leaf_name(i)}, a {table.dtype}{list(table.shape)} table "
                 f"({in_bytes(size)}), became dense, at O(table) cost in each step: it is "
                 f"{message}",
                 place,
@@ -101,9 +96,9 @@ def reason(
     whole = next((need for need in others if need not in by_columns), None)
     if whole is not None and whole.eqns and name_of(whole.eqns[-1]) != _name(whole):
         return what_is_unknown(whole.eqns[-1]), place_of(whole), "Please report it."
-    labels = _Labels(jaxpr, needs)
-    lookups += labels.lookups
-    if all(any(n.eqns and n.eqns[-1] is eqn for eqn in labels.products) for n in needs):
+    products, of_computed = _labelled(jaxpr, needs)
+    lookups += of_computed
+    if all(any(n.eqns and n.eqns[-1] is eqn for eqn in products) for n in needs):
         remedy = "`table[ids]` is the product `jax.nn.one_hot(ids, len(table)) @ table`."
         return MULTIPLIED, place_of(needs[0]), remedy
     if lookups and whole is not None:
@@ -111,7 +106,7 @@ def reason(
         looked_up = f"looked up ({where})" if where else "looked up"
         is_softmax = _name(whole) == "dot_general"
         remedy = _SOFTMAX if is_softmax else _PENALTY
-        remedy = _LOOK_UP_FIRST if labels.lookups else remedy
+        remedy = _LOOK_UP_FIRST if of_computed else remedy
         return f"{looked_up}, but `{_name(whole)}` needs all of it", place_of(whole), remedy
     is_map = hidden is not None and _name(hidden) == "shard_map"
     if hidden is not None and is_map and any(map(any, shard_map_of(hidden.eqns[-1]).in_specs)):
@@ -130,17 +125,15 @@ def reason(
 
 def place_of(need: Need) -> Place | None:
     """Return the line of user code that a use is in."""
-    # What JAX itself calls (`jnp.sort`) has no line of the user inside.
-    return next(filter(None, map(_place_of, reversed(need.eqns))), None)
-
-
-def _place_of(eqn: JaxprEqn) -> Place | None:
-    frames = getattr(eqn.source_info.traceback, "frames", ())
-    place = place_among((frame.file_name, frame.line_num) for frame in frames)
-    if place is None:
-        match = re.match(r"(.+?):(\d+)", source_info_util.summarize(eqn.source_info))
-        place = Place(match[1], int(match[2])) if match else None
-    return place
+    for eqn in reversed(need.eqns):  # what JAX itself calls (`jnp.sort`) has no line inside
+        frames = getattr(eqn.source_info.traceback, "frames", ())
+        place = place_among((frame.file_name, frame.line_num) for frame in frames)
+        if place is None:
+            match = re.match(r"(.+?):(\d+)", source_info_util.summarize(eqn.source_info))
+            place = Place(match[1], int(match[2])) if match else None
+        if place is not None:
+            return place
+    return None
 
 
 def _name(need: Need) -> str:
@@ -169,43 +162,36 @@ _STILL_THE_SAME = (
 _NOT_ROWS = ("scan", "shard_map", "while")
 
 
-class _Labels:
-    """Follows "numbers" of rows, "one-hot" matrices and what is "computed" of all of a table.
+def _labelled(jaxpr: Jaxpr, needs: Sequence[Need]) -> tuple[list[JaxprEqn], list[Need]]:
+    """Follow "numbers" of rows, "one-hot" matrices and what is "computed" of all of a table.
 
-    Attributes:
-        products: those with one-hot matrices, made of comparisons with the numbers of rows.
-        lookups: in arrays that have the rows of what is computed, as `Need`.
+    Returns:
+        Products with one-hot matrices, which are made of comparisons with the numbers of rows;
+        and lookups in arrays that have the rows of what is computed.
     """
+    table = needs[0].table
+    rows = aval_of(jaxpr.invars[table]).shape[0]
+    wholes = {id(need.eqns[-1]) for need in needs if need.rows is None and need.eqns}
+    products: list[JaxprEqn] = []
+    lookups: list[Need] = []
 
-    def __init__(self, jaxpr: Jaxpr, needs: Sequence[Need]) -> None:
-        self._table = needs[0].table
-        self._rows = aval_of(jaxpr.invars[self._table]).shape[0]
-        self._wholes = {id(need.eqns[-1]) for need in needs if need.rows is None and need.eqns}
-        self.products: list[JaxprEqn] = []
-        self.lookups: list[Need] = []
-        self._run(jaxpr, [""] * len(jaxpr.invars), ())
-
-    def _run(
-        self, jaxpr: Jaxpr, inputs: Sequence[str], outer: tuple[JaxprEqn, ...]
-    ) -> list[str]:
-        rule = lambda eqn, given: self._results(eqn, given, (*outer, eqn))
+    def run(jaxpr: Jaxpr, inputs: Sequence[str], outer: tuple[JaxprEqn, ...]) -> list[str]:
+        rule = lambda eqn, given: results(eqn, given, (*outer, eqn))
         return interpret(jaxpr, [""] * len(jaxpr.constvars), inputs, rule, lambda _: "")
 
-    def _results(
-        self, eqn: JaxprEqn, given: list[str], eqns: tuple[JaxprEqn, ...]
-    ) -> list[str]:
+    def results(eqn: JaxprEqn, given: list[str], eqns: tuple[JaxprEqn, ...]) -> list[str]:
         name, result = eqn.primitive.name, ""
-        is_computed = id(eqn) in self._wholes or "computed" in given
+        is_computed = id(eqn) in wholes or "computed" in given
         # Of `hidden @ table.T` entries are looked up, as the logits of labels, and no rows.
-        has_rows = name != "dot_general" or self._rows not in aval_of(eqn.invars[1]).shape
+        has_rows = name != "dot_general" or rows not in aval_of(eqn.invars[1]).shape
         if is_computed and name in LOOKING_UP:
-            self.lookups.append(Need(self._table, eqns, 0, 0, True))
+            lookups.append(Need(table, eqns, 0, 0, True))
         elif is_computed and has_rows and name not in _NOT_ROWS and not is_call(name):
             shapes: list[Shape] = [getattr(aval_of(v), "shape", ()) for v in eqn.outvars]
-            keep = [len(x) > 1 and x[0] >= self._rows for x in shapes]
+            keep = [len(x) > 1 and x[0] >= rows for x in shapes]
             return ["computed" if kept else "" for kept in keep]
         for body, _ in bodies_of(eqn):
-            return self._run(body, given[len(given) - len(body.invars) :], eqns)
+            return run(body, given[len(given) - len(body.invars) :], eqns)
         if name == "iota":
             result = "numbers"
         elif name == "eq" and "numbers" in given:
@@ -216,7 +202,10 @@ class _Labels:
             # Where ids are as many as rows, as of the experts of a layer, all may be read.
             shape = aval_of(eqn.invars[given.index("one-hot")]).shape
             (contracted, _), _ = parameter(eqn, "dimension_numbers")
-            rows = math.prod(shape[d] for d in contracted)
-            if math.prod(shape) < rows * rows:
-                self.products.append(eqn)
+            numbers = math.prod(shape[d] for d in contracted)
+            if math.prod(shape) < numbers * numbers:
+                products.append(eqn)
         return [result] * len(eqn.outvars)
+
+    run(jaxpr, [""] * len(jaxpr.invars), ())
+    return products, lookups

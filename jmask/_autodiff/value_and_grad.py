@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jmask._autodiff.arguments import Leaves, after_reading, argument_name, checked_loss
 from jmask._autodiff.forward import Forward, Need
+from jmask._autodiff.nested import Needed
 from jmask._autodiff.taps import Taps, gradients_of_tables
 from jmask._autodiff.uses import report_dense
 from jmask._autodiff.views import view_of_table
@@ -139,9 +140,43 @@ def value_and_grad(
     @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def value_and_grad_of_fun(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, PyTree]:
         numbers = _positions(argnums, args)
-        value, gradients = value_and_gradients(
-            fun, numbers, has_aux, args, kwargs, holomorphic=holomorphic, allow_int=allow_int
-        )
+        for n in numbers:
+            refuse_quantized(args[n])
+        with on_explicit_mesh([args[i] for i in numbers]):
+            # 1. The program of the loss, forwards, of the leaves. Which are tables is read from
+            # it.
+            models = {n: Model(args[n], is_tensor, allow_int) for n in numbers}
+            inputs = [models[i].parameters if i in models else x for i, x in enumerate(args)]
+            of_parameters = function_of_parameters(fun, models)
+            read = Reading(of_parameters, numbers, tuple(inputs), kwargs, has_aux)
+            read.report_dense()
+
+            # 2. The program with a tap at each lookup. Tables are constants of it.
+            arrays = read.leaves.arrays(read.jaxpr)
+
+            def tapped_loss(
+                zeros: PyTree, others: dict[int, jax.Array]
+            ) -> tuple[jax.Array, PyTree]:
+                taps = Taps(read.taps, zeros)
+                loss, *rest = read.run([others.get(i, x) for i, x in enumerate(arrays)], taps)
+                return loss, (rest, taps.record)
+
+            # 3. JAX differentiates: in the taps, and in each leaf that is no table.
+            zeros = jax.tree.map(lambda tap: tap.zeros(), read.taps)
+            others = {i: arrays[i] for i in sorted(read.real - read.tables)}
+            differentiated = jax.value_and_grad(
+                tapped_loss, (0, 1), has_aux=True, holomorphic=holomorphic
+            )
+            with jax.named_scope("jmask.value_and_grad"):
+                (_, (rest, ids)), (cotangents, dense) = differentiated(zeros, others)
+
+                # 4. The cotangents of a table's taps are the rows of its gradient.
+                sparse = gradients_of_tables(arrays, read.taps, ids, cotangents)
+            every = [(dense | sparse).get(i) for i in range(len(arrays))]
+            pairs = zip(numbers, read.leaves.gradients(every), strict=True)
+            value, gradients = read.result(rest), tuple(models[n].gradient(x) for n, x in pairs)
+
+        # 5. All reads of the tables come before what writes them.
         gradients = after_reading(value[0] if has_aux else value, gradients)
         return value, gradients if isinstance(argnums, Sequence) else gradients[0]
 
@@ -195,54 +230,6 @@ def grad(
     return grad_of_fun
 
 
-def value_and_gradients(
-    fun: Function,
-    numbers: tuple[int, ...],
-    has_aux: bool,
-    args: tuple[PyTree, ...],
-    kwargs: Options,
-    holomorphic: bool = False,
-    allow_int: bool = False,
-) -> tuple[PyTree, tuple[PyTree, ...]]:
-    """Return the value (and aux), and a gradient for each of the positions `numbers`."""
-    for n in numbers:
-        refuse_quantized(args[n])
-    with on_explicit_mesh([args[i] for i in numbers]):
-        models = {n: Model(args[n], is_tensor, allow_int) for n in numbers}
-        fun = function_of_parameters(fun, models)
-        args = tuple(models[i].parameters if i in models else x for i, x in enumerate(args))
-
-        # 1. The program of the loss, forwards, of the leaves. Which are tables is read from it.
-        read = Reading(fun, numbers, args, kwargs, has_aux)
-        read.report_dense()
-
-        # 2. The program with a tap at each lookup. Tables are constants of it.
-        arrays = read.leaves.arrays(read.jaxpr)
-
-        def tapped_loss(
-            zeros: PyTree, others: dict[int, jax.Array]
-        ) -> tuple[jax.Array, PyTree]:
-            taps = Taps(read.taps, zeros)
-            inputs = [others.get(i, x) for i, x in enumerate(arrays)]
-            loss, *rest = read.run(inputs, taps)
-            return loss, (rest, taps.record)
-
-        # 3. JAX differentiates: in the taps, and in each leaf that is no table.
-        zeros = jax.tree.map(lambda tap: tap.zeros(), read.taps)
-        others = {i: arrays[i] for i in sorted(read.real - read.tables)}
-        differentiated = jax.value_and_grad(
-            tapped_loss, (0, 1), has_aux=True, holomorphic=holomorphic
-        )
-        with jax.named_scope("jmask.value_and_grad"):
-            (_, (rest, ids)), (cotangents, dense) = differentiated(zeros, others)
-
-            # 4. The cotangents of a table's taps are the rows of its gradient.
-            sparse = gradients_of_tables(arrays, read.taps, ids, cotangents)
-        gradients = read.leaves.gradients([(dense | sparse).get(i) for i in range(len(arrays))])
-        pairs = zip(numbers, gradients, strict=True)
-        return read.result(rest), tuple(models[n].gradient(x) for n, x in pairs)
-
-
 def function_of_parameters(fun: Function, models: dict[int, Model]) -> Function:
     """Return `fun` as a function of the parameters of models, by their position."""
     if not any(model.others for model in models.values()):
@@ -290,9 +277,9 @@ class Reading:
         self.jaxpr, self._consts = program.jaxpr, program.consts
 
         avals = [aval_of(v) for v in self.jaxpr.invars]
-        self._avals, self._forward = avals, Forward(avals)
+        self._avals, self._needed = avals, Needed()
         self._wanted = [True] + [False] * (len(self.jaxpr.outvars) - 1)
-        self.needed = self._forward.needed.within(self.jaxpr, self._wanted)
+        self.needed = self._needed.within(self.jaxpr, self._wanted)
         live = {i for i, v in enumerate(self.jaxpr.invars) if v in self.needed}
         self.real = set(range(len(avals))) - (self.leaves.placeholders - live)
         self.needs: dict[int, list[Need]] = {}
@@ -300,11 +287,11 @@ class Reading:
         # Tables may be computed with each other: what is dense is an array of the next round.
         # Each round drops a table, or is the last.
         while True:
-            self._forward.needs, taps = [], Taps()
+            taps, found = Taps(), list[Need]()
             needs: dict[int, list[Need]] = {i: [] for i in self.tables}
             if self.tables:
-                self.run(avals, taps)
-            for need in self._forward.needs:
+                self.run(avals, taps, found)
+            for need in found:
                 needs[need.table].append(need)
             self.taps, self.needs = taps.record, needs | self.needs
             dense = {i for i in self.tables if not self._is_sparse(i, needs[i])}
@@ -340,10 +327,13 @@ class Reading:
                 "branches of a `cond`: call todense where `x` is, or with masked_grad=True."
             ) from error
 
-    def run(self, inputs: Sequence[Argument], taps: Taps) -> list[jax.Array]:
-        """Return all outputs of the program."""
+    def run(
+        self, inputs: Sequence[Argument], taps: Taps, needs: list[Need] | None = None
+    ) -> list[jax.Array]:
+        """Return all outputs of the program; a trial notes what it needs of tables."""
         views = [view_of_table(i, x) if i in self.tables else x for i, x in enumerate(inputs)]
-        return self._forward.arrays((self.jaxpr, self._consts), views, taps, self._wanted)
+        forward = Forward(self._avals, taps, self._needed, [] if needs is None else needs)
+        return forward.arrays((self.jaxpr, self._consts), views, self._wanted)
 
     def _is_sparse(self, number: int, needs: Sequence[Need]) -> bool:
         """Decide by its uses whether the gradient of an input is rows."""
@@ -369,17 +359,17 @@ class Reading:
 
     def report_dense(self) -> None:
         """Warn of tables whose gradients are dense."""
-        dense = {i: needs for i, needs in self.needs.items() if i not in self.tables}
-        report_dense(self.jaxpr, self._names, dense)
 
-    def _names(self) -> list[str]:
-        """Return the names of the leaves, in backticks."""
-        names = [
-            leaf_name(argument_name(self._fun, number), path)
-            for number in self._numbers
-            for path, _ in jax.tree.leaves_with_path(self._args[number], is_leaf=is_tensor)
-        ]
-        return [names[owner] for owner in self.leaves.owners]
+        def name(i: int) -> str:
+            names = [
+                leaf_name(argument_name(self._fun, number), path)
+                for number in self._numbers
+                for path, _ in jax.tree.leaves_with_path(self._args[number], is_leaf=is_tensor)
+            ]
+            return names[self.leaves.owners[i]]
+
+        dense = {i: needs for i, needs in self.needs.items() if i not in self.tables}
+        report_dense(self.jaxpr, name, dense)
 
 
 def _positions(argnums: int | Sequence[int], args: tuple[PyTree, ...]) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ types           names for the types of arguments
 array_types     shapes, and dtypes to compute in
 shardings       where the entries of arrays are, by their types; code for each device
 validation      validation of public arguments and of the leaves of trees
-hashed          a permutation of row numbers that spreads frequent ids
 row_ids         row ids: canonical form, and the opaque dtype in which they travel
 fallback        the warning, or error, where sparse storage becomes dense
 forms           what is relied on of JAX's programs: names and parameters of equations

@@ -16,11 +16,9 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
-
-_T = TypeVar("_T")
 
 _strict = contextvars.ContextVar("jmask_strict", default=False)
 _collected: contextvars.ContextVar["list[Fallback] | None"] = contextvars.ContextVar(
@@ -69,15 +67,6 @@ class StorageFallbackWarning(UserWarning):
 
 
 @contextlib.contextmanager
-def _set(variable: contextvars.ContextVar[_T], value: _T) -> Iterator[_T]:
-    token = variable.set(value)
-    try:
-        yield value
-    finally:
-        variable.reset(token)
-
-
-@contextlib.contextmanager
 def strict() -> Iterator[None]:
     """Context in which leaving sparse storage raises instead of warning.
 
@@ -98,8 +87,11 @@ def strict() -> Iterator[None]:
             ...
         jmask.StorageFallbackWarning: ...
     """
-    with _set(_strict, True):
+    token = _strict.set(True)
+    try:
         yield
+    finally:
+        _strict.reset(token)
 
 
 @contextlib.contextmanager
@@ -109,8 +101,11 @@ def collected() -> Iterator[list[Fallback]]:
     As of a trial trace, whose fallbacks are reported by the real one.
     """
     reports: list[Fallback] = []
-    with _set(_collected, reports):
+    token = _collected.set(reports)
+    try:
         yield reports
+    finally:
+        _collected.reset(token)
 
 
 def report_fallback(message: str, place: Place | None = None, remedy: str = "") -> None:
@@ -155,14 +150,14 @@ def place_among(lines: Iterable[tuple[str, int]]) -> Place | None:
     outside = [at for at in lines if not at[0].startswith(_LIBRARIES)]
     if not outside:
         return None
-    place = next((at for at in outside if not _is_installed(at[0])), outside[0])
+    packages = r"[/\\](site|dist)-packages[/\\]"
+    own = (
+        (file, line)
+        for file, line in outside
+        if not (re.search(packages, file) or file.startswith((*_INSTALLED, "<frozen ")))
+    )
+    place = next(own, outside[0])
     return Place(*place, None if place == outside[0] else outside[0])
-
-
-def _is_installed(file: str) -> bool:
-    parts = re.split(r"[/\\]", file)
-    packages = "site-packages" in parts or "dist-packages" in parts
-    return packages or file.startswith((*_INSTALLED, "<frozen "))
 
 
 def in_bytes(size: int) -> str:

@@ -15,10 +15,10 @@ warning, and `lazy` refuses it with the reason.
 To take on a new JAX, run `tests/base/test_forms.py`: it says which primitive has changed.
 """
 
-import dataclasses
 import operator
 import re
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
@@ -38,16 +38,14 @@ Opened = tuple[Jaxpr, Sequence[jax.Array]]
 """A jaxpr and its constants."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """Known parameters of a primitive."""
 
     read: frozenset[str]  # parameters that rules read
     # Others that may occur. No rule reads them: they are passed on unchanged, or do not change
     # what is computed.
-    beside: frozenset[str] = frozenset()
-    # Whether what the parameters are is known too; None if that is no matter.
-    holds: Callable[[JaxprEqn], bool] | None = None
+    beside: frozenset[str]
+    holds: Callable[[JaxprEqn], bool]  # whether what the parameters are is known too
 
 
 aval_of: Callable[[Atom], Shaped] = operator.attrgetter("aval")
@@ -62,8 +60,7 @@ def opened(jaxpr: Jaxpr | ClosedJaxpr) -> Opened:
 # --- equations that hold jaxprs ----------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Scan:
+class Scan(NamedTuple):
     """A `scan`: inputs are so many `consts`, so many of the `carry`, then what is scanned.
 
     `how` is length, reverse and unroll, as `jax.lax.scan` takes them.
@@ -107,8 +104,7 @@ def _is_known_scan(eqn: JaxprEqn) -> bool:
     return inputs == outputs and said == (first, count) and lengths <= {scan.how["length"]}
 
 
-@dataclasses.dataclass(frozen=True)
-class While:
+class While(NamedTuple):
     """A `while`: inputs are constants of the condition, of the body, then what is carried."""
 
     condition: Opened
@@ -190,8 +186,7 @@ def within(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
 # --- several devices ---------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class ShardMap:
+class ShardMap(NamedTuple):
     """A `shard_map`: its body on one device, and what else `jax.shard_map` takes."""
 
     body: Opened
@@ -210,17 +205,12 @@ def shard_map_of(eqn: JaxprEqn) -> ShardMap:
 
 # --- gather -------------------------------------------------------------------------------
 
-_OF_A_GATHER = frozenset(
-    "offset_dims collapsed_slice_dims start_index_map operand_batching_dims "
-    "start_indices_batching_dims".split()
-)
+_OF_A_GATHER = {
+    *("offset_dims", "collapsed_slice_dims", "start_index_map"),
+    *("operand_batching_dims", "start_indices_batching_dims"),
+}
 # In all of them but CLIP an index out of range is dropped, or there is none.
 _MODES = ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")
-
-
-def _is_known_gather(eqn: JaxprEqn) -> bool:
-    fields = set(eqn.params["dimension_numbers"]._fields)
-    return fields == _OF_A_GATHER and eqn.params["mode"].name in _MODES
 
 
 # --- the table ---------------------------------------------------------------------------
@@ -273,13 +263,18 @@ _HOLDS: dict[str, Callable[[JaxprEqn], bool]] = {
     **dict.fromkeys((*CALLS, *REMATS, "cond", "shard_map"), _runs_on_all),
     "scan": _is_known_scan,
     "while": _is_known_while,
-    "gather": _is_known_gather,
+    "gather": lambda eqn: (
+        {*eqn.params["dimension_numbers"]._fields} == _OF_A_GATHER
+        and eqn.params["mode"].name in _MODES
+    ),
     "scatter": lambda eqn: eqn.params["mode"].name != "CLIP",
     "mul": lambda eqn: eqn.params.get("out_dtype") is None,
     "reshape": lambda eqn: eqn.params.get("dimensions") is None,
 }
 FORMS: dict[str, Form] = {
-    name: Form(frozenset(read.split()), frozenset(beside.split()), _HOLDS.get(name))
+    name: Form(
+        frozenset(read.split()), frozenset(beside.split()), _HOLDS.get(name, lambda _: True)
+    )
     for names, read, beside in (re.split("[:|]", line) for line in _TABLE.split("\n")[1:-1])
     for name in names.split()
 }
@@ -297,7 +292,7 @@ def name_of(eqn: JaxprEqn) -> str:
         return name
     try:
         is_known = form.read <= given and given <= form.read | form.beside
-        if is_known and (form.holds is None or form.holds(eqn)):
+        if is_known and form.holds(eqn):
             return name
     except (AttributeError, KeyError, TypeError, ValueError):
         pass  # a parameter of another type than is known

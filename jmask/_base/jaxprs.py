@@ -7,7 +7,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 import jax
@@ -188,29 +188,3 @@ def evaluate(program: ClosedJaxpr, *args: jax.Array) -> list[jax.Array]:
     """Return outputs of a program that was traced for other types of arrays: see `bound`."""
     program = inlined(program)
     return interpret(program.jaxpr, program.consts, args, bound)
-
-
-def side_by_side(eqns: Sequence[JaxprEqn], name: str) -> Iterator[list[JaxprEqn]]:
-    """Yield equations in order; group those named `name` that do not depend on each other.
-
-    Equations that need what they make come after them; where some have effects all stay as
-    they are.
-    """
-    names = [eqn.primitive.name for eqn in eqns]
-    if names.count(name) < 2 or any(eqn.effects for eqn in eqns):
-        yield from ([eqn] for eqn in eqns)
-        return
-    while eqns:
-        waiting: set[Var] = set()
-        chosen: list[JaxprEqn] = []
-        later: list[JaxprEqn] = []
-        for eqn in eqns:
-            needs = any(not isinstance(v, Literal) and v in waiting for v in eqn.invars)
-            if not needs and eqn.primitive.name != name:
-                yield [eqn]
-                continue
-            waiting.update(eqn.outvars)
-            (later if needs else chosen).append(eqn)
-        if chosen:
-            yield chosen
-        eqns = later

@@ -6,12 +6,10 @@ other operations, and at lowering it becomes what suits the devices:
     twice = primitive("twice", lambda x: [2 * x], shapes=lambda x: [x])
     lower(twice, on_one=lambda x: [x + x], on_several=lambda x: [2 * x], platform="cpu")
 
-One equation of a `GroupedPrimitive` serves several calls, so that a lowering can run them side
-by side. A call is a pytree: its static fields are parameters of the equation.
+An equation of a `CallPrimitive` is a pytree: its static fields are parameters of the equation.
 """
 
 import functools
-import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
@@ -90,20 +88,17 @@ def lower(
     def rule(
         ctx: mlir.LoweringRuleContext, *operands: Argument, **how: Argument
     ) -> Sequence[Argument]:
-        definition = on_one if on_several is None or _is_for_one(ctx) else on_several
+        context: Argument = ctx.module_context.axis_context
+        mesh = getattr(context, "mesh", None)
+        if mesh is None:
+            is_for_one = getattr(context, "num_devices", None) == 1
+        else:  # or for what one device does in a `shard_map`
+            is_for_one = set(context.manual_axes) == set(mesh.axis_names)
+        definition = on_one if on_several is None or is_for_one else on_several
         return mlir.lower_fun(definition, multiple_results=True)(ctx, *operands, **how)
 
     for name in ("cuda", "rocm") if platform == "gpu" else (platform,):
         mlir.register_lowering(made, rule, platform=name)
-
-
-def _is_for_one(ctx: mlir.LoweringRuleContext) -> bool:
-    """Decide whether a program is for one device, or what one does in a `shard_map`."""
-    context: Argument = ctx.module_context.axis_context
-    mesh = getattr(context, "mesh", None)
-    if mesh is None:
-        return getattr(context, "num_devices", None) == 1
-    return set(context.manual_axes) == set(mesh.axis_names)
 
 
 def switched_on() -> bool:
@@ -116,15 +111,13 @@ def switched_on() -> bool:
 
 
 Call = TypeVar("Call")
-Results = list[list[jax.Array]]
-"""The results of each call."""
-CallDefinition = Callable[[Sequence[Call]], Results]
+CallDefinition = Callable[[Call], list[jax.Array]]
 
 
-class GroupedPrimitive(Generic[Call]):
-    """A primitive for several calls in one equation, as `primitive` for one.
+class CallPrimitive(Generic[Call]):
+    """A primitive whose operands are the arrays of a call, a pytree; see `primitive`.
 
-    Its one parameter, `tree`, is the structure of the list of calls; `shapes` are of one call.
+    Its one parameter is the structure of the call.
     """
 
     def __init__(
@@ -133,27 +126,19 @@ class GroupedPrimitive(Generic[Call]):
         definition: CallDefinition[Call],
         shapes: Callable[[Call], list[Shaped]],
     ) -> None:
-        def all_shapes(*avals: Shaped, tree: PyTreeDef) -> list[Shaped]:
-            return [x for call in tree.unflatten(avals) for x in shapes(call)]
+        self.primitive = primitive(name, _flat(definition), _flat(shapes))
 
-        self.shapes = shapes
-        self.primitive = primitive(name, _flat(definition), all_shapes)
-
-    def __call__(self, calls: Sequence[Call]) -> Results:
-        """Bind one equation for all calls."""
-        if not calls:
-            return []
+    def __call__(self, call: Call) -> list[jax.Array]:
         # A parameter must be hashable and an array is not: the structure goes there.
         tree: PyTreeDef
-        operands, tree = jax.tree.flatten(list(calls))
-        results = iter(self.primitive.bind(*operands, tree=tree))
-        abstract = tree.unflatten(map(jax.typeof, operands))
-        return [list(itertools.islice(results, len(self.shapes(x)))) for x in abstract]
+        operands, tree = jax.tree.flatten(call)
+        results: list[jax.Array] = self.primitive.bind(*operands, tree=tree)
+        return results
 
-    def calls(self, params: Options, operands: Sequence[jax.Array]) -> list[Call]:
-        """Return the calls of an equation with these parameters."""
-        calls: list[Call] = params["tree"].unflatten(operands)
-        return calls
+    def call(self, params: Options, operands: Sequence[Argument]) -> Call:
+        """Return the call of an equation with these parameters."""
+        call: Call = params["tree"].unflatten(operands)
+        return call
 
     def lower(
         self,
@@ -166,8 +151,5 @@ class GroupedPrimitive(Generic[Call]):
         lower(self.primitive, _flat(on_one), several, platform)
 
 
-def _flat(definition: CallDefinition[Call]) -> ArraysFunction:
-    def flat(*operands: jax.Array, tree: PyTreeDef) -> list[jax.Array]:
-        return [x for results in definition(tree.unflatten(operands)) for x in results]
-
-    return flat
+def _flat(definition: Function) -> Function:
+    return lambda *operands, tree: definition(tree.unflatten(operands))

@@ -17,7 +17,7 @@ The payload is the bitwise complement of an id, -1 - id, so that `zeros_like`, `
 `full_like`, which can make such a leaf from nothing, yield padding and not a row.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NoReturn
 
 import jax
@@ -60,9 +60,9 @@ class _Tag(str):
         )
 
 
-def _opaque_dtype(words: int) -> Hashable:
-    # JAX's only public way to an extended dtype is a PRNG implementation.
-    return define_prng_impl(
+# JAX's only public way to an extended dtype is a PRNG implementation.
+_IMPLEMENTATIONS = {
+    4 * words: define_prng_impl(
         key_shape=(words,),
         seed=_refuse,
         split=_refuse,
@@ -71,9 +71,8 @@ def _opaque_dtype(words: int) -> Hashable:
         name=f"jmask row ids, {32 * words} bit",
         tag=_Tag(),
     )
-
-
-_IMPLEMENTATIONS = {4: _opaque_dtype(1), 8: _opaque_dtype(2)}
+    for words in (1, 2)
+}
 
 
 def hide(ids: IdArray) -> jax.Array:
@@ -100,11 +99,6 @@ def reveal(leaf: jax.Array) -> jax.Array:
     else:
         ids = lax.bitcast_convert_type(words, np.int64)
     return lax.bitwise_not(ids)
-
-
-def mapped_words(leaf: jax.Array, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Return the opaque leaf with `function` of its words, unsigned integers (..., 1 or 2)."""
-    return wrap(function(jax.random.key_data(leaf)))
 
 
 def is_opaque(leaf: object) -> bool:
@@ -173,3 +167,50 @@ def widen(ids: Ids, rows: int) -> IdArray:
     if limits.min < np.iinfo(dtype).min:
         ids = jnp.where(ids < 0, np.array(-1, ids.dtype), ids)
     return lax.convert_element_type(ids, dtype)
+
+
+# --- a fixed permutation of row numbers, of tables with `hashed=True` ------------------------
+#
+#     id i of N rows          column x = i % 1024, line y = i // 1024, of L = N / 1024
+#     three rounds            x += h(y);  y += h(x);  x += h(y)
+#     position                x L + y
+#
+# Each round adds a hash of the one to the other, so it can be undone. Frequent ids, which often
+# come first, and ids with a factor in common lie all over the table, whatever the number of its
+# shards: a checkpoint fits any mesh.
+
+COLUMNS = 1024
+"""Tables with `hashed=True` have a multiple of this many rows."""
+
+
+def position_of(ids: jax.Array, rows: int) -> jax.Array:
+    """Return the positions of ids (...) in [0, rows); what is no row stays what it is."""
+    lines = rows // COLUMNS
+    x, y = ids % COLUMNS, ids // COLUMNS
+    x = (x + _hash(y, 1, COLUMNS)) % COLUMNS
+    y = (y + _hash(x, 2, lines)) % lines
+    x = (x + _hash(y, 3, COLUMNS)) % COLUMNS
+    return jnp.where((ids >= 0) & (ids < rows), x * lines + y, ids)
+
+
+def id_of(positions: jax.Array, rows: int) -> jax.Array:
+    """Return the ids of positions in [0, rows): undo `position_of`."""
+    lines = rows // COLUMNS
+    x, y = positions // lines, positions % lines
+    x = (x - _hash(y, 3, COLUMNS)) % COLUMNS
+    y = (y - _hash(x, 2, lines)) % lines
+    x = (x - _hash(y, 1, COLUMNS)) % COLUMNS
+    return y * COLUMNS + x
+
+
+def _hash(number: jax.Array, round_of: int, limit: int) -> jax.Array:
+    """Return a number below `limit` for each number."""
+    bits = number.astype(jnp.uint32) + np.uint32(round_of * 0x9E3779B9 % 2**32)
+    return (mixed(bits) % np.uint32(limit)).astype(number.dtype)
+
+
+def mixed(bits: jax.Array) -> jax.Array:
+    """Return uint32 numbers with their bits mixed: the finalizer of MurmurHash3, fmix32."""
+    for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13), (1, 16)):
+        bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
+    return bits

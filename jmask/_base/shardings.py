@@ -69,10 +69,7 @@ def sharding_of_type(shape: Shaped) -> NamedSharding | None:
 
 def spec_of(array: jax.Array) -> tuple[MeshAxes, ...]:
     """Return the axes that shard each dimension by its type: None, a name or several."""
-    return _whole_spec(explicit_sharding(array), len(jax.typeof(array).shape))
-
-
-def _whole_spec(sharding: NamedSharding | None, ndim: int) -> tuple[MeshAxes, ...]:
+    sharding, ndim = explicit_sharding(array), len(jax.typeof(array).shape)
     spec = () if sharding is None else tuple(sharding.spec)
     return spec + (None,) * (ndim - len(spec))
 
@@ -124,14 +121,6 @@ def is_ambiguous(table: jax.Array, ids: jax.Array, rows: jax.Array) -> bool:
     return spread or spec_of(table)[1:] != spec_of(rows)[1:]
 
 
-def placed_like(rows: jax.Array, ids: jax.Array) -> jax.Array:
-    """Place rows (*ids.shape, *row) as the type of the ids says."""
-    sharding = explicit_sharding(ids)
-    if sharding is None:
-        return rows
-    return resharded(rows, sharding, spec_of(ids) + spec_of(rows)[ids.ndim :])
-
-
 def automatically(
     function: Function,
     *arrays: jax.Array,
@@ -170,17 +159,13 @@ def varying_alike(*arrays: jax.Array) -> list[jax.Array]:
     return [varying_over(every, x) for x in arrays]
 
 
-def varying_like(x: jax.Array, shape: Shaped) -> jax.Array:
-    """Return an array that is the same on all devices, typed as different where `shape` is."""
-    return varying_over(axes_of_type(shape), x)
-
-
 def typed_like(x: jax.Array, shape: Shaped) -> jax.Array:
     """Return a replicated array, typed as `shape` says: varying, or sharded."""
     sharding = sharding_of_type(shape)
     if sharding is not None:
-        x = resharded(x, sharding, _whole_spec(sharding, x.ndim))
-    return varying_like(x, shape)
+        spec = tuple(sharding.spec)
+        x = resharded(x, sharding, spec + (None,) * (x.ndim - len(spec)))
+    return varying_over(axes_of_type(shape), x)
 
 
 def on_every_device(x: jax.Array, shape: Shaped) -> jax.Array:

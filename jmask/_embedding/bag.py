@@ -56,7 +56,7 @@ from jmask._embedding.lookup import (
     shape_of_rows,
 )
 from jmask._embedding.pad_bags import PaddedBags, check_weights, checked_offsets
-from jmask._kernels.bag_sum import bag_sum
+from jmask._kernels.gathered_rows import bag_sum
 from jmask._kernels.rows import add_rows
 from jmask._tensors.storage import row_of_each
 

@@ -20,8 +20,7 @@ from jax.experimental.sparse import JAXSparse
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import fewer, real_dtype, trailing, wide
-from jmask._base.hashed import COLUMNS, position_of
-from jmask._base.row_ids import canonical, id_dtype, widen
+from jmask._base.row_ids import COLUMNS, canonical, id_dtype, position_of, widen
 from jmask._base.shardings import Shards, flat, spec_of, with_whole_rows
 from jmask._base.types import Argument, HostArray, Ids, Numbers, Scalar, Table
 from jmask._base.validation import (

@@ -3,9 +3,7 @@
 rows                    gathers and scatters of whole rows, and how a lookup is vectorized
 coalesce                rows of equal ids summed, into as many slots as there are ids
 sharded_rows            lookups in sharded tables, and rows sent to their shards
-gathered_rows           rows of another array, scaled, that are not materialised
-bag_sum                 sums of rows that are not materialised
-row_blocks              loops over blocks of rows, and sums of equal ids in them
+gathered_rows           rows of another array, scaled, and sums of rows, not materialised
 update_rows             tables updated at unique ids: a primitive that knows the device
 scatter_update          one scatter whose combiner is an optimizer
 lines                   narrow rows packed in lines of 128 lanes

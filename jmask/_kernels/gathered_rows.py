@@ -1,4 +1,4 @@
-"""Gathered rows: rows that are rows of another array, each times a number.
+"""Gathered rows, which are rows of another array, each times a number, and sums of rows.
 
     source [[1, 2],      index [0, 0, 1]         rows [[1, 2],
             [3, 4]]      weight [1, 1, 2]              [1, 2],
@@ -14,19 +14,32 @@ materialises all of them, and the compiler removes the array that nothing reads.
 """
 
 import dataclasses
+import functools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.interpreters import ad
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import is_known, joint_dtype, trailing
+from jmask._base.array_types import is_known, joint_dtype, trailing, wide
+from jmask._base.lowering import CallPrimitive
 from jmask._base.shardings import varying_alike
-from jmask._base.types import DType, RowArray
+from jmask._base.types import (
+    Argument,
+    ArrayFunction,
+    Arrays,
+    DType,
+    PyTreeDef,
+    RowArray,
+    Shape,
+    Shaped,
+)
 from jmask._kernels import tuning
-from jmask._kernels.rows import Gather
+from jmask._kernels.rows import Gather, add_rows
 
 
 @jax.tree_util.register_dataclass
@@ -160,11 +173,6 @@ def joined_rows(parts: Sequence[Rows]) -> GatheredRows | None:
     )
 
 
-def as_array(rows: Rows) -> RowArray:
-    """Return the rows as one array."""
-    return rows.array() if isinstance(rows, GatheredRows) else rows
-
-
 def rows_at(rows: Rows, entries: jax.Array) -> RowArray:
     """Return the rows of the entries (k,), all of which exist."""
     if isinstance(rows, GatheredRows):  # index and weight are read first: few rows are written
@@ -173,3 +181,142 @@ def rows_at(rows: Rows, entries: jax.Array) -> RowArray:
         return GatheredRows(rows.source, index, weight, rows.dtype).array()
     clips = lax.GatherScatterMode.CLIP
     return Gather.rows_of(rows.shape, clips)(rows, entries[:, None])
+
+
+# --- sums of rows, bag by bag, whose rows are not materialised --------------------------------
+#
+#     table [[1, 2],     positions [2, 0, 2]      sums [[6, 8],       row 2 + row 0
+#            [3, 4],     bags      [0, 0, 1]            [5, 6]]       row 2
+#            [5, 6]]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["table", "positions", "bag_of_entry", "weights", "valid"],
+    meta_fields=["bags", "fill"],
+)
+@dataclasses.dataclass(frozen=True)
+class BagSum:
+    """Sums (bags, *row) of the rows of each bag, in float32 at least.
+
+    On a CPU a block of rows is read at a time and added to its bags: all n rows of a large
+    batch would go through memory twice. The derivative is that of a gather and a sum.
+
+
+    No array is sharded over devices by its type, or differs from one to the other.
+    """
+
+    table: Argument  # (V, *row): floating; not empty
+    # (n,): canonical ids, n > 0; V reads `fill`. (bags, k) if the bags have equal lengths.
+    positions: jax.Array
+    # (n,): canonical: `bags` where an entry is in none. None if the bags have equal lengths.
+    bag_of_entry: jax.Array | None
+    # Of the entries, of the same shape, in the dtype of the sums; None for ones.
+    weights: jax.Array | None
+    # A boolean; where it is False all sums begin with nan. None for True.
+    valid: jax.Array | None
+    bags: int  # how many, > 0
+    fill: float  # 0 or nan
+
+    def start(self) -> jax.Array:
+        """Return the sums (bags, *row) of nothing."""
+        zeros = jnp.zeros((self.bags, *self.table.shape[1:]), wide(self.table.dtype))
+        return zeros if self.valid is None else jnp.where(self.valid, zeros, jnp.nan)
+
+    def by_parts(self, linear: bool = False) -> jax.Array:
+        """Return the sums by definition; if `linear`, in operations that JAX can transpose."""
+        read = Gather.plain if linear else Gather.__call__
+        return self.combined(self.rows(read))
+
+    def rows(self, read: ArrayFunction = Gather.__call__) -> jax.Array:
+        """Return the rows (*entries, *row) in float32 at least, without their weights."""
+        fills, batch = lax.GatherScatterMode.FILL_OR_DROP, self.positions.ndim
+        gather = Gather.rows_of(self.table.shape, fills, batch, fill_value=self.fill)
+        rows = read(gather, self.table, self.positions[..., None])
+        return rows.astype(wide(self.table.dtype))
+
+    def combined(self, rows: jax.Array) -> jax.Array:
+        """Return the sums of the rows (*entries, *row) that were read, times weights."""
+        weights = self.weights
+        if self.bag_of_entry is not None:
+            rows = _weighted(rows, weights)
+            return add_rows(self.start(), self.bag_of_entry, rows)
+        if weights is None:
+            total = jnp.sum(rows, 1, dtype=rows.dtype)
+        else:  # a product that XLA's CPU compiler would write out to sum it is a `dot` instead
+            total = jnp.einsum("bl,bl...->b...", weights, rows, precision=lax.Precision.HIGHEST)
+        return total if self.valid is None else self.start() + total
+
+    def in_blocks(self) -> jax.Array:
+        """Return the sums by a loop that reads a block of rows and adds them to their bags."""
+        count, bags, bag_of_entry = self.positions.size, self.bags, self.bag_of_entry
+        dtype, padding = wide(self.table.dtype), self.table.shape[0]
+        size = tuning.block_size(math.prod(self.table.shape[1:]) * dtype.itemsize)
+        blocks = -(-count // size)
+        missing = 0, blocks * size - count
+        if bag_of_entry is None:
+            bag_of_entry = lax.iota(jnp.int32, count) // (count // bags)
+        positions = jnp.pad(self.positions.reshape(-1), missing, constant_values=padding)
+        bag_of_entry = jnp.pad(bag_of_entry, missing, constant_values=bags)
+        weights = self.weights
+        if weights is not None:
+            weights = jnp.pad(weights.reshape(-1), missing)
+
+        def block(number: jax.Array, sums: jax.Array) -> jax.Array:
+            part = lambda x: lax.dynamic_slice_in_dim(x, number * size, size)
+            rows = dataclasses.replace(self, positions=part(positions)).rows()
+            rows = _weighted(rows, None if weights is None else part(weights))
+            return add_rows(sums, part(bag_of_entry), rows)
+
+        return lax.fori_loop(0, blocks, block, self.start())
+
+
+def bag_sum(*operands: Argument) -> jax.Array:
+    """Return the sums of a `BagSum` of these attributes."""
+    x = BagSum(*operands)
+    is_static = is_known(*x.positions.shape, x.bags)
+    if not is_static or not are_large((*x.positions.shape, *x.table.shape[1:]), x.table.dtype):
+        return x.by_parts()
+    return BAG_SUM(x)[0]
+
+
+def are_large(shape: Shape, dtype: DType) -> bool:
+    """Decide whether rows of this shape are better not materialised."""
+    return math.prod(shape) * dtype.itemsize > tuning.SMALL_ROWS
+
+
+def _weighted(rows: jax.Array, weights: jax.Array | None) -> jax.Array:
+    return rows if weights is None else rows * trailing(weights, rows.ndim)
+
+
+def _shapes(x: BagSum) -> list[Shaped]:
+    shape = x.bags, *x.table.shape[1:]
+    return [x.table.update(shape=shape, dtype=wide(x.table.dtype))]
+
+
+BAG_SUM: CallPrimitive[BagSum]
+BAG_SUM = CallPrimitive("jmask_bag_sum", lambda x: [x.by_parts()], _shapes)
+# Where arrays are sharded over devices, each block would go between them.
+BAG_SUM.lower(lambda x: [x.in_blocks()], lambda x: [x.by_parts()], platform="cpu")
+
+
+def _derivative(
+    primals: Arrays, tangents: Arrays, *, tree: PyTreeDef
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    x, along = tree.unflatten(primals), tree.unflatten(tangents)
+    terms = []
+    if not isinstance(along.table, ad.Zero):
+        moved = dataclasses.replace(x, table=along.table, valid=None, fill=0)
+        terms.append(moved.by_parts(linear=True))
+    if x.weights is None or isinstance(along.weights, ad.Zero):
+        sums = BAG_SUM(x)[0]
+    else:
+        # The derivative by the weights needs the rows themselves: they are read once for both.
+        rows = x.rows()
+        sums = x.combined(rows)
+        moved = dataclasses.replace(x, weights=along.weights, valid=None)
+        terms.append(moved.combined(rows))
+    return [sums], [sum(terms[1:], terms[0]) if terms else jnp.zeros_like(sums)]
+
+
+ad.primitive_jvps[BAG_SUM.primitive] = _derivative

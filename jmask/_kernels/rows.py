@@ -33,7 +33,6 @@ from jmask._base.shardings import (
     entry,
     explicit_sharding,
     is_ambiguous,
-    placed_like,
     spec_of,
     typed_like,
     varying_alike,
@@ -181,12 +180,6 @@ def zero_of(number: jax.Array) -> jax.Array:
 # --- the primitive --------------------------------------------------------------------------
 
 
-def _by_definition(
-    operand: jax.Array, indices: jax.Array, *, gather: Gather
-) -> list[jax.Array]:
-    return [gather.plain(operand, indices)]
-
-
 def _on_a_cpu(operand: jax.Array, indices: jax.Array, *, gather: Gather) -> list[jax.Array]:
     if not indices.size:
         return [gather.plain(operand, indices)]
@@ -205,7 +198,9 @@ def _shapes(operand: ShapedArray, indices: Shaped, *, gather: Gather) -> list[Sh
     return [operand.update(shape=rows.shape, weak_type=False)]
 
 
-SLOW_COPY = primitive("jmask_gather", _by_definition, _shapes)
+SLOW_COPY = primitive(
+    "jmask_gather", lambda *arrays, gather: [gather.plain(*arrays)], shapes=_shapes
+)
 """A gather that `is_slow_copy`: the parameter `gather` of an operand and indices."""
 lower(SLOW_COPY, _on_a_cpu, platform="cpu")
 
@@ -267,7 +262,7 @@ def zero_after_reading(rows: RowArray) -> jax.Array | None:
 def plus_zero(ids: jax.Array, zero: jax.Array) -> jax.Array:
     """Add integer zeros, one for each id or one for all, on which the ids then depend."""
     zeros = jnp.broadcast_to(lax.convert_element_type(zero, ids.dtype), ids.shape)
-    return lax.add(*varying_alike(ids, placed_like(zeros, ids)))
+    return lax.add(*varying_alike(ids, typed_like(zeros, jax.typeof(ids))))
 
 
 def split_rows(
@@ -353,9 +348,11 @@ def scattered(
 ) -> TableArray:
     """Bind one scatter, which promises this order of the ids."""
     ids, rows = never_alone(table.shape[0], ids, rows)
-    is_unique = order != "any"
-    if is_unique:
-        ids, is_unique = _unique_padding(ids, table.shape[0])
+    count, most = ids.shape[0], jnp.iinfo(ids.dtype).max
+    is_unique = order != "any" and is_known(count) and table.shape[0] + count <= most
+    if is_unique:  # padding V, V, V becomes V, V+1, V+2, so that this can be promised to XLA
+        padding = table.shape[0] + lax.iota(ids.dtype, count)
+        ids = jnp.where(ids >= table.shape[0], padding, ids)
     dimensions = lax.ScatterDimensionNumbers(
         update_window_dims=tuple(range(1, table.ndim)),
         inserted_window_dims=(0,),
@@ -384,17 +381,6 @@ def never_alone(rows: int, ids: IdVector, *values: RowArray) -> list[jax.Array]:
     return [jnp.concatenate([ids, jnp.full_like(ids, rows)]), *padded]
 
 
-def _unique_padding(ids: IdVector, rows: int) -> tuple[jax.Array, bool]:
-    """Replace padding V, V, V by V, V+1, V+2, so that unique ids can be promised to XLA.
-
-    Returns the ids and whether the promise can be made (V + n must fit the dtype).
-    """
-    if not is_known(*ids.shape) or rows + ids.shape[0] > jnp.iinfo(ids.dtype).max:
-        return ids, False
-    position = lax.iota(ids.dtype, ids.shape[0])
-    return jnp.where(ids >= rows, rows + position, ids), True
-
-
 # --- unique ids --------------------------------------------------------------------------
 
 
@@ -405,15 +391,15 @@ WRITE = primitive(
 )
 
 
-def _written_on_gpus(
-    table: TableArray, ids: IdVector, rows: RowArray, *, kind: Kind, order: Order
-) -> list[jax.Array]:
-    # XLA fuses the lookup of the old rows into the scatter that writes the new ones, and where
-    # it does not see that both are of one buffer (stacked tables) it reads from a copy of it.
-    return [scattered(table, ids, lax.optimization_barrier(rows), kind, order)]
-
-
-lower(WRITE, _written_on_gpus, platform="gpu")
+# XLA for GPUs fuses the lookup of the old rows into the scatter that writes the new ones, and
+# where it does not see that both are of one buffer (stacked tables) it reads from a copy of it.
+lower(
+    WRITE,
+    lambda table, ids, rows, **how: [
+        scattered(table, ids, lax.optimization_barrier(rows), **how)
+    ],
+    platform="gpu",
+)
 
 
 def gather_unique_rows(table: TableArray, ids: IdVector, order: Order) -> RowArray:

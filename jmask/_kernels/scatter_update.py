@@ -13,6 +13,7 @@ under vmap and where derivatives are taken, the same is done by gather, compute,
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -113,7 +114,9 @@ def _by_kernel(program: ClosedJaxpr, update: Update) -> Form:
             others = (next(scalars if alone else arrays) for alone in is_scalar)
             return rule(*old, grad, *others)
 
-        read = [i for i in range(count) if choice.is_used(program.jaxpr, i)]
+        jaxpr = program.jaxpr
+        used = {id(v) for v in (*(v for e in jaxpr.eqns for v in e.invars), *jaxpr.outvars)}
+        read = [i for i in range(count) if id(jaxpr.invars[i]) in used]
         return row_updates.update(
             body, tables, ids, rows, scalars, padding_last=call.is_sorted, read=read
         )
@@ -151,10 +154,16 @@ def _tensor_type(aval: Shaped) -> mlir.ir.Type:
 
 
 def _lowered(
-    ctx: Argument, *operands: Argument, program: ClosedJaxpr, is_sorted: bool
+    ctx: Argument,
+    *operands: Argument,
+    program: ClosedJaxpr,
+    is_sorted: bool,
+    on_tpus: bool = False,
 ) -> Sequence[Argument]:
     """Lower to a single scatter with the program as its combiner."""
     count = len(operands) // 2
+    if on_tpus:
+        is_sorted = is_sorted and choice.sorted_pays(ctx.avals_in[0], ctx.avals_in[count])
     tables, ids, updates = operands[:count], operands[count], operands[count + 1 :]
     rank = len(ctx.avals_in[0].shape)
     scatter = stablehlo.ScatterOp(
@@ -191,13 +200,7 @@ def _lowered(
     return scatter.results
 
 
-def _lowered_for_tpus(
-    ctx: Argument, *operands: Argument, program: ClosedJaxpr, is_sorted: bool
-) -> Sequence[Argument]:
-    table, ids = ctx.avals_in[0], ctx.avals_in[len(operands) // 2]
-    is_sorted = is_sorted and choice.sorted_pays(table, ids)
-    return _lowered(ctx, *operands, program=program, is_sorted=is_sorted)
-
-
 mlir.register_lowering(_scatter_rows_p, _lowered)
-mlir.register_lowering(_scatter_rows_p, _lowered_for_tpus, platform="tpu")
+mlir.register_lowering(
+    _scatter_rows_p, functools.partial(_lowered, on_tpus=True), platform="tpu"
+)

@@ -3,9 +3,8 @@
     lookup      all-gather of the ids, reduce-scatter of the rows          n + n D numbers
     update      all-gather of the ids and of the rows of the gradient      n + n D numbers
 
-A lookup is one equation of a trace, `LOOKUP`, and so is its transpose, `ADD`. Each device keeps
-what is its own, and reads, computes and writes where the row lives: parameters and state never
-move.
+A lookup is one equation of a trace, `LOOKUP`. Each device keeps what is its own, and reads,
+computes and writes where the row lives: parameters and state never move.
 """
 
 import functools
@@ -16,8 +15,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import ShapedArray
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -37,7 +34,6 @@ from jmask._base.shardings import (
 )
 from jmask._base.types import (
     Argument,
-    ArrayFunction,
     Arrays,
     Function,
     IdArray,
@@ -45,8 +41,6 @@ from jmask._base.types import (
     MeshAxes,
     PyTree,
     RowArray,
-    Shape,
-    Shaped,
     TableArray,
 )
 from jmask._kernels import tuning
@@ -202,13 +196,9 @@ def looked_up(table: TableArray, ids: IdArray) -> jax.Array:
     like = NamedSharding(shards.mesh, P())
     wanted = without_repetition((*spec_of(ids), *shards.columns))
     ids = resharded(ids, like, [shards.without_columns(axes) for axes in spec_of(ids)])
-    return resharded(_bound(shards, table, ids), like, wanted)
-
-
-def _bound(shards: Shards, table: TableArray, ids: IdArray) -> jax.Array:
     where = NamedSharding(shards.mesh, P(*spec_of(ids), *shards.columns))
     (rows,) = LOOKUP.bind(table, ids, sharding=where)
-    return rows
+    return resharded(rows, like, wanted)
 
 
 def _lookup(table: TableArray, ids: IdArray, *, sharding: NamedSharding) -> list[jax.Array]:
@@ -248,36 +238,20 @@ def _lookup(table: TableArray, ids: IdArray, *, sharding: NamedSharding) -> list
     ]
 
 
-def _shapes_of_rows(
-    table: ShapedArray, ids: Shaped, *, sharding: NamedSharding
-) -> list[Shaped]:
-    shape = (*ids.shape, *table.shape[1:])
-    return [table.update(shape=shape, sharding=sharding, weak_type=False)]
-
-
 def _shards(*arrays: jax.Array) -> Shards:
     shards = Shards.of(*arrays)
     assert shards is not None
     return shards
 
 
-def _add(
-    ids: IdArray, rows: jax.Array, *, shape: Shape, sharding: NamedSharding
-) -> list[jax.Array]:
-    zeros = resharded(jnp.zeros(shape, rows.dtype), sharding, tuple(sharding.spec))
-    return [add_rows(zeros, *flat(ids, rows))]
-
-
-def _shapes_of_table(
-    ids: Shaped, rows: ShapedArray, *, shape: Shape, sharding: NamedSharding
-) -> list[Shaped]:
-    return [rows.update(shape=shape, sharding=sharding, weak_type=False)]
-
-
-LOOKUP = primitive("jmask_lookup_on_shards", _lookup, _shapes_of_rows)
+LOOKUP = primitive(
+    "jmask_lookup_on_shards",
+    _lookup,
+    lambda table, ids, *, sharding: [
+        table.update(shape=(*ids.shape, *table.shape[1:]), sharding=sharding, weak_type=False)
+    ],
+)
 """Rows (*n, *row) of a table and ids (*n,), V for padding, which gives zeros."""
-ADD = primitive("jmask_add_on_shards", _add, _shapes_of_table)
-"""A table of zeros, of a shape and a sharding, plus rows (*n, *row) at ids (*n,)."""
 
 
 def flat(ids: IdArray, rows: jax.Array) -> tuple[IdVector, RowArray]:
@@ -303,31 +277,25 @@ def _batched_lookup(
     return rows, [0]
 
 
-def _define_linear(made: Primitive, linear: int, transposed: ArrayFunction) -> None:
-    """Define derivatives of a primitive in one operand, whose cotangent `transposed` makes."""
-
-    def derivative(primals: Arrays, tangents: Arrays, **how: Argument) -> Arrays:
-        along = list(primals)
-        along[linear] = ad.instantiate_zeros(tangents[linear])
-        return made.bind(*primals, **how), made.bind(*along, **how)
-
-    def transpose(cotangents: Argument, *operands: jax.Array, **how: Argument) -> Argument:
-        results: list[Argument] = [None] * len(operands)
-        is_zero, zero = isinstance(cotangents[0], ad.Zero), ad.Zero(operands[linear].aval)
-        results[linear] = zero if is_zero else transposed(*cotangents, *operands)
-        return results
-
-    ad.primitive_jvps[made], ad.primitive_transposes[made] = derivative, transpose
+def _derivative(primals: Arrays, tangents: Arrays, **how: Argument) -> Arrays:
+    """Differentiate in the table, in which a lookup is linear."""
+    (table, ids), along = primals, ad.instantiate_zeros(tangents[0])
+    return LOOKUP.bind(table, ids, **how), LOOKUP.bind(along, ids, **how)
 
 
-def _added_like(rows: jax.Array, table: TableArray, ids: IdArray) -> TableArray:
-    shape, sharding = tuple(table.aval.shape), table.aval.sharding
-    return ADD.bind(ids, rows, shape=shape, sharding=sharding)[0]
+def _transposed(
+    cotangents: Argument, table: Argument, ids: IdArray, **how: Argument
+) -> list[Argument]:
+    (rows,), aval = cotangents, table.aval
+    if isinstance(rows, ad.Zero):
+        return [ad.Zero(aval), None]
+    sharding = aval.sharding
+    zeros = resharded(jnp.zeros(aval.shape, rows.dtype), sharding, tuple(sharding.spec))
+    return [add_rows(zeros, *flat(ids, rows)), None]
 
 
 batching.primitive_batchers[LOOKUP] = _batched_lookup
-_define_linear(LOOKUP, 0, _added_like)
-_define_linear(ADD, 1, lambda table, ids, rows: _bound(_shards(table), table, ids))
+ad.primitive_jvps[LOOKUP], ad.primitive_transposes[LOOKUP] = _derivative, _transposed
 
 
 # --- to the shards --------------------------------------------------------------------------

@@ -5,8 +5,6 @@ draw these at random, so that every way is taken at small sizes. Unless a line s
 times were taken on two CPU cores with jaxlib 0.10.0 to 0.12.0, and change little between these.
 """
 
-import os
-
 # --- gathers on CPUs ("fast gather") ----------------------------------------------------------
 
 # Widths of rows whose copying loops LLVM unrolls before it vectorizes: rows of 32 to 64 entries
@@ -17,19 +15,19 @@ UNROLLED_OPERATIONS, COPY_OPERATIONS = 416, 5
 # Bytes of an entry for which that was seen: float32, bfloat16, float16.
 UNROLLED_BYTES = (2, 4)
 
-# --- bags ------------------------------------------------------------------------------------
-
-# Rows that are materialised and summed by XLA. A loop over blocks gains nothing below.
-MATERIALISED_ROWS = 4096
-
 # --- loops over blocks of rows ----------------------------------------------------------------
 
-# Loops that run side by side: as many as there are cores, since XLA spreads a body over them.
-LOOPS_TOGETHER = min(max(os.cpu_count() or 1, 4), 32)
-# Bytes of the rows in work at a time, and the least and most rows of a block: enough to be
-# worth the overhead of each operation, 5 to 20 us, and few enough for second-level caches.
-BYTES_IN_WORK = 2**23
+# Bytes of the rows of a block, and the least and most rows: enough to be worth the overhead of
+# each operation, 5 to 20 us, and few enough for second-level caches.
+BLOCK_BYTES = 2**23
 BLOCK_ROWS = 256, 4096
+
+
+def block_size(bytes_of_row: int) -> int:
+    """Return how many rows a block has."""
+    least, most = BLOCK_ROWS
+    return min(max(BLOCK_BYTES // max(bytes_of_row, 1), least), most)
+
 
 # --- equal ids --------------------------------------------------------------------------------
 
@@ -56,9 +54,10 @@ DENSE_ROWS_FOR_EACH_LOOKUP = 1.5
 
 # Entries for each row of the source from which gathered rows are worth keeping apart.
 REPEATS = 2
-# Bytes of rows below which they are materialised though they repeat, which makes a step .75 to
-# 1.05 times as long and compiling .3 s shorter; from 4 MB on a step is 1.1 times as long.
-SMALL_ROWS = 2**20
+# Bytes of rows up to which they are materialised though they are summed, or repeat. Below, a
+# loop gains nothing: one for each of 26 tables of 0.5 MB makes a step 1.3 times as long. From
+# 4 MB on a step of materialised rows is 1.1 to 2.1 times as long.
+SMALL_ROWS = 2**21
 
 # --- tables computed on before they are looked up ---------------------------------------------
 

@@ -31,7 +31,7 @@ from jmask._base.row_ids import canonical
 from jmask._base.shardings import explicit_sharding, spec_of, without_repetition
 from jmask._base.types import Argument, Function, Storage, TensorLike
 from jmask._base.validation import check_flag, checked_choice
-from jmask._kernels.bag_sum import bag_sum
+from jmask._kernels.gathered_rows import bag_sum
 from jmask._kernels.rows import add_rows
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jmask._base.hashed import COLUMNS, id_of
-from jmask._base.row_ids import id_dtype
+from jmask._base.row_ids import COLUMNS, id_dtype, id_of
 from jmask._base.shardings import automatically, by_rows, entry, explicit_sharding
 from jmask._base.types import Argument, Numbers
 from jmask._base.validation import as_table, check_flag, shown

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmask._base.hashed import mixed
+from jmask._base.row_ids import mixed
 from jmask._base.types import HostArray, Ids, Numbers
 from jmask._embedding.lookup import checked_integers
 

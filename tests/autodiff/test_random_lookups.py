@@ -134,8 +134,7 @@ def build(program):
 
 THRESHOLDS = {
     "REPEATS": (1, 2),
-    "SMALL_ROWS": (0, 2**20),
-    "MATERIALISED_ROWS": (0, 4096),
+    "SMALL_ROWS": (0, 2**21),
     "BLOCK_ROWS": ((2, 2), (7, 7)),
     "DENSE_ROWS_FOR_EACH_LOOKUP": (0, 1.5),
 }

@@ -15,7 +15,7 @@ import pytest
 
 import jmask
 from jmask._base.forms import within
-from jmask._kernels import bag_sum, tuning
+from jmask._kernels import gathered_rows, tuning
 from jmask._kernels.gathered_rows import GATHERED
 from tests.compilations import no_tracer_is_kept
 from tests.compiled_step import compiled_step
@@ -170,8 +170,7 @@ def loss_of(name):
 
 @pytest.fixture(autouse=True)
 def _even_few_rows_are_many(monkeypatch):
-    for threshold in ("SMALL_ROWS", "MATERIALISED_ROWS"):
-        monkeypatch.setattr(tuning, threshold, 0)
+    monkeypatch.setattr(tuning, "SMALL_ROWS", 0)
 
 
 def test_small_arrays_are_arrays(monkeypatch):
@@ -210,7 +209,7 @@ def seen(grad, *args):
 
 def count_of_sums(function, *args):
     equations = within(jax.make_jaxpr(function)(*args).eqns)
-    return sum(eqn.primitive.name == bag_sum.BAG_SUM.primitive.name for eqn in equations)
+    return sum(eqn.primitive.name == gathered_rows.BAG_SUM.primitive.name for eqn in equations)
 
 
 def assert_close(x, y, rtol=2e-5):

@@ -1,4 +1,4 @@
-"""Loops side by side: what each gives alone, whatever their lengths.
+"""Loops over blocks of rows: what all rows give at once, whatever their lengths.
 
 All ways to sum rows of equal ids give the same bits; what is known of rows goes with them.
 """
@@ -14,8 +14,7 @@ import pytest
 import jmask
 from jmask._kernels import coalesce, tuning
 from jmask._kernels.coalesce import summed_where_first
-from jmask._kernels.gathered_rows import GATHERED, GatheredRows, as_array
-from jmask._kernels.row_blocks import block_size
+from jmask._kernels.gathered_rows import GATHERED, GatheredRows
 from tests.compiled_step import compiled_step, temporary_bytes
 from tests.optimizers import OPTIMIZERS
 from tests.oracle import assert_close, is_row_sparse
@@ -29,10 +28,10 @@ def test_ids_of_64_bits():
         assert entry.tolist() == [3, 1, 0, 2, 4]
 
 
-def test_blocks_are_smaller_where_there_are_more_loops():
-    assert block_size([]) == block_size([256]) == 4096
-    assert block_size([2**14]) == 512
-    assert block_size([2**14] * 4) == block_size([2**30]) == 256
+def test_blocks_are_smaller_where_rows_are_longer():
+    assert tuning.block_size(0) == tuning.block_size(256) == 4096
+    assert tuning.block_size(2**14) == 512
+    assert tuning.block_size(2**30) == 256
 
 
 dense = functools.partial(jax.tree.map, jmask.todense, is_leaf=is_row_sparse)
@@ -64,7 +63,6 @@ def loss(tables, ids):
 @pytest.fixture
 def small_blocks(monkeypatch):
     monkeypatch.setattr(tuning, "BLOCK_ROWS", (8, 8))
-    monkeypatch.setattr(tuning, "MATERIALISED_ROWS", 4)
     monkeypatch.setattr(tuning, "SMALL_ROWS", 0)
     monkeypatch.setattr(tuning, "DENSE_ROWS_FOR_EACH_LOOKUP", 0)  # no table is updated whole
 
@@ -75,13 +73,6 @@ def test_gradients_of_several_tables(small_blocks):
     expected_value, expected = jax.jit(jax.value_and_grad(loss))(tables, ids)
     assert np.isfinite(value)
     assert_close((value, dense(found)), (expected_value, expected), rtol=1e-4, atol=1e-4)
-
-
-def test_sums_of_tables_are_in_one_equation(small_blocks):
-    tables, ids = tables_and_ids()
-    program = str(jax.make_jaxpr(jmask.grad(loss))(tables, ids))
-    # What needs bags of another table comes after them, in an equation of its own.
-    assert program.count("jmask_bag_sum[") == 2
 
 
 @pytest.mark.sampled
@@ -201,7 +192,7 @@ D = 3
 
 def noted(x):
     """The rows of a part as an array, of which it is known what makes it."""
-    array = as_array(x)
+    array = x.array()
     if isinstance(x, GatheredRows):
         GATHERED.note(array, x)
     return array

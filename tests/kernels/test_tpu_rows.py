@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmask
 from jmask._kernels import scatter_update, tuning, update_rows
-from jmask._kernels._tpu import choice, narrow_rows, row_updates
+from jmask._kernels._tpu import choice, row_updates
 from tests.expressions import functions
 from tests.oracle import assert_close
 from tests.stored_tables import update_and_apply
@@ -137,14 +137,14 @@ def update_of(rule, batch, gradient="float32"):
 
 
 def run(how, update):
-    (results,) = jax.jit(lambda x: how([x]))(update)
+    results = jax.jit(how)(update)
     return [np.asarray(x) for x in results]
 
 
 def assert_same(update, results):
     """The numbers of the definition, and the very bits of rows that no id names."""
     others = np.setdiff1d(np.arange(V), np.asarray(update.ids))
-    expected = run(update_rows._by_definition, update)
+    expected = run(update_rows._defined, update)
     for old, new, want in zip(update.tables, results, expected, strict=True):
         np.testing.assert_allclose(new, want, rtol=2e-6, atol=2e-6)
         assert np.asarray(old)[others].tobytes() == new[others].tobytes()
@@ -157,7 +157,7 @@ def test_as_defined(rule, batch, monkeypatch):
         monkeypatch.setattr(tuning, "LARGE_SUMS", 0)
         monkeypatch.setattr(tuning, "LATER_ROWS", 3)
     update = update_of(rule, batch)
-    assert_same(update, run(update_rows._on_one_tpu, update))
+    assert_same(update, run(update_rows._on_a_tpu, update))
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -173,9 +173,9 @@ def test_sets_and_sums(kind, order, monkeypatch):
     if kind == "add":
         x = update_rows.RowUpdate(update_rows.ADDITION, [table], ids, new, [], order)
         update = update_rows._prepared(x)
-        assert_same(update, run(update_rows._on_one_tpu, update))
+        assert_same(update, run(update_rows._on_a_tpu, update))
     elif order != "any":
-        how = functools.partial(narrow_rows._written_on_a_tpu, kind="set", order=order)
+        how = functools.partial(choice._written_on_a_tpu, kind="set", order=order)
         (written,) = jax.jit(how)(table, ids, new)
         expected, exists = np.array(table), np.asarray(ids) < V
         expected[np.asarray(ids)[exists]] = np.asarray(new)[exists]
@@ -204,7 +204,7 @@ def test_one_entry_for_each_row(count, dtype, shape):
         new = np.array(numbers(rng, (len(ids), *shape), dtype))
         exists = ids < count
         for kind in ("set", "add"):
-            how = functools.partial(narrow_rows._written_on_a_tpu, kind=kind, order=order)
+            how = functools.partial(choice._written_on_a_tpu, kind=kind, order=order)
             (written,) = jax.jit(how)(table, jnp.asarray(ids, jnp.int32), new)
             expected = table.copy()
             if kind == "set":
@@ -212,7 +212,7 @@ def test_one_entry_for_each_row(count, dtype, shape):
             else:
                 expected[ids[exists]] += new[exists]
             assert written.tobytes() == expected.tobytes()
-        how = functools.partial(narrow_rows._read_on_a_tpu, order=order)
+        how = functools.partial(choice._read_on_a_tpu, order=order)
         (read,) = jax.jit(how)(table, jnp.asarray(ids, jnp.int32))
         assert read[exists].tobytes() == table[ids[exists]].tobytes()
 
@@ -226,7 +226,7 @@ def test_rows_of_16_bits(kind, width, dtype):
     rng = np.random.default_rng(0)
     table = np.array(numbers(rng, (V, width), dtype))
     table[::7], table[1::7], table[2::7] = np.nan, -0.0, np.inf
-    how = functools.partial(narrow_rows._written_on_a_tpu, kind=kind, order="sorted")
+    how = functools.partial(choice._written_on_a_tpu, kind=kind, order="sorted")
     for ids in (
         np.r_[np.arange(1, 40), [V] * 2],
         np.r_[np.arange(0, V, 2), [V] * 30],
@@ -261,7 +261,7 @@ def test_inside_shard_map():
 
     def on_each(how):
         def local(update):
-            (tables,) = how([jax.tree.map(lambda x: x[0], update)])
+            tables = how(jax.tree.map(lambda x: x[0], update))
             return [x[None] for x in tables]
 
         # The interpreter itself does not say over which axes its results vary.
@@ -269,8 +269,8 @@ def test_inside_shard_map():
             jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
         )(twice)
 
-    expected = on_each(update_rows._by_definition)
-    for new, want in zip(on_each(update_rows._on_one_tpu), expected, strict=True):
+    expected = on_each(update_rows._defined)
+    for new, want in zip(on_each(update_rows._on_a_tpu), expected, strict=True):
         np.testing.assert_allclose(new, want, rtol=2e-6, atol=2e-6)
 
 
@@ -411,7 +411,7 @@ def test_one_export_holds_the_kernel_and_scatters():
 
 
 def test_narrow_tables_are_said_once():
-    choice._warn_of_copies.cache_clear()
+    choice.warn_if_copied.cache_clear()
     with pytest.warns(UserWarning, match=r"jmask.packed\(table\)"):
         kernels_of(jmask.adagrad(), (10**6, 64))
     kernels_of(jmask.adagrad(), (10**6, 64))  # not again, nor of small tables

@@ -187,7 +187,7 @@ def gathered_gradients(seed, repeats=True):
 @pytest.mark.parametrize("apply", [jmask.apply_gradients, with_optax], ids=["one", "two"])
 @pytest.mark.parametrize("name", EVERY)
 def test_as_rows_in_an_array(monkeypatch, name, apply, repeats):
-    for threshold in ("MATERIALISED_ROWS", "SMALL_ROWS", "DENSE_ROWS_FOR_EACH_LOOKUP"):
+    for threshold in ("SMALL_ROWS", "DENSE_ROWS_FOR_EACH_LOOKUP"):
         monkeypatch.setattr(tuning, threshold, 0)
     monkeypatch.setattr(tuning, "BLOCK_ROWS", (3, 3))
     tx = EVERY[name]

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmask
-from jmask._base.hashed import id_of, position_of
+from jmask._base.row_ids import id_of, position_of
 from tests import stored_tables
 from tests.optimizers import OF_ALL_TABLES as OPTIMIZERS
 from tests.oracle import assert_close

@@ -6,27 +6,39 @@ float32[V, 64]                               XLA's scatters
 p - lr * cbrt(g)                             XLA's scatters: Pallas does not lower `cbrt`
 
 All is decided where a program is lowered, by the shapes, the operations and the switch
-`JMASK_KERNELS` (see `switched_on`).
+`JMASK_KERNELS` (see `switched_on`). Importing this lowers `WRITE` and `READ` of `rows`.
 """
 
 import functools
+import math
 import warnings
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_known
 from jmask._base.fallback import LARGE
 from jmask._base.forms import CALLS, aval_of, name_of, names_in
 from jmask._base.jaxprs import ON_SCALARS, bound, inlined, interpret
-from jmask._base.lowering import switched_on
-from jmask._base.types import IdVector, Shaped, TableArray
+from jmask._base.lowering import lower, switched_on
+from jmask._base.row_ids import Order
+from jmask._base.types import DType, IdVector, RowArray, Shaped, TableArray
 from jmask._kernels import tuning
-from jmask._kernels._tpu.row_updates import block_size
-from jmask._kernels.lines import LANES, has_narrow_rows
+from jmask._kernels._tpu.row_updates import block_size, read_lines, update
+from jmask._kernels.lines import LANES, has_narrow_rows, inserted, joined_in_lines, picked
+from jmask._kernels.rows import (
+    READ,
+    WRITE,
+    Kind,
+    entries_of,
+    gather_rows,
+    read_rows,
+    scattered,
+    sorted_with,
+)
 
 _WORDS = {jnp.dtype(x) for x in ("float32", "int32", "uint32")}
 _GIVEN = {*_WORDS, jnp.dtype("bfloat16")}
@@ -36,18 +48,15 @@ _LOWERED = ON_SCALARS - {"cbrt", "expm1"}
 
 
 @functools.cache
-def _warn_of_copies(shape: tuple[int, ...], dtype: DTypeLike) -> None:
-    warnings.warn(
-        f"on a TPU a step copies a table {dtype}{list(shape)} or keeps it transposed: its rows "
-        "are not lines of 128 entries. `jmask.packed(table)` keeps them in such lines.",
-        stacklevel=2,
-    )
-
-
-def warn_if_copied(table: TableArray) -> None:
+def warn_if_copied(shape: tuple[int, ...], dtype: DType) -> None:
     """Warn, once for each shape, of a large table whose rows are not whole lines."""
-    if has_narrow_rows(table.shape) and table.size * table.dtype.itemsize >= LARGE:
-        _warn_of_copies(table.shape, table.dtype)
+    if has_narrow_rows(shape) and math.prod(shape) * dtype.itemsize >= LARGE:
+        warnings.warn(
+            f"on a TPU a step copies a table {dtype}{list(shape)} or keeps it transposed: its "
+            "rows are not lines of 128 entries. `jmask.packed(table)` keeps them in such "
+            "lines.",
+            stacklevel=2,
+        )
 
 
 def sorted_pays(table: Shaped, ids: Shaped) -> bool:
@@ -121,7 +130,137 @@ def _lowered(eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
     return [jnp.where(x > 0, one, jnp.where(x < 0, -one, x))]
 
 
-def is_used(program: Jaxpr, i: int) -> bool:
-    """Decide whether a program depends on its input number `i`."""
-    used = (v for eqn in program.eqns for v in eqn.invars)
-    return any(v is program.invars[i] for v in (*used, *program.outvars))
+# --- rows that are less than a register: 16-bit ones, and single entries ---------------------
+
+
+def _written_by_xla(
+    table: TableArray, ids: IdVector, rows: RowArray, *, kind: Kind, order: Order
+) -> list[jax.Array]:
+    pays = order == "sorted" and sorted_pays(table, ids)
+    return [scattered(table, ids, rows, kind, "sorted" if pays else "any")]
+
+
+def _written_on_a_tpu(
+    table: TableArray, ids: IdVector, rows: RowArray, *, kind: Kind, order: Order
+) -> list[jax.Array]:
+    is_sorted = order == "sorted"
+    if _is_in_lines(table, ids):
+        if not is_sorted:
+            _, row = sorted_with(ids, rows.reshape(ids.shape))
+            ids, _ = sorted_with(ids, entries_of(ids))  # as the rows were read
+            rows = row.reshape(rows.shape)
+        return [_written_in_lines(table, ids, rows, kind)]
+    if is_sorted and accepts_pairs(table, ids):
+        return [_written_in_pairs(table, ids, rows, kind)]
+    if not accepts([table], ids, [rows]):
+        return _written_by_xla(table, ids, rows, kind=kind, order=order)
+    if kind == "set":
+        body, read = lambda old, new: [new], []
+    else:
+        body, read = lambda old, step: [old + step], [0]
+    return update(body, [table], ids, [rows], padding_last=is_sorted, read=read)
+
+
+# --- rows of 16 bits ---------------------------------------------------------------------
+
+
+def _written_in_pairs(
+    table: TableArray, ids: IdVector, rows: RowArray, kind: Kind
+) -> jax.Array:
+    """Write rows of a 16-bit table (V, width), which share words of 32 bits in pairs."""
+    if kind == "add":
+        rows = gather_rows(table, ids, coalesced=True) + rows
+    bits = lax.bitcast_convert_type(rows, jnp.uint16).astype(jnp.int32)
+    is_upper = (ids % 2 == 1)[:, None]
+    words = jnp.where(is_upper, bits << 16, bits)
+    mask = jnp.where(is_upper, jnp.int32(-(2**16)), jnp.int32(2**16 - 1))
+    target, words, mask = joined_in_lines(ids // 2, table.shape[0] // 2, 2, words, mask)
+    (table,) = update(
+        lambda old, new, mask: [(old & ~mask) | new],
+        [table],
+        target,
+        [words, jnp.broadcast_to(mask, words.shape)],
+        padding_last=False,
+    )
+    return table
+
+
+# --- one entry for each row --------------------------------------------------------------
+
+# On a TPU an array (V, 1) lies in memory as V entries in a row. XLA's gathers and scatters copy
+# it to shape (V,) first. A reshape to (1, V) copies nothing, and of that the kernels read and
+# write lines of 128 entries.
+
+
+def _is_in_lines(table: TableArray, ids: IdVector) -> bool:
+    """Decide whether a table (V, 1, ..., 1) is read and written by lines on a TPU."""
+    in_one_row = jax.ShapeDtypeStruct((1, LANES), table.dtype)
+    return (
+        table.ndim > 1
+        and table.size == table.shape[0]
+        and not sorted_pays(table, ids)
+        and accepts([in_one_row], ids, [])
+    )
+
+
+def _written_in_lines(
+    table: TableArray, ids: IdVector, rows: RowArray, kind: Kind
+) -> jax.Array:
+    n, start = ids.shape[0], table.shape[0] // LANES * LANES
+    lines, old = _lines_and_entries(table, ids)
+    new = rows.reshape(n) + old if kind == "add" else rows.reshape(n)
+    line, lines = inserted(lines, ids, new, start)
+    (flat,) = update(
+        lambda old, new: [new],
+        [table.reshape(1, -1)],
+        line,
+        [lines],
+        padding_last=False,
+        read=[],
+    )
+    rest, rest_ids = _last_line(table, ids)
+    if not rest.shape[0]:
+        return flat.reshape(table.shape)
+    # Ids are sorted: those in the last, partial line come right before the padding.
+    few = min(n, LANES)
+    first = jnp.maximum(jnp.sum(ids < table.shape[0], dtype=jnp.int32) - few, 0)
+    rest_ids, new = (lax.dynamic_slice_in_dim(x, first, few) for x in (rest_ids, new))
+    new = new.reshape(few, *table.shape[1:])
+    rest = scattered(rest, rest_ids, new, "set", "any")
+    return lax.dynamic_update_slice_in_dim(flat.reshape(table.shape), rest, start, axis=0)
+
+
+def _last_line(table: TableArray, ids: IdVector) -> tuple[jax.Array, jax.Array]:
+    """Return the entries of a table (V, 1, ..., 1) that fill no line, and the ids in them."""
+    start = table.shape[0] // LANES * LANES
+    rest = lax.slice_in_dim(table, start, None)
+    return rest, jnp.where(ids < start, rest.shape[0], ids - start)
+
+
+def _lines_and_entries(table: TableArray, ids: IdVector) -> tuple[jax.Array, jax.Array]:
+    """Read the lines (n, 128) of ids in a table (V, 1, ..., 1), and their entries (n,)."""
+    line = jnp.minimum(ids // LANES, table.shape[0] // LANES - 1)
+    lines = read_lines(table.reshape(1, -1), line)
+    entries = picked(lines, ids % LANES, 1).reshape(-1)
+    rest, rest_ids = _last_line(table, ids)
+    if not rest.shape[0]:
+        return lines, entries
+    is_rest = rest_ids < rest.shape[0]
+    return lines, jnp.where(is_rest, gather_rows(rest, rest_ids).reshape(-1), entries)
+
+
+def _read_on_a_tpu(table: TableArray, ids: IdVector, *, order: Order) -> list[jax.Array]:
+    if not _is_in_lines(table, ids):
+        return read_rows(table, ids, order=order)
+    # Sorted as `_written_on_a_tpu` sorts them, so that XLA reads the lines once for both.
+    entry = entries_of(ids)
+    if order != "sorted":
+        ids, entry = sorted_with(ids, entry)
+    _, entries = _lines_and_entries(table, ids)
+    if order != "sorted":
+        _, entries = sorted_with(entry, entries)
+    return [entries.reshape(-1, *table.shape[1:])]
+
+
+lower(WRITE, _written_on_a_tpu, _written_by_xla, platform="tpu")
+lower(READ, _read_on_a_tpu, read_rows, platform="tpu")

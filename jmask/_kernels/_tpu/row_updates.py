@@ -22,8 +22,6 @@ The kernel has run in Pallas' interpreter and through the TPU compiler, but not 
 `JMASK_KERNELS=0` in the environment gives XLA's scatters instead; `choice` decides.
 """
 
-import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Literal
@@ -32,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.types import Argument, ArraysFunction, DType, IdVector, Index, TableArray
+from jmask._base.types import Argument, ArraysFunction, IdVector, Index, TableArray
 from jmask._kernels.lines import LANES
 
 # Rows of a block, if they fit: the latency of a DMA, about 1 us, is short against the 5 us in
@@ -47,20 +45,6 @@ _CHUNK = 64
 
 Body = ArraysFunction
 Unit = Literal["row", "line", "pair"]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """The static part of a call."""
-
-    body: Body  # (*table rows, *rows, *scalars) -> new table rows, elementwise
-    tables: int  # how many of each there are
-    rows: int
-    scalars: tuple[DType, ...]  # their dtypes
-    read: tuple[int, ...]  # the tables whose old rows the body depends on
-    block: int  # rows of a block
-    padding_last: bool  # whether padding comes after all other ids
-    unit: Unit  # what an id names, and a row of a block holds
 
 
 def update(
@@ -99,16 +83,8 @@ def update(
     rows = [_padded(x, blocks * block, 0) for x in rows]
     ids = _padded(ids, blocks * block, padding).reshape(blocks, block)
     valid = jnp.sum(ids < padding, axis=1, dtype=jnp.int32)
-    plan = _Plan(
-        body,
-        len(tables),
-        len(rows),
-        tuple(x.dtype for x in scalars),
-        tuple(range(len(tables)) if read is None else read),
-        block,
-        padding_last,
-        unit,
-    )
+    reads = range(len(tables)) if read is None else read
+    dtypes, counts = [x.dtype for x in scalars], [len(scalars), len(rows)] + [len(tables)] * 3
     # A scalar that is ready before the ids may get a place between two buffers that would share
     # one, and a step then takes 13 MB of temporaries where it needs 5 (libtpu 0.0.50).
     scalars = [jnp.where(valid[0] >= 0, x, jnp.zeros_like(x)) for x in scalars]
@@ -120,6 +96,98 @@ def update(
     both = [jnp.pad(x, (ends, (0, 0))) for x in parts for ends in ((0, 1), (1, 0))]
     numbers = jnp.concatenate(both, axis=1)[:, None, :]
 
+    def kernel(valid: Argument, numbers: Argument, *refs: Argument) -> None:
+        given = iter(refs)
+        take = lambda count: list(itertools.islice(given, count))
+        scalar_refs, row_refs, _, table_refs, buffers = map(take, counts)
+        semaphores = dict(zip(("read", "write"), given, strict=True))
+        members = {"read": reads, "write": range(len(table_refs))}
+        step = pl.program_id(0)
+
+        def copy(way: str, t: int, slot: Index, row: Argument, j: Index) -> Argument:
+            pair = lambda i: pl.ds(pl.multiple_of(2 * i, 2), 2)
+            if unit == "line":
+                line = pl.ds(pl.multiple_of(row * LANES, LANES), LANES)
+                ends = table_refs[t].at[:, line], buffers[t].at[slot, pl.ds(j, 1)]
+            elif unit == "pair":
+                ends = table_refs[t].at[pair(row)], buffers[t].at[slot, pair(j)]
+            else:
+                ends = table_refs[t].at[row], buffers[t].at[slot, j]
+            source, target = ends if way == "read" else ends[::-1]
+            return pltpu.make_async_copy(source, target, semaphores[way].at[slot])
+
+        def start(way: str, block_number: Index, behind: int) -> None:
+            """Start to copy the rows of a block, which is `behind` this step by 0 or 1."""
+            slot = lax.rem(block_number, 2)
+
+            def one(q: Index) -> None:
+                at = q + behind * block
+                j = q if padding_last else numbers[0, 0, 2 * block + at]
+                for t in members[way]:
+                    copy(way, t, slot, numbers[0, 0, at], j).start()
+
+            def several(first: Index, carry: int) -> int:
+                for u in range(_UNROLL):
+                    one(first * _UNROLL + u)
+                return carry
+
+            def single(q: Index, carry: int) -> int:
+                one(q)
+                return carry
+
+            count = valid[block_number]
+            rounds = lax.div(count, _UNROLL)
+            lax.fori_loop(0, rounds, several, 0)
+            lax.fori_loop(rounds * _UNROLL, count, single, 0)
+
+        def wait(way: str, block_number: Index) -> None:
+            """Wait until the rows of a block are copied."""
+            count, slot = valid[block_number], lax.rem(block_number, 2)
+
+            def all_rows() -> None:
+                for t in members[way]:  # a semaphore counts bytes: one wait for all
+                    rows = buffers[t].at[slot]
+                    pltpu.make_async_copy(rows, rows, semaphores[way].at[slot]).wait()
+
+            def row_by_row() -> None:
+                def single(q: Index, carry: int) -> int:
+                    for t in members[way]:
+                        copy(way, t, slot, 0, 0).wait()
+                    return carry
+
+                lax.fori_loop(0, count, single, 0)
+
+            lax.cond(count == block, all_rows, row_by_row)
+
+        def compute(block_number: Index) -> None:
+            slot = lax.rem(block_number, 2)
+            words = [x[0].astype(d) for x, d in zip(scalar_refs, dtypes, strict=True)]
+
+            def chunk(number: Index, carry: int) -> int:
+                is_pair = unit == "pair"
+                size = 2 * _CHUNK if is_pair else _CHUNK  # rows of a buffer
+                place, kept = pl.ds(number * _CHUNK, _CHUNK), pl.ds(number * size, size)
+                old = [buffer[slot, kept] for buffer in buffers]
+                old = [pltpu.bitcast(x, jnp.int32) if is_pair else x for x in old]
+                new = body(*old, *[x[place] for x in row_refs], *words)
+                for buffer, x in zip(buffers, new, strict=True):
+                    buffer[slot, kept] = pltpu.bitcast(x, buffer.dtype) if is_pair else x
+                return carry
+
+            lax.fori_loop(0, block // _CHUNK, chunk, 0)
+
+        def update_block() -> None:
+            if reads:
+                wait("read", step - 1)
+            compute(step - 1)
+            start("write", step - 1, 1)
+
+        # A block is read into the buffer from which the block of two steps ago is written.
+        pl.when(step >= 2)(lambda: wait("write", step - 2))
+        if reads:
+            pl.when(step < blocks)(lambda: start("read", step, 0))
+        pl.when((step >= 1) & (step <= blocks))(update_block)
+
     def computed(step: jax.Array, *_: Argument) -> tuple[jax.Array, int]:
         return jnp.clip(step - 1, 0, blocks - 1), 0
 
@@ -129,7 +197,7 @@ def update(
     words = (x.astype(jnp.float32 if x.dtype.itemsize == 2 else x.dtype) for x in scalars)
     arguments = [valid, numbers, *(x.reshape(1) for x in words), *rows, *tables]
     return pl.pallas_call(
-        functools.partial(_kernel, plan),
+        kernel,
         out_shape=[_like(x) for x in tables],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -188,103 +256,6 @@ def _kept_in_hbm(table: TableArray) -> jax.Array:
 
     kept: jax.Array = pltpu.with_memory_space_constraint(table, pltpu.HBM)
     return kept
-
-
-def _kernel(plan: _Plan, valid: Argument, numbers: Argument, *refs: Argument) -> None:
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-
-    given, block = iter(refs), plan.block
-    take = lambda count: list(itertools.islice(given, count))
-    scalars, rows = take(len(plan.scalars)), take(plan.rows)
-    _, tables, buffers = take(plan.tables), take(plan.tables), take(plan.tables)
-    semaphores = dict(zip(("read", "write"), given, strict=True))
-    members = {"read": plan.read, "write": range(plan.tables)}
-    step, blocks = pl.program_id(0), pl.num_programs(0) - 2
-
-    def copy(way: str, t: int, slot: Index, row: Argument, j: Index) -> Argument:
-        pair = lambda i: pl.ds(pl.multiple_of(2 * i, 2), 2)
-        if plan.unit == "line":
-            line = pl.ds(pl.multiple_of(row * LANES, LANES), LANES)
-            ends = tables[t].at[:, line], buffers[t].at[slot, pl.ds(j, 1)]
-        elif plan.unit == "pair":
-            ends = tables[t].at[pair(row)], buffers[t].at[slot, pair(j)]
-        else:
-            ends = tables[t].at[row], buffers[t].at[slot, j]
-        source, target = ends if way == "read" else ends[::-1]
-        return pltpu.make_async_copy(source, target, semaphores[way].at[slot])
-
-    def start(way: str, block_number: Index, behind: int) -> None:
-        """Start to copy the rows of a block, which is `behind` this step by 0 or 1."""
-        slot = lax.rem(block_number, 2)
-
-        def one(q: Index) -> None:
-            at = q + behind * block
-            j = q if plan.padding_last else numbers[0, 0, 2 * block + at]
-            for t in members[way]:
-                copy(way, t, slot, numbers[0, 0, at], j).start()
-
-        def several(first: Index, carry: int) -> int:
-            for u in range(_UNROLL):
-                one(first * _UNROLL + u)
-            return carry
-
-        def single(q: Index, carry: int) -> int:
-            one(q)
-            return carry
-
-        count = valid[block_number]
-        rounds = lax.div(count, _UNROLL)
-        lax.fori_loop(0, rounds, several, 0)
-        lax.fori_loop(rounds * _UNROLL, count, single, 0)
-
-    def wait(way: str, block_number: Index) -> None:
-        """Wait until the rows of a block are copied."""
-        count, slot = valid[block_number], lax.rem(block_number, 2)
-
-        def all_rows() -> None:
-            for t in members[way]:  # a semaphore counts bytes: one wait for all
-                rows = buffers[t].at[slot]
-                pltpu.make_async_copy(rows, rows, semaphores[way].at[slot]).wait()
-
-        def row_by_row() -> None:
-            def single(q: Index, carry: int) -> int:
-                for t in members[way]:
-                    copy(way, t, slot, 0, 0).wait()
-                return carry
-
-            lax.fori_loop(0, count, single, 0)
-
-        lax.cond(count == block, all_rows, row_by_row)
-
-    def compute(block_number: Index) -> None:
-        slot = lax.rem(block_number, 2)
-        words = [x[0].astype(d) for x, d in zip(scalars, plan.scalars, strict=True)]
-
-        def chunk(number: Index, carry: int) -> int:
-            is_pair = plan.unit == "pair"
-            size = 2 * _CHUNK if is_pair else _CHUNK  # rows of a buffer
-            place, kept = pl.ds(number * _CHUNK, _CHUNK), pl.ds(number * size, size)
-            old = [buffer[slot, kept] for buffer in buffers]
-            old = [pltpu.bitcast(x, jnp.int32) if is_pair else x for x in old]
-            new = plan.body(*old, *[x[place] for x in rows], *words)
-            for buffer, x in zip(buffers, new, strict=True):
-                buffer[slot, kept] = pltpu.bitcast(x, buffer.dtype) if is_pair else x
-            return carry
-
-        lax.fori_loop(0, block // _CHUNK, chunk, 0)
-
-    def update_block() -> None:
-        if plan.read:
-            wait("read", step - 1)
-        compute(step - 1)
-        start("write", step - 1, 1)
-
-    # A block is read into the buffer from which the block of two steps ago is written.
-    pl.when(step >= 2)(lambda: wait("write", step - 2))
-    if plan.read:
-        pl.when(step < blocks)(lambda: start("read", step, 0))
-    pl.when((step >= 1) & (step <= blocks))(update_block)
 
 
 def read_lines(table: TableArray, ids: IdVector) -> jax.Array:
