@@ -28,9 +28,9 @@ from jmask._lazy.lazy import apply_gradients as apply_gradients
 from jmask._lazy.lazy import apply_updates as apply_updates
 from jmask._lazy.lazy import densify as densify
 from jmask._lazy.lazy import lazy as lazy
-from jmask._ops.contractions import add_n as add_n
-from jmask._ops.contractions import square_sum as square_sum
+from jmask._ops.products import add_n as add_n
 from jmask._ops.products import dot as dot
+from jmask._ops.products import square_sum as square_sum
 from jmask._ops.selection import retain as retain
 from jmask._optim import exported as _exported  # noqa: F401
 from jmask._optim.adam import adam as adam

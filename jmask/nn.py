@@ -23,18 +23,20 @@ from jax import nn as _nn
 
 from jmask._base import types as _types
 from jmask._ops import formulas as _of
-from jmask._ops.contractions import dot_product_attention as dot_product_attention
-from jmask._ops.contractions import linear as linear
 from jmask._ops.lift import adopted as _adopted
 from jmask._ops.lift import each as _each
 from jmask._ops.lift import entrywise as _entrywise
-from jmask._ops.lift import moves as _moves
+from jmask._ops.products import dot_product_attention as dot_product_attention
 from jmask._ops.reduce import checked_axes as _checked_axes
 from jmask._ops.reduce import reduces as _reduces
 from jmask._tensors.masked_tensor import MaskedTensor as _MaskedTensor
 from jmask._tensors.masked_tensor import as_masked_tensor as _as_masked_tensor
 from jmask._tensors.masked_tensor import as_tensor as _as_tensor
+from jmask.numpy import add as _add
+from jmask.numpy import einsum as _einsum
 from jmask.numpy import logsumexp as logsumexp
+from jmask.numpy import negative as _negative
+from jmask.numpy import split as _split
 
 # Over the entries of a slice: a result for each of them, or one.
 softmax = _reduces(_of.softmax, _nn.softmax, empty=_jnp.nan, absent=0.0, like=_jnp.mean)
@@ -98,7 +100,26 @@ def attention_weights(
     return softmax(_as_masked_tensor(_adopted(scores)), axis, where=mask)
 
 
-_negative, _split = _entrywise(_jnp.negative), _moves(_jnp.split)
+def linear(
+    x: _types.TensorLike, weight: _types.TensorLike, bias: _types.TensorLike | None = None
+) -> _types.Tensor:
+    """Return `x @ weight.T + bias`, each of them masked or not.
+
+    Args:
+        x (..., k): inputs.
+        weight (m, k): as in torch, one row for each output.
+        bias (m,): added where the product exists.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.masked_tensor(jnp.array([1., jnp.inf]), jnp.array([True, False]))
+        >>> jmask.nn.linear(x, jnp.array([[2., 3.]]), jnp.array([1.])).to_tensor(0)
+        Array([3.], dtype=float32)
+    """
+    product = _einsum("...k,mk->...m", x, weight)
+    return product if bias is None else _add(product, bias)
+
+
 _gated = _entrywise(lambda x, gate: x * _nn.sigmoid(gate))
 
 

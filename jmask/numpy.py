@@ -31,20 +31,25 @@ from jax import nn as _nn
 from jax.typing import DTypeLike as _DTypeLike
 
 from jmask._base import types as _types
-from jmask._ops import contractions as _contractions
+from jmask._base.array_types import joint_dtype as _joint_dtype
+from jmask._base.array_types import wide as _wide
 from jmask._ops import formulas as _of
 from jmask._ops import selection as _selection
 from jmask._ops import statistics as _statistics
+from jmask._ops.lift import adopted as _adopted
 from jmask._ops.lift import contracts as _contracts
 from jmask._ops.lift import each as _each
 from jmask._ops.lift import elementwise as elementwise
 from jmask._ops.lift import entrywise as _entrywise
 from jmask._ops.lift import extends as _extends
 from jmask._ops.lift import moves as _moves
+from jmask._ops.products import multiplies as _multiplies
 from jmask._ops.reduce import ZEROS_CHANGE_NOTHING as _NOTHING
+from jmask._ops.reduce import checked_axes as _checked_axes
 from jmask._ops.reduce import greatest as _greatest
 from jmask._ops.reduce import least as _least
 from jmask._ops.reduce import reduces as _reduces
+from jmask._ops.reduce import result_dtype as _result_dtype
 from jmask._ops.selection import masked_fill as masked_fill
 from jmask._ops.selection import masked_where as masked_where
 from jmask._ops.selection import where as where
@@ -53,6 +58,7 @@ from jmask._ops.statistics import array_equal as array_equal
 from jmask._ops.statistics import compressed as compressed
 from jmask._ops.statistics import nonzero as nonzero
 from jmask._ops.statistics import top_k as top_k
+from jmask._tensors.masked_tensor import as_tensor as _as_tensor
 
 # --- entrywise ---------------------------------------------------------------------------
 
@@ -150,6 +156,8 @@ nanpercentile, nansum, nanprod = _skips(percentile, _nan), _skips(sum, 0), _skip
 nanargmax, nanargmin = (_skips(f, -1) for f in (argmax, argmin))
 nancumsum, nancumprod = (_skips(f, None) for f in (cumsum, cumprod))
 
+_weighed = _entrywise(lambda x, weight, dtype: x.astype(dtype) * weight.astype(dtype))
+
 # An entry that is zero makes a norm of negative order zero, stored or not.
 _size = lambda x: _jnp.abs(_jnp.mean(x))
 _norm = _reduces(_of.norm, zeros=_NOTHING, like=_size)
@@ -209,8 +217,14 @@ def average(
     """
     if weights is None and not returned:
         return mean(a, axis, keepdims=keepdims, where=where)
-    weights = _jnp.ones(()) if weights is None else weights
-    result, sums = _statistics.weighted_average(a, axis, weights, keepdims, where)
+    x, w = (_as_tensor(_adopted(y)) for y in (a, 1.0 if weights is None else weights))
+    axes, ndim = _checked_axes(axis, len(x.shape)), len(x.shape)
+    if len(w.shape) == 1 < ndim and len(axes) == 1:
+        w = expand_dims(w, [i for i in range(ndim) if i != axes[0]])
+    dtype = _result_dtype(_jnp.mean, _joint_dtype(x, w))
+    products = [_weighed(y, w, _wide(dtype)) for y in (x, ones_like(x))]
+    total, sums = (sum(y, axes, keepdims=keepdims, where=where) for y in products)
+    result, sums = divide(total, sums).astype(dtype), sums.astype(dtype)
     return (result, sums) if returned else result
 
 
@@ -278,7 +292,8 @@ def trace(
 
 # --- contracts ---------------------------------------------------------------------------
 
-dot, matmul, einsum = _contractions.dot, _contractions.matmul, _contractions.einsum
+dot, matmul = _each(_multiplies, _jnp.dot, _jnp.matmul)
+einsum = _contracts(_jnp.einsum, 1, None)
 inner, outer = _each(_contracts, _jnp.inner, _jnp.outer)
 tensordot, vdot = _each(_contracts, _jnp.tensordot, _jnp.vdot)
 

@@ -30,7 +30,7 @@ import numpy as np
 from jmask._base.array_types import joint_dtype, sum_dtype, trailing
 from jmask._base.row_ids import canonical
 from jmask._base.shardings import explicit_sharding, varying_axes, with_whole_rows
-from jmask._base.types import DType, Ids, Numbers, Scalar, Shape
+from jmask._base.types import DType, Function, Ids, Numbers, Scalar
 from jmask._base.validation import (
     check_flag,
     checked_array,
@@ -41,9 +41,9 @@ from jmask._base.validation import (
 from jmask._embedding.lookup import (
     MODES,
     AnyTable,
-    Bound,
     Entries,
-    checked_bound,
+    bounded,
+    check_norm_type,
     checked_integers,
     checked_table,
     entries_of,
@@ -51,7 +51,6 @@ from jmask._embedding.lookup import (
     looked_up_rows,
     missing,
     narrowed,
-    numbered_by,
     positions_of,
     shape_of_rows,
 )
@@ -156,8 +155,8 @@ def embedding_bag(
     mode = checked_choice(mode, "mode", MODES)
     ids = checked_integers(ids, "ids", mode, "embedding_bag(table, ids)")
     combiner = checked_choice(combiner, "combiner", COMBINERS)
+    check_norm_type(norm_type)
     dtype = _sum_dtype(table.dtype, combiner, weights is not None)
-    bound = checked_bound(table, max_norm, norm_type)
     if weights is not None:
         weights = checked_array("weights", weights)
         check_weights(weights, ids)
@@ -169,7 +168,7 @@ def embedding_bag(
     if padding is not None:
         absent = padding if absent is None else padding | absent
     shape = shape_of_rows(table, width)
-    entries = numbered_by(hashed, entries_of(ids, absent, mode, shape), shape[0])
+    entries = entries_of(ids, absent, mode, shape, hashed)
     positions, absent, outside = entries
     if absent is not None:
         weights = None if weights is None else jnp.where(absent, 0, weights)
@@ -178,14 +177,37 @@ def embedding_bag(
 
     # --- combined ------------------------------------------------------------------------
     present = jnp.ones(positions.shape, bool) if absent is None else jnp.logical_not(absent)
+    rows_of: Function = lambda entries: bounded(
+        looked_up_rows(table, entries, shape), max_norm, norm_type, positions.ndim
+    )
     if combiner == "max":
-        result = _max(looked_up_rows(table, entries, bound, shape), bags, present)
+        result = _max(rows_of(entries), bags, present)
     else:
         # Whether all that reads nan is outside: then it is in the sum without being looked for.
         fills_in = weights is None and jnp.issubdtype(dtype, jnp.inexact)
         fills_in &= outside is not None and (bags.ids is not None or absent is None)
-        read = Entries(positions, None, outside if fills_in else None)
-        result = _sums(table, bags, read, weights, bound, dtype, shape)
+        arrays = [x for x in (table, positions, weights) if isinstance(x, jax.Array)]
+        if (
+            isinstance(table, jax.Array)
+            and jnp.issubdtype(table.dtype, jnp.inexact)
+            and max_norm is None
+            and shape == table.shape  # no lines
+            and 0 not in (*positions.shape, *bags.shape, *table.shape)
+            and not any(explicit_sharding(x) is not None or varying_axes(x) for x in arrays)
+        ):
+            # Rows that are read and added block by block.
+            number, fill = math.prod(bags.shape), math.nan if fills_in else 0
+            flat = (-1,) if bags.ids is not None else (number, -1)
+            weight = None if weights is None else weights.reshape(flat)
+            result = bag_sum(
+                table, positions.reshape(flat), bags.ids, weight, None, number, fill
+            )
+            result = result.reshape(*bags.shape, *table.shape[1:])
+        else:
+            rows = rows_of(Entries(positions, None, outside if fills_in else None)).astype(
+                dtype
+            )
+            result = bags.sum(rows if weights is None else rows * trailing(weights, rows.ndim))
         if combiner != "sum":
             counted = present.astype(dtype) if weights is None else weights
             size = bags.sum(counted if combiner == "mean" else counted * counted)
@@ -253,36 +275,6 @@ class Bags(NamedTuple):
         # One row at least, from which nothing is read.
         zeros = jnp.zeros((max(self.shape[0], 1), *x.shape[1:]), x.dtype)
         return add_rows(zeros, self.ids, x)
-
-
-def _sums(
-    table: AnyTable,
-    bags: Bags,
-    entries: Entries,
-    weights: jax.Array | None,
-    bound: Bound | None,
-    dtype: DType,
-    shape: Shape,
-) -> jax.Array:
-    """Compute Σ w r of each bag."""
-    positions, _, outside = entries
-    arrays = [x for x in (table, positions, weights) if isinstance(x, jax.Array)]
-    if (
-        not isinstance(table, jax.Array)
-        or not jnp.issubdtype(table.dtype, jnp.inexact)
-        or bound is not None
-        or shape != table.shape  # lines
-        or 0 in (*positions.shape, *bags.shape, *table.shape)
-        or any(explicit_sharding(x) is not None or varying_axes(x) for x in arrays)
-    ):
-        rows = looked_up_rows(table, entries, bound, shape).astype(dtype)
-        return bags.sum(rows if weights is None else rows * trailing(weights, rows.ndim))
-    number = math.prod(bags.shape)
-    lines = (-1,) if bags.ids is not None else (number, -1)
-    positions, fill = positions.reshape(lines), 0 if outside is None else math.nan
-    weights = None if weights is None else weights.reshape(lines)
-    result = bag_sum(table, positions, bags.ids, weights, None, number, fill)
-    return result.reshape(*bags.shape, *table.shape[1:])
 
 
 def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jmask._base.array_types import fewer, real_dtype, trailing, wide
 from jmask._base.row_ids import COLUMNS, canonical, id_dtype, position_of, widen
 from jmask._base.shardings import Shards, flat, spec_of, with_whole_rows
-from jmask._base.types import Argument, HostArray, Ids, Numbers, Scalar, Table
+from jmask._base.types import Argument, HostArray, Ids, Numbers, Scalar, Shape, Table
 from jmask._base.validation import (
     as_table,
     check_flag,
@@ -75,28 +75,28 @@ class Entries(NamedTuple):
     outside: jax.Array | None
 
 
-def entries_of(ids: Ids, absent: Ids | None, mode: str, shape: tuple[int, ...]) -> Entries:
+def entries_of(ids: Ids, absent: Ids | None, mode: str, shape: Shape, hashed: bool) -> Entries:
     """Find what `checked_integers` read in a table; `absent` says which of them are padding."""
-    rows = shape[0]
+    rows, outside = shape[0], None
     if mode == "raise":
         positions = _refusing(ids, absent, shape)
-        return Entries(positions, positions == rows, None)
-    if mode == "clip":
+        absent = positions == rows
+    elif mode == "clip":
         if rows == 0 and ids.size:
             raise ValueError(
                 f"`mode` 'clip' has no row to clip to in a table of shape {shape}."
             )
         positions = jnp.clip(narrowed(ids, rows), 0, max(rows - 1, 0))
         positions = positions if absent is None else jnp.where(absent, rows, positions)
-        return Entries(positions, absent, None)
-    positions = positions_of(ids, absent, rows)
-    if mode == "zero":
-        return Entries(positions, absent, None)
-    outside = positions == rows
-    return Entries(positions, absent, outside if absent is None else outside & ~absent)
+    else:
+        positions = positions_of(ids, absent, rows)
+        if mode == "fill":
+            outside = positions == rows
+            outside = outside if absent is None else outside & ~absent
+    return Entries(numbered_by(hashed, positions, rows), absent, outside)
 
 
-def _refusing(ids: Ids, absent: Ids | None, shape: tuple[int, ...]) -> jax.Array:
+def _refusing(ids: Ids, absent: Ids | None, shape: Shape) -> jax.Array:
     """Return the positions of ids; raise if one that is not padding is out of range."""
     if not isinstance(ids, jax.core.Tracer) and not isinstance(absent, jax.core.Tracer):
         known = np.asarray(ids)
@@ -258,8 +258,7 @@ def renormalize(
             "update with jmask.max_row_norm, or as they are read with "
             "jmask.embedding_lookup(table, ids, max_norm=...)."
         )
-    bound = checked_bound(table, max_norm, norm_type)
-    if bound is None:
+    if max_norm is None:
         raise ValueError("`max_norm` must be a positive number, got None.")
     count = table.shape[0]
     positions = flat(positions_of(ids, is_padding(ids, padding_id), count))
@@ -268,40 +267,33 @@ def renormalize(
         return table
     slot_ids, _ = unique_slots(positions, slots, count)
     rows = gather_rows(table, slot_ids, coalesced=True)
-    return set_rows(table, slot_ids, _bounded(rows, bound, 1, eps=1e-7), "sorted")
+    return set_rows(table, slot_ids, bounded(rows, max_norm, norm_type, 1, 1e-7), "sorted")
 
 
-class Bound(NamedTuple):
-    """The greatest p-norm that a row may have: a positive scalar, and p."""
-
-    max_norm: jax.Array
-    norm_type: float
-
-
-def _bounded(rows: jax.Array, bound: Bound, batch: int, eps: float = 0.0) -> jax.Array:
+def bounded(
+    rows: jax.Array, max_norm: Scalar | None, norm_type: float, batch: int, eps: float = 0.0
+) -> jax.Array:
     """Scale the rows after `batch` axes that are finite and too long; keep the dtype."""
-    exact = rows.astype(wide(rows.dtype))
-    axes = tuple(range(batch, rows.ndim))
+    check_norm_type(norm_type)
+    if max_norm is None:
+        return rows
+    if not jnp.issubdtype(rows.dtype, jnp.inexact):
+        raise TypeError(f"`max_norm` needs a floating or complex `table`, got {rows.dtype}.")
+    number = checked_scalar("max_norm", max_norm, wide(real_dtype(rows.dtype)))
+    is_known = not isinstance(max_norm, jax.core.Tracer)
+    if isinstance(max_norm, bool) or (is_known and not 0 < np.asarray(max_norm) < np.inf):
+        raise ValueError(f"`max_norm` must be positive and finite, got {max_norm}.")
+    exact, axes = rows.astype(wide(rows.dtype)), tuple(range(batch, rows.ndim))
     finite = jnp.isfinite(lax.stop_gradient(exact)).all(axes, keepdims=True)
-    new = shortened(jnp.where(finite, exact, 0), *bound, batch, eps)
+    new = shortened(jnp.where(finite, exact, 0), number, norm_type, batch, eps)
     return jnp.where(finite, new.astype(rows.dtype), rows)
 
 
-def checked_bound(table: AnyTable, max_norm: Scalar | None, norm_type: object) -> Bound | None:
-    """Return the bound on the norms, or None if `max_norm` is None."""
+def check_norm_type(norm_type: object) -> None:
     if not isinstance(norm_type, int | float) or isinstance(norm_type, bool):
         raise TypeError(f"`norm_type` must be a Python number, got {norm_type!r}.")
     if not norm_type > 0:
         raise ValueError(f"`norm_type` must be positive, got {norm_type}.")
-    if max_norm is None:
-        return None
-    if not jnp.issubdtype(table.dtype, jnp.inexact):
-        raise TypeError(f"`max_norm` needs a floating or complex `table`, got {table.dtype}.")
-    number = checked_scalar("max_norm", max_norm, wide(real_dtype(table.dtype)))
-    is_known = not isinstance(max_norm, jax.core.Tracer)
-    if isinstance(max_norm, bool) or (is_known and not 0 < np.asarray(max_norm) < np.inf):
-        raise ValueError(f"`max_norm` must be positive and finite, got {max_norm}.")
-    return Bound(number, norm_type)
 
 
 # --- lookup -------------------------------------------------------------------------------
@@ -368,13 +360,12 @@ def embedding_lookup(
     mode = checked_choice(mode, "mode", MODES)
     ids = checked_integers(ids, "ids", mode, "embedding_lookup(table, ids)")
     absent = is_padding(ids, padding_id)
-    bound = checked_bound(table, max_norm, norm_type)
     shape = shape_of_rows(table, width)
-    entries = numbered_by(hashed, entries_of(ids, absent, mode, shape), shape[0])
-    return looked_up_rows(table, entries, bound, shape)
+    rows = looked_up_rows(table, entries_of(ids, absent, mode, shape, hashed), shape)
+    return bounded(rows, max_norm, norm_type, ids.ndim)
 
 
-def shape_of_rows(table: AnyTable, width: int | None) -> tuple[int, ...]:
+def shape_of_rows(table: AnyTable, width: int | None) -> Shape:
     """Return the shape (V, *row) of a table, of which `table` may be the lines."""
     shape = tuple(table.shape)
     if width is None:
@@ -390,30 +381,22 @@ def shape_of_rows(table: AnyTable, width: int | None) -> tuple[int, ...]:
     )
 
 
-def numbered_by(hashed: bool, entries: Entries, rows: int) -> Entries:
-    """Return entries with the positions of their rows in a table with `hashed=True`, if so."""
+def numbered_by(hashed: bool, positions: jax.Array, rows: int) -> jax.Array:
+    """Return the positions of the rows in a table with `hashed=True`, if it is one."""
     check_flag("hashed", hashed)
     if not hashed:
-        return entries
+        return positions
     if rows % COLUMNS:
         raise ValueError(
             f"`hashed`=True, and `table` has {rows} rows, which is no multiple of {COLUMNS}: "
             "make it by jmask.sharded(table, mesh, hashed=True)."
         )
-    return entries._replace(positions=position_of(entries.positions, rows))
+    return position_of(positions, rows)
 
 
-def looked_up_rows(
-    table: AnyTable, entries: Entries, bound: Bound | None, shape: tuple[int, ...]
-) -> jax.Array:
-    """Return the rows that the entries read: (*entries, *row), no longer than the bound."""
+def looked_up_rows(table: AnyTable, entries: Entries, shape: Shape) -> jax.Array:
+    """Return the rows that the entries read: (*entries, *row)."""
     positions, absent, outside = entries
-    if isinstance(table, QuantizedRows):
-        plain, arrays = Entries(positions, None, None), (table.values, table.scales)
-        rows = table.dequantized(*(looked_up_rows(x, plain, None, x.shape) for x in arrays))
-        if outside is not None:
-            rows = jnp.where(trailing(outside, rows.ndim), missing(rows.dtype), rows)
-        return rows if bound is None else _bounded(rows, bound, positions.ndim)
     is_packed, is_array = shape[0] != table.shape[0], isinstance(table, jax.Array)
     if isinstance(table, RowSparse):
         table, positions = stored_at(table, positions)
@@ -422,7 +405,10 @@ def looked_up_rows(
     if is_array and table.shape[0] != 0 and absent is None and not (is_sharded or is_packed):
         # The gather itself fills in what is outside.
         fill, outside = None if outside is not None else 0, None
-    if table.shape[0] == 0:
+    if isinstance(table, QuantizedRows):
+        plain, arrays = Entries(positions, None, None), (table.values, table.scales)
+        rows = table.dequantized(*(looked_up_rows(x, plain, x.shape) for x in arrays))
+    elif table.shape[0] == 0:
         rows = jnp.zeros((*positions.shape, *table.shape[1:]), table.dtype)
     elif is_packed:
         if is_sharded:
@@ -443,7 +429,7 @@ def looked_up_rows(
         rows = rows[..., : shape[1]]  # what its place in the line has more of
     if outside is not None and positions.size:
         rows = jnp.where(trailing(outside, rows.ndim), missing(rows.dtype), rows)
-    return rows if bound is None else _bounded(rows, bound, positions.ndim)
+    return rows
 
 
 def missing(dtype: DTypeLike) -> HostArray:
@@ -487,7 +473,7 @@ def exchange_overflow(
     ids = checked_integers(ids, "ids", "zero", "exchange_overflow(table, ids)")
     count = table.shape[0]
     positions = positions_of(ids, is_padding(ids, padding_id), count)
-    positions = numbered_by(hashed, Entries(positions, None, None), count).positions
+    positions = numbered_by(hashed, positions, count)
     shards = Shards.of(table, positions)
     if shards is None:
         return jnp.zeros((), jnp.int32)

@@ -12,7 +12,6 @@ the reciprocal of 1e38 is subnormal, for which it takes 0.
 
 import functools
 import math
-from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,20 +49,6 @@ from jmask._tensors.storage import as_dense, stored_values
 Axes = tuple[int, ...]
 
 
-class Norm(NamedTuple, Generic[Kind]):
-    """Norms of groups in parts: `size / factor`, where `size` neither overflows nor vanishes.
-
-    Attributes:
-        entries: the tensor, times the factor of each entry's group.
-        size: the norms of `entries`; reduced axes have size 1.
-        factor: powers of two, of the shape of `size`.
-    """
-
-    entries: Kind
-    size: Kind
-    factor: Kind
-
-
 def factor_for(greatest: jax.Array) -> jax.Array:
     """Return the power of two that brings entries up to `greatest` to where squares exist."""
     # A constant: the derivative of a norm does not depend on what it is computed with.
@@ -93,8 +78,12 @@ def where_nonzero(function: Function, otherwise: float = 0) -> Function:
     return guarded
 
 
-def norm_in_parts(x: Kind, axis: tuple[int, ...], order: float) -> Norm[Kind]:
-    """Return the norms of an array, or of valid entries, along `axis`, kept from overflow.
+def norm_in_parts(x: Kind, axis: Axes, order: float) -> tuple[Kind, Kind, Kind]:
+    """Return the norms of an array, or of valid entries, along `axis`, as `size / factor`.
+
+    Returns:
+        x times the factor of each entry's group; the norms of that, which neither overflow nor
+        vanish, where reduced axes have size 1; and the factors, powers of two, of their shape.
 
     Args:
         x: floating or complex, of 32 bits at least.
@@ -104,11 +93,13 @@ def norm_in_parts(x: Kind, axis: tuple[int, ...], order: float) -> Norm[Kind]:
     nonzero = stored_values(data_of(size)) != 0
     if order == 0:
         number: Kind = on_values(lambda a: a.astype(size.dtype), _count(x, axis, nonzero))
-        return Norm(x, number, on_values(jnp.ones_like, number))
+        return x, number, on_values(jnp.ones_like, number)
 
     # --- the greatest power, near which all are brought ----------------------------------
     # Powers of negative order are greatest where the entry is least.
-    taken = size if order > 0 else _masked_where_zero(size)
+    taken = size
+    if order < 0 and isinstance(size, MaskedTensor):
+        taken = joined(size.storage, size.valid & nonzero)
     extreme = "max" if order > 0 else "min"
     usable = lambda a: jnp.where(jnp.isfinite(a) & (a > 0), a, jnp.ones_like(a))
     pivot = on_values(usable, reduced(on_values(lax.stop_gradient, taken), axis, extreme))
@@ -132,19 +123,13 @@ def norm_in_parts(x: Kind, axis: tuple[int, ...], order: float) -> Norm[Kind]:
         result = _multiply(entrywise(root)(total), pivot)
     if order < 0:  # a single 0 makes the sum infinite and the norm 0
         result = _zero_where(_count(x, axis, ~nonzero), result)
-    return Norm(x, result, factor)
-
-
-def _masked_where_zero(size: Kind) -> Kind:
-    if not isinstance(size, MaskedTensor):
-        return jnp.where(size != 0, size, jnp.inf)
-    return joined(size.storage, size.valid & (stored_values(size) != 0))
+    return x, result, factor
 
 
 def norm(x: MaskedTensor, axis: Axes, keepdims: bool = True, order: float = 2) -> MaskedTensor:
     """Return the norms of the valid entries along `axis`, which stays with size 1."""
-    parts = norm_in_parts(x, axis, order)
-    return _divide(parts.size, parts.factor)
+    _, size, factor = norm_in_parts(x, axis, order)
+    return _divide(size, factor)
 
 
 def shortened(
@@ -301,10 +286,10 @@ def normalize(
     """
     # The norm comes with a power of two, so that squares neither overflow nor vanish; `eps` is
     # scaled by it too.
-    parts = norm_in_parts(x, axis, checked_order(ord))
+    entries, size, factor = norm_in_parts(x, axis, checked_order(ord))
     at_least = entrywise(lambda size, least: jnp.where(size < least, least, size))
-    size = at_least(parts.size, on_values(lambda factor: factor * eps, parts.factor))
-    return _divide(parts.entries, size.astype(x.dtype))
+    size = at_least(size, on_values(lambda factor: factor * eps, factor))
+    return _divide(entries, size.astype(x.dtype))
 
 
 def checked_order(order: float | None) -> float:

@@ -1,4 +1,4 @@
-"""`dot` of two matrices on any storage.
+"""Products: `dot` of two matrices on any storage, and what masked tensors make of products.
 
 A sparse operand contributes a term for each value that it stores, and nothing else:
 
@@ -11,16 +11,23 @@ So a product of entries is an embedding bag: its bags are the rows of X, its ids
 its weights their values, and the gradient of W is row-sparse. As in MXNet's storage inference
 Xᵀ Y has a row for each column that X uses, and a row_sparse matrix times anything has its rows.
 
+A masked entry contributes nothing, and an entry of the result exists if one of its terms does:
+
+    [1, --]   [5, 6]     [1*5, 1*6]     [ 5,  6]        row 0: one term each
+    [--, --] @ [7, 8]  =  [no term]    =  [--, --]        row 1: none
+
 Padding has the value 0, whatever was stored there, and meets a row of zeros: no inf or nan of
 the other operand reaches a sum or a derivative through it. No index is read unchecked.
 """
 
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax, nn
 from jax.experimental.sparse import BCOO, BCSR
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -29,13 +36,15 @@ from jmask._base.array_types import adds_when_cast, sum_dtype, trailing, wide
 from jmask._base.fallback import report_fallback
 from jmask._base.row_ids import canonical
 from jmask._base.shardings import explicit_sharding, spec_of, without_repetition
-from jmask._base.types import Argument, Function, Storage, TensorLike
-from jmask._base.validation import check_flag, checked_choice
+from jmask._base.types import Argument, Axis, Dense, Function, Storage, Tensor, TensorLike
+from jmask._base.validation import check_flag, checked_array, checked_choice
 from jmask._kernels.gathered_rows import bag_sum
 from jmask._kernels.rows import add_rows
-from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._ops.formulas import total
+from jmask._ops.lift import adopted, contracts, dense, entrywise, existing, extends, filled
+from jmask._ops.reduce import ZEROS_CHANGE_NOTHING, reduces
+from jmask._tensors.masked_tensor import MaskedTensor, any_masked, is_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
-from jmask._tensors.specified import jmask_everywhere, placeholder_of, todense
 from jmask._tensors.storage import coordinates, is_sparse, stored_at, stype, unique_positions
 
 # --- operands: an array, or one of these -------------------------------------------------
@@ -52,10 +61,6 @@ class Entries(NamedTuple):
     @property
     def T(self) -> "Entries":  # noqa: N802
         return Entries(self.columns, self.rows, self.values, self.shape[::-1])
-
-    def to_dense(self, dtype: DTypeLike) -> jax.Array:
-        zeros, values = jnp.zeros(self.shape, dtype), self.values.astype(dtype)
-        return zeros.at[self.rows, self.columns].add(values, mode="drop")
 
 
 class Rows(NamedTuple):
@@ -100,73 +105,50 @@ def _without_padding(x: RowSparse) -> RowSparse:
 
 def _product(a: Operand, b: Operand, dtype: DTypeLike, sparse: bool) -> Argument:
     """Return the product in `dtype`: rows for a `RowSparse`, if `sparse` for `Entries`."""
-    if isinstance(b, Rows) and b.transposed:
-        like, height = b.matrix, b.matrix.shape[0]
-
-        def as_columns(values: jax.Array) -> jax.Array:
-            zeros = jnp.zeros((height, values.shape[0]), values.dtype)
-            return add_rows(zeros, like.row_ids(), values.T, like.order).T
-
-        return _on_values(_product(a, like.values.T, dtype, sparse), as_columns)
-    if isinstance(a, Entries):
-        b = b.to_dense(dtype) if isinstance(b, Entries) else b
-        if not sparse:
-            return _bags(a, b, dtype)
-        terms = _terms(a, b, dtype)
-        return RowSparse(a.rows, terms, (a.shape[0], *terms.shape[1:])).coalesce()
     if isinstance(a, Rows) and not a.transposed:
         rows = _on_values(a.matrix, lambda values: _product(values, b, dtype, False))
         # Zeros in the place of padding, times inf, are nan.
         return _without_padding(rows) if rows.coalesced else rows.coalesce()
-    if isinstance(a, Rows) and not isinstance(b, Entries):
-        return _matmul(a.matrix.values.T, _rows_at(b, a.matrix.row_ids(), dtype), dtype)
     if isinstance(a, jax.Array) and isinstance(b, jax.Array):
-        return _matmul(a, b, dtype)
-    # Sparse on the right only: one of the cases above if that is on the left.
-    return _product(b.T, a.T, dtype, sparse=False).T
+        if a.dtype != b.dtype or a.dtype == jnp.dtype(bool):
+            a, b = a.astype(dtype), b.astype(dtype)
+        return jnp.matmul(a, b, preferred_element_type=dtype)
+    if isinstance(a, jax.Array) or (isinstance(a, Rows) and isinstance(b, Entries)):
+        # Sparse on the right: one of the other cases if that is on the left.
+        return _product(b.T, a.T, dtype, sparse=False).T
 
-
-def _matmul(x: jax.Array, y: jax.Array, dtype: DTypeLike) -> jax.Array:
-    if x.dtype != y.dtype or x.dtype == jnp.dtype(bool):
-        x, y = x.astype(dtype), y.astype(dtype)
-    return jnp.matmul(x, y, preferred_element_type=dtype)
-
-
-def _bags(a: Entries, b: jax.Array | Rows, dtype: DTypeLike) -> jax.Array:
-    """Return the product (m, d) in `dtype`: an embedding bag of rows of `b`."""
-    table, positions = _table(b, a.columns, dtype)
+    # --- rows of `b`, read at the columns that `a` stores --------------------------------
+    positions = a.matrix.row_ids() if isinstance(a, Rows) else a.columns
+    if isinstance(b, Rows):
+        b, positions = stored_at(b.matrix.with_values(b.matrix.values.astype(dtype)), positions)
+    if isinstance(b, Entries):
+        zeros, values = jnp.zeros(b.shape, dtype), b.values.astype(dtype)
+        b = zeros.at[b.rows, b.columns].add(values, mode="drop")
+    table: jax.Array = b
+    if isinstance(a, Rows):
+        return _product(a.matrix.values.T, _rows_at(table, positions, dtype), dtype, False)
     bags, weights = a.shape[0], a.values.astype(dtype)
     # A bag sum is floating, in its table's own wide dtype, not empty, and on one device: where
     # arrays are sharded by their type, or inside `shard_map`, XLA places the terms.
     if (
-        jnp.issubdtype(table.dtype, jnp.floating)
+        not sparse
+        and jnp.issubdtype(table.dtype, jnp.floating)
         and wide(table.dtype) == dtype
         and 0 not in (bags, *positions.shape, *table.shape)
         and explicit_sharding(table, positions, weights) is None
         and not jax.sharding.get_abstract_mesh().manual_axes
     ):
         return bag_sum(table, positions, a.rows, weights, None, bags, 0)
-    return add_rows(jnp.zeros((bags, *table.shape[1:]), dtype), a.rows, _terms(a, b, dtype))
+    terms = weights[:, None] * _rows_at(table, positions, dtype)
+    if sparse:
+        return RowSparse(a.rows, terms, (bags, *terms.shape[1:])).coalesce()
+    return add_rows(jnp.zeros((bags, *terms.shape[1:]), dtype), a.rows, terms)
 
 
-def _terms(a: Entries, b: jax.Array | Rows, dtype: DTypeLike) -> jax.Array:
-    return a.values.astype(dtype)[:, None] * _rows_at(b, a.columns, dtype)
-
-
-def _table(
-    b: jax.Array | Rows, ids: jax.Array, dtype: DTypeLike
-) -> tuple[jax.Array, jax.Array]:
-    """Return an array that holds the rows of `b`, and the positions of `ids` in it."""
-    if isinstance(b, Rows):
-        return stored_at(b.matrix.with_values(b.matrix.values.astype(dtype)), ids)
-    return b, ids
-
-
-def _rows_at(b: jax.Array | Rows, ids: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return the rows `ids` of a matrix (n, d), zeros at padding."""
+def _rows_at(table: jax.Array, positions: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return the rows of a matrix at `positions`, zeros at padding."""
     # Unlike in `gather_rows` the transpose drops padding, so that the gradient of a table does
     # not touch a row that was not looked up.
-    table, positions = _table(b, ids, dtype)
     if 0 in table.shape:
         return jnp.zeros((*positions.shape, *table.shape[1:]), dtype)
     sharding = explicit_sharding(table, positions)
@@ -196,7 +178,6 @@ def dot(
     transpose_a: bool = False,
     transpose_b: bool = False,
     forward_stype: str | None = None,
-    masked_grad: bool = True,
 ) -> jax.Array | RowSparse:
     """Return the matrix product of two operands on any storage; MXNet's function of this name.
 
@@ -211,9 +192,6 @@ def dot(
         rhs (k, n): the same.
         transpose_a: `lhs` is given as (k, m). A vector stays one.
         transpose_b: `rhs` is given as (n, k).
-        masked_grad: whether the gradient of a sparse operand goes to what it stores only.
-            False: to every entry, as of `jmask.todense(x)`; the result is then dense, and so
-            is the product where such a gradient is taken.
         forward_stype: "default" for a dense result; "row_sparse" for a row-sparse one, of
             an `lhs` that stores rows or entries. By default as in the table:
 
@@ -250,15 +228,6 @@ def dot(
     """
     check_flag("transpose_a", transpose_a)
     check_flag("transpose_b", transpose_b)
-    check_flag("masked_grad", masked_grad)
-    if not masked_grad:
-        if forward_stype == "row_sparse":
-            raise ValueError(
-                "`forward_stype` cannot be 'row_sparse' with `masked_grad`=False: rows that it "
-                "does not store have derivatives, too."
-            )
-        forward_stype = "default"
-        lhs, rhs = (todense(x) if placeholder_of(x) is not None else x for x in (lhs, rhs))
     lhs, rhs = _checked(lhs, "lhs"), _checked(rhs, "rhs")
     over = 0 if transpose_a or lhs.ndim == 1 else 1, 1 if transpose_b and rhs.ndim == 2 else 0
     if lhs.shape[over[0]] != rhs.shape[over[1]]:
@@ -267,7 +236,19 @@ def dot(
             f"fit with transpose_a={transpose_a} and transpose_b={transpose_b}: dimension "
             f"{over[0]} of `lhs` and dimension {over[1]} of `rhs` must have one size."
         )
-    sparse = _is_result_sparse(lhs, transpose_a, forward_stype)
+    checked_choice(forward_stype, "forward_stype", (None, "default", "row_sparse"))
+    is_rows = isinstance(lhs, RowSparse) and lhs.ndim == 2
+    has_rows = isinstance(lhs, BCOO | BCSR) or (is_rows and not transpose_a)
+    sparse = forward_stype == "row_sparse"
+    if forward_stype is None:
+        sparse = has_rows and (is_rows or bool(transpose_a))
+    elif sparse and not has_rows:
+        raise ValueError(
+            "`forward_stype` cannot be 'row_sparse': with `lhs` "
+            f"{stype(lhs)}{', transposed,' if transpose_a else ''} of shape "
+            f"{tuple(lhs.shape)} no row of the result is known to be zero. Use "
+            "jmask.RowSparse.fromdense on the result, with its `nse`."
+        )
     if isinstance(rhs, RowSparse) and rhs.ndim == 2 and transpose_b:
         report_fallback(
             f"the product with a transposed row_sparse `rhs` of shape {rhs.shape} stores "
@@ -278,8 +259,7 @@ def dot(
             f"`rhs`, {stype(rhs)} of shape {tuple(rhs.shape)}, became dense in a product, at "
             "O(size) cost: two matrices of entries have no sparse product"
         )
-    result = _product_of(lhs, rhs, bool(transpose_a), bool(transpose_b), sparse)
-    return result if masked_grad else jmask_everywhere(result)
+    return _product_of(lhs, rhs, bool(transpose_a), bool(transpose_b), sparse)
 
 
 def _checked(x: TensorLike, name: str) -> Storage:
@@ -306,27 +286,13 @@ def _checked(x: TensorLike, name: str) -> Storage:
     return x
 
 
-def _is_result_sparse(lhs: Storage, transpose_a: bool, forward_stype: str | None) -> bool:
-    checked_choice(forward_stype, "forward_stype", (None, "default", "row_sparse"))
-    entries, rows = isinstance(lhs, BCOO | BCSR), isinstance(lhs, RowSparse) and lhs.ndim == 2
-    by_rows = entries or (rows and not transpose_a)
-    if forward_stype is None:
-        return by_rows and (rows or transpose_a)
-    if forward_stype == "row_sparse" and not by_rows:
-        raise ValueError(
-            "`forward_stype` cannot be 'row_sparse': with `lhs` "
-            f"{stype(lhs)}{', transposed,' if transpose_a else ''} of shape "
-            f"{tuple(lhs.shape)} no row of the result is known to be zero. Use "
-            "jmask.RowSparse.fromdense on the result, with its `nse`."
-        )
-    return forward_stype == "row_sparse"
-
-
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _product_of(
     lhs: Storage, rhs: Storage, transpose_a: bool, transpose_b: bool, sparse: bool
 ) -> jax.Array | RowSparse:
     dtype = jnp.result_type(lhs.dtype, rhs.dtype)
+    if isinstance(rhs, RowSparse) and rhs.ndim == 2 and transpose_b:
+        rhs = rhs.todense()
     is_row, is_column = lhs.ndim == 1, rhs.ndim == 1
     dtype_of_sums = sum_dtype(dtype)
     a = operand(_matrix(lhs, dtype_of_sums), transpose_a or is_row)
@@ -346,3 +312,143 @@ def _matrix(x: Storage, dtype: DTypeLike) -> Storage:
         return x
     column: Function = lambda values: values[:, None]
     return _on_values(x, column) if isinstance(x, RowSparse) else column(x)
+
+
+# --- masked tensors ----------------------------------------------------------------------
+
+
+def multiplies(function: Function) -> Function:
+    """Lift a product of two tensors that is `jmask.dot` of ordinary sparse matrices."""
+    contracted = contracts(function)
+
+    @functools.wraps(function)
+    def lifted(x: Argument, y: Argument, **kwargs: Argument) -> Tensor:
+        x, y = adopted(x), adopted(y)
+        if not any_masked(x, y):
+            is_product = is_sparse(x) or is_sparse(y)
+            return dot(x, y) if is_product else function(x, y, **kwargs)
+        if _is_sparse_matrix(x) and not _is_sparse_matrix(y) and function is jnp.matmul:
+            y = dense(y, "matmul")
+            terms = dot(existing(x), existing(y))
+            return joined(dot(filled(x), filled(y)), terms > 0.5)
+        return contracted(x, y, **kwargs)
+
+    return lifted
+
+
+def _is_sparse_matrix(x: TensorLike) -> bool:
+    return isinstance(x, MaskedTensor) and isinstance(x.storage, BCOO | BCSR)
+
+
+@extends(nn.dot_product_attention, "query", "key", "value", "bias", "mask")
+def dot_product_attention(
+    query: Dense,
+    key: Dense,
+    value: Dense,
+    bias: Dense | None,
+    mask: Dense | None,
+    **options: Argument,
+) -> MaskedTensor:
+    """Attend to keys with which a query has a score; the result is masked where it has none.
+
+    It has one if a term of their product exists, and the bias, if it is masked; where the mask
+    is masked it is False. The result is masked where no value takes part: a query without a
+    key sends derivative 0. Complex numbers are a TypeError.
+    """
+    attend: Function = nn.dot_product_attention
+    if any(x is not None and jnp.iscomplexobj(x) for x in (query, key, value, bias)):
+        raise TypeError(
+            "an operand is complex, and JAX's attention drops the imaginary part: use "
+            "jmask.nn.softmax of scores that are real, jmask.numpy.real(scores)."
+        )
+    arrays = query, key, value
+    on_query, on_key, on_value = (_four(existing(x)) for x in arrays)
+    clean = [filled(x) for x in arrays]
+    jax.eval_shape(attend, *clean)  # refuses shapes that do not fit
+
+    # --- where there is a score ----------------------------------------------------------
+    groups = on_query.shape[2] // max(on_key.shape[2], 1)
+    on_key, on_value = (jnp.repeat(x, groups, axis=2) for x in (on_key, on_value))
+    allowed = jnp.einsum("btnh,bsnh->bnts", on_query, on_key) > 0.5
+    queries, keys = (
+        lax.broadcasted_iota(jnp.int32, (1, 1, *allowed.shape[2:]), i) for i in (2, 3)
+    )
+    if isinstance(bias, MaskedTensor):
+        allowed &= _four(bias.valid)
+        bias = bias.to_tensor(0)
+    if mask is not None:
+        allowed &= _four(mask.to_tensor(False) if isinstance(mask, MaskedTensor) else mask)
+    if options.pop("is_causal", False):
+        allowed &= keys <= queries
+    window = options.pop("local_window_size", None)
+    if window is not None:
+        before, after = jnp.broadcast_to(jnp.asarray(window), 2)
+        allowed &= (keys >= queries - before) & (keys <= queries + after)
+    for name, numbers in (("query_seq_lengths", queries), ("key_value_seq_lengths", keys)):
+        lengths = options.pop(name, None)
+        if lengths is not None:
+            allowed &= numbers < jnp.asarray(lengths)[:, None, None, None]
+
+    values = attend(*clean, bias, allowed, **options)
+    terms = jnp.einsum("bnts,bsnh->btnh", allowed.astype(on_value.dtype), on_value)
+    return joined(values, (terms > 0.5).reshape(values.shape))
+
+
+def _four(x: TensorLike) -> jax.Array:
+    x = jnp.asarray(x)
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+# --- sums of tensors ---------------------------------------------------------------------
+
+_square = entrywise(jnp.square)
+_sum = reduces(total, jnp.sum, zeros=ZEROS_CHANGE_NOTHING, like=jnp.sum)
+
+
+def add_n(*tensors: TensorLike) -> Tensor:
+    """Sum tensors: row-sparse if all are, with the rows of all of them.
+
+    Args:
+        *tensors: tensors of one shape on any storage, or one sequence of them. The rows of
+            `RowSparse` tensors are put side by side: equal indices add.
+
+    Raises:
+        ValueError: if there is none, or the shapes differ.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.RowSparse([1], jnp.array([2.]), (3,))
+        >>> jmask.add_n(x, x, x), jmask.add_n(x, jnp.ones(3))
+        (RowSparse(float32[3], nse=3), Array([1., 3., 1.], dtype=float32))
+    """
+    if len(tensors) == 1 and isinstance(tensors[0], Sequence):
+        tensors = tuple(tensors[0])
+    if not tensors:
+        raise ValueError("`tensors` must hold at least one tensor, got none.")
+    terms = [x if is_tensor(x) else checked_array("tensors", x) for x in tensors]
+    shapes = {tuple(x.shape) for x in terms}
+    if len(shapes) > 1:
+        raise ValueError(f"`tensors` must have one shape, got {sorted(shapes)}.")
+    # Sparse ones first, so that they meet a dense one once.
+    order: list[Argument] = sorted(terms, key=lambda x: not isinstance(x, RowSparse))
+    return functools.reduce(operator.add, order)
+
+
+def square_sum(x: TensorLike, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """Sum the squares of the entries, at the cost of the rows that a `RowSparse` stores.
+
+    Args:
+        x: a tensor on any storage.
+        axis, keepdims: as of `jmask.numpy.sum`.
+
+    Returns:
+        A dense tensor; for a `RowSparse` of which axis 0 is kept, a `RowSparse`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.square_sum(jmask.RowSparse([1], jnp.array([[3., 4.]]), (3, 2)), axis=1)
+        RowSparse(float32[3], nse=1)
+    """
+    check_flag("keepdims", keepdims)
+    x = x if is_tensor(x) else checked_array("x", x)
+    return _sum(_square(x), axis, keepdims=keepdims)

@@ -150,7 +150,12 @@ def reduces(
         result = (zeros if plain and callable(zeros) else formula)(x, axis=axes, **options)
         result = result if dtype is None else result.astype(dtype)
         if not keepdims:  # the axes of several quantiles come first
-            result = without_axes(result, [a + result.ndim - x.ndim for a in axes])
+            gone = [a + result.ndim - x.ndim for a in axes]
+            shape = tuple(n for a, n in enumerate(result.shape) if a not in gone)
+            sparse, values = len(sparse_sizes(result.storage)), stored_values(result)
+            stored = (*values.shape[: sparse > 0], *shape[sparse:])  # indices of others stay
+            storage = with_stored_values(result.storage, values.reshape(stored), shape)
+            result = joined(storage, result.valid.reshape(stored))
         if plain:
             result = filled(result)
         elif not masked:
@@ -349,15 +354,6 @@ def on_values(function: Function, x: Kind) -> Kind:
     if not isinstance(x, MaskedTensor):
         return function(x)
     return x.with_values(function(stored_values(x)), x.valid)
-
-
-def without_axes(x: MaskedTensor, axes: Sequence[int]) -> MaskedTensor:
-    """Drop axes of size 1; those that sparse storage has indices of stay."""
-    shape = tuple(size for axis, size in enumerate(x.shape) if axis not in axes)
-    sparse, values = len(sparse_sizes(x.storage)), stored_values(x)
-    stored = (*values.shape[: sparse > 0], *shape[sparse:])
-    storage = with_stored_values(x.storage, values.reshape(stored), shape)
-    return joined(storage, x.valid.reshape(stored))
 
 
 # --- extrema -----------------------------------------------------------------------------

@@ -21,45 +21,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jmask._base.array_types import is_nonzero, joint_dtype, wide
+from jmask._base.array_types import is_nonzero, wide
 from jmask._base.shardings import typed_like
-from jmask._base.types import (
-    Argument,
-    Axis,
-    Dense,
-    Function,
-    PyTree,
-    Scalar,
-    StorageLike,
-    Tensor,
-    TensorLike,
-)
-from jmask._ops.lift import (
-    adopted,
-    aligned,
-    contracts,
-    dense,
-    entrywise,
-    extends,
-    filled,
-    moves,
-    on,
-)
-from jmask._ops.reduce import (
-    checked_axes,
-    reduced,
-    result_dtype,
-    valid_entries,
-    without_axes,
-)
+from jmask._base.types import Argument, Dense, Function, PyTree, Scalar, Tensor, TensorLike
+from jmask._ops.lift import adopted, contracts, dense, entrywise, extends, filled, moves
+from jmask._ops.reduce import checked_axes, result_dtype, valid_entries
 from jmask._ops.selection import take_along_axis
-from jmask._tensors.masked_tensor import (
-    MaskedTensor,
-    any_masked,
-    as_masked_tensor,
-    as_tensor,
-    joined,
-)
+from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, as_tensor, joined
 from jmask._tensors.storage import as_dense, entry_indices, is_sparse, stored_values
 
 
@@ -271,31 +239,6 @@ def skips_nan(function: Function, empty: ArrayLike | None) -> Function:
         return result.storage if empty is None else result.to_tensor(empty)
 
     return skipping
-
-
-def weighted_average(
-    a: TensorLike, axis: Axis, weights: TensorLike, keepdims: bool, where: StorageLike | None
-) -> tuple[Tensor, Tensor]:
-    """Return the mean of entries counted by their weights, and the sums of these weights."""
-    a, weights = as_tensor(adopted(a)), as_tensor(adopted(weights))
-    masked, ndim = any_masked(a, weights), len(a.shape)
-    axes = checked_axes(axis, ndim)
-    a, weights = (x if any_masked(x) else dense(x, "average") for x in (a, weights))
-    if len(weights.shape) == 1 < ndim and len(axes) == 1:
-        weights = _expand_dims(weights, [i for i in range(ndim) if i != axes[0]])
-    x, weights = valid_entries(a, where), _broadcast_to(weights, tuple(a.shape))
-    like, (values, weights), (valid, counted) = aligned([x, weights], "average")
-    valid = jnp.asarray(valid) & counted
-    dtype = result_dtype(jnp.mean, joint_dtype(values, weights))
-    weights = weights.astype(wide(dtype))
-    sums = reduced(on(like, weights, valid), axes, "sum")
-    # Values under the mask may be nan; `reduced` leaves them out.
-    products = on(like, values.astype(wide(dtype)) * weights, valid)
-    result = _divide(reduced(products, axes, "sum"), sums)
-    result, sums = (
-        (x if keepdims else without_axes(x, axes)).astype(dtype) for x in (result, sums)
-    )
-    return (result, sums) if masked else (result.to_tensor(jnp.nan), sums.to_tensor(0))
 
 
 _subtract, _differ = entrywise(jnp.subtract), entrywise(jnp.not_equal)

@@ -1,7 +1,6 @@
 """`jmask.dot` on every pair of storages against the sum over what they store, in NumPy."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +11,11 @@ from jax.experimental.sparse import BCOO, BCSR
 import jmask
 import jmask.numpy as jnm
 from jmask import RowSparse, dot
+from jmask._kernels import tuning
 from jmask._tensors.storage import stype, with_stored_values
 from tests.expressions import functions
 from tests.oracle import densified
 from tests.product_cases import COO, CSR, FEATURES, ROWS, STORED, Case, M, V, forms
-from tests.sampling import chosen
 from tests.sparse_arrays import coo, csr
 
 
@@ -203,8 +202,9 @@ def test_wide_products(stray):
 
 
 @pytest.mark.parametrize("kind", [coo, csr])
-def test_products_of_many_entries(kind):
+def test_products_of_many_entries(monkeypatch, kind):
     """Their terms are never materialised: rows are summed in bags. nan is read nowhere."""
+    monkeypatch.setattr(tuning, "SMALL_ROWS", 4096)
     rng = np.random.default_rng(0)
     x = np.float32(rng.normal(size=(70, 90)) * (rng.random((70, 90)) < 0.8))
     x[:, 5], x[7] = 0, 0
@@ -213,7 +213,6 @@ def test_products_of_many_entries(kind):
     stored = kind(x)
     dv = np.float32(rng.normal(size=stored.data.shape))
     dx, used = np.asarray(with_stored_values(stored, dv).todense()), np.nan_to_num(w)
-    assert stored.nse > 4096
     assert "bag_sum" in str(jax.make_jaxpr(dot)(stored, w))
     product = lambda values, w, x: dot(with_stored_values(x, values), w)
     of_values = np.asarray(kind(np.where(x != 0, ct @ used.T, 0)).data)
@@ -328,33 +327,6 @@ def test_forward_stype():
         np.testing.assert_allclose(densified(result), exact[transposed], rtol=1e-4, atol=1e-5)
     assert (rows.nse, rows.shape) == (4, (V, 3))
     np.testing.assert_array_equal(dense, densified(rows))
-
-
-TRANSPOSED = [(False, False), (True, False), (False, True)]
-MAKERS = [coo, csr, jmask.RowSparse.fromdense]
-
-
-@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
-@pytest.mark.parametrize(
-    ("stored", "transposed"),
-    chosen([(csr, (True, False))], itertools.product(MAKERS, TRANSPOSED)),
-)
-def test_the_gradient_of_an_ordinary_tensor(stored, transposed):
-    """`masked_grad=False`: every entry of a sparse operand has a gradient, to second order."""
-    lhs, rhs = np.array([[0, 0, 3.0], [4, 0, 5]]), np.arange(6.0).reshape(3, 2) + 0.5
-    lhs, rhs = (x.T if t else x for x, t in zip((lhs, rhs), transposed, strict=True))
-    how = dict(zip(("transpose_a", "transpose_b"), transposed, strict=True))
-    plain = functools.partial(dot, **how, masked_grad=False)
-    for args in ((stored(lhs), rhs), (lhs, stored(rhs))):
-        assert jmask.gradcheck(jax.jit(plain), args, order=2)
-    sparse = stored(jnp.asarray(lhs, jnp.float32))
-    product = plain(sparse, jnp.asarray(rhs, jnp.float32))
-    np.testing.assert_allclose(product, jmask.todense(dot(sparse, rhs, **how)), rtol=1e-6)
-    found = jmask.grad(lambda x: jnp.sum(plain(x, rhs)))(sparse)
-    dense = lambda x: jnp.sum((x.T if transposed[0] else x) @ (rhs.T if transposed[1] else rhs))
-    np.testing.assert_allclose(found, jax.grad(dense)(sparse.todense()), rtol=1e-6)
-    with pytest.raises(ValueError, match="`forward_stype` cannot be 'row_sparse' with"):
-        plain(sparse, rhs, forward_stype="row_sparse")
 
 
 def test_fallbacks_warn_and_raise():
