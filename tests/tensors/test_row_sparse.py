@@ -230,6 +230,7 @@ WITHOUT_IDS = """
 """
 
 
+@pytest.mark.dtype_promotion  # of optax
 @pytest.mark.parametrize("code", WITHOUT_IDS.replace("\n", " ").split(" | "))
 def test_a_gradient_that_lost_its_ids_says_so(code):
     gradient = jmask.RowSparse([1], jnp.ones((1, 2)), (4, 2))
