@@ -36,14 +36,12 @@ from jmask._optim import exported as _exported  # noqa: F401
 from jmask._optim.adam import adam as adam
 from jmask._optim.adam import adamw as adamw
 from jmask._optim.adam import rowwise_adam as rowwise_adam
+from jmask._optim.ema import ema as ema
 from jmask._optim.explain import explain as explain
 from jmask._optim.guards import clip_by_row_norm as clip_by_row_norm
 from jmask._optim.guards import drop_nonfinite_rows as drop_nonfinite_rows
 from jmask._optim.guards import max_row_norm as max_row_norm
 from jmask._optim.guards import skip_nonfinite as skip_nonfinite
-from jmask._optim.last_steps import ema as ema
-from jmask._optim.last_steps import rows_since as rows_since
-from jmask._optim.last_steps import touched as touched
 from jmask._optim.microbatches import multi_steps as multi_steps
 from jmask._optim.named import adagrad as adagrad
 from jmask._optim.named import ftrl as ftrl
@@ -51,6 +49,8 @@ from jmask._optim.named import rowwise_adagrad as rowwise_adagrad
 from jmask._optim.named import sgd as sgd
 from jmask._optim.torch_state import from_torch_state as from_torch_state
 from jmask._optim.torch_state import to_torch_state as to_torch_state
+from jmask._optim.touched import rows_since as rows_since
+from jmask._optim.touched import touched as touched
 from jmask._tables.packed import packed as packed
 from jmask._tables.plain_arrays import from_arrays as from_arrays
 from jmask._tables.plain_arrays import to_arrays as to_arrays

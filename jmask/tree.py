@@ -27,5 +27,5 @@ from jmask._ops.tree import pmean as pmean
 from jmask._ops.tree import psum as psum
 from jmask._ops.tree import scale as scale
 from jmask._ops.tree import size as size
-from jmask._optim.last_steps import put as put
-from jmask._optim.last_steps import take as take
+from jmask._optim.touched import put as put
+from jmask._optim.touched import take as take

@@ -2,7 +2,8 @@
 
 row_rule                    an optimizer as arithmetic on a row; hyperparameters, checked
 named, adam                 the optimizers by name
-last_steps                  averages of parameters; the rows that have moved since a step
+ema                         averages of parameters
+touched                     the rows that have moved since a step
 microbatches                `multi_steps`: one step for the gradients of k microbatches
 guards                      steps that are not taken, rows left out, bounds on norms of rows
 torch_state                 states to and from torch

@@ -10,7 +10,7 @@ from jax import export
 
 from jmask._base.types import Argument
 from jmask._deferred import deferred
-from jmask._optim import adam, guards, last_steps, microbatches, named
+from jmask._optim import adam, ema, guards, microbatches, named, touched
 from jmask._tables.quantized import QuantizedRows
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse
@@ -38,7 +38,7 @@ for _kind, (_write, _read) in _KINDS.items():
         serialize_auxdata=_write,
         deserialize_auxdata=_read,
     )
-for _module in (adam, deferred, guards, last_steps, microbatches, named):
+for _module in (adam, deferred, ema, guards, microbatches, named, touched):
     for _state in vars(_module).values():
         if getattr(_state, "__module__", None) == _module.__name__ and hasattr(
             _state, "_fields"
