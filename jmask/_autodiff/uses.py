@@ -170,7 +170,8 @@ def _labelled(jaxpr: Jaxpr, needs: Sequence[Need]) -> tuple[list[JaxprEqn], list
         and lookups in arrays that have the rows of what is computed.
     """
     table = needs[0].table
-    rows = aval_of(jaxpr.invars[table]).shape[0]
+    whole: Shape = tuple(aval_of(jaxpr.invars[table]).shape)
+    rows = whole[0]
     wholes = {id(need.eqns[-1]) for need in needs if need.rows is None and need.eqns}
     products: list[JaxprEqn] = []
     lookups: list[Need] = []
@@ -191,7 +192,11 @@ def _labelled(jaxpr: Jaxpr, needs: Sequence[Need]) -> tuple[list[JaxprEqn], list
             keep = [len(x) > 1 and x[0] >= rows for x in shapes]
             return ["computed" if kept else "" for kept in keep]
         for body, _ in bodies_of(eqn):
-            return run(body, given[len(given) - len(body.invars) :], eqns)
+            labels = run(body, given[len(given) - len(body.invars) :], eqns)
+            # What has the shape of the table is the table, changed round by round.
+            is_changed = [is_computed and aval_of(v).shape == whole for v in eqn.outvars]
+            pairs = zip(is_changed, labels, strict=True)
+            return ["computed" if changed else label for changed, label in pairs]
         if name == "iota":
             result = "numbers"
         elif name == "eq" and "numbers" in given:
