@@ -21,6 +21,7 @@ the other operand reaches a sum or a derivative through it. No index is read unc
 """
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
@@ -340,7 +341,19 @@ def _is_sparse_matrix(x: TensorLike) -> bool:
     return isinstance(x, MaskedTensor) and isinstance(x.storage, BCOO | BCSR)
 
 
-@extends(nn.dot_product_attention, "query", "key", "value", "bias", "mask")
+@functools.wraps(nn.dot_product_attention)
+def _attend(*args: Argument, **kwargs: Argument) -> jax.Array:
+    for name, x in inspect.signature(_attend).bind(*args, **kwargs).arguments.items():
+        if hasattr(x, "dtype") and jnp.iscomplexobj(x):
+            raise TypeError(
+                f"`{name}` is complex, and JAX's attention drops the imaginary part: use "
+                "jmask.nn.softmax of scores that are real, jmask.numpy.real(scores)."
+            )
+    result: jax.Array = nn.dot_product_attention(*args, **kwargs)
+    return result
+
+
+@extends(_attend, "query", "key", "value", "bias", "mask")
 def dot_product_attention(
     query: Dense,
     key: Dense,
@@ -355,16 +368,10 @@ def dot_product_attention(
     is masked it is False. The result is masked where no value takes part: a query without a
     key sends derivative 0. Complex numbers are a TypeError.
     """
-    attend: Function = nn.dot_product_attention
-    if any(x is not None and jnp.iscomplexobj(x) for x in (query, key, value, bias)):
-        raise TypeError(
-            "an operand is complex, and JAX's attention drops the imaginary part: use "
-            "jmask.nn.softmax of scores that are real, jmask.numpy.real(scores)."
-        )
     arrays = query, key, value
     on_query, on_key, on_value = (_four(existing(x)) for x in arrays)
     clean = [filled(x) for x in arrays]
-    jax.eval_shape(attend, *clean)  # refuses shapes that do not fit
+    jax.eval_shape(_attend, *clean)  # refuses shapes that do not fit
 
     # --- where there is a score ----------------------------------------------------------
     groups = on_query.shape[2] // max(on_key.shape[2], 1)
@@ -389,7 +396,7 @@ def dot_product_attention(
         if lengths is not None:
             allowed &= numbers < jnp.asarray(lengths)[:, None, None, None]
 
-    values = attend(*clean, bias, allowed, **options)
+    values = _attend(*clean, bias, allowed, **options)
     terms = jnp.einsum("bnts,bsnh->btnh", allowed.astype(on_value.dtype), on_value)
     return joined(values, (terms > 0.5).reshape(values.shape))
 
