@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 
 from jmask._autodiff import bags, nested
 from jmask._autodiff.lookups import (
@@ -89,11 +89,13 @@ class Forward:
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
         scope, live = bags.Scope(jaxpr, values), self.needed.within(jaxpr, wanted)
         for eqn in jaxpr.eqns:
-            args = [read(values, v) for v in eqn.invars]
+            args = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
             if self.taps.is_trial and not any(isinstance(x, View) for x in args):
                 outs = [aval_of(v) for v in eqn.outvars]
             else:
-                inside = dataclasses.replace(self, eqns=(*self.eqns, eqn))
+                # `dataclasses.replace` calls three functions more, for each equation.
+                eqns = (*self.eqns, eqn)
+                inside = Forward(self.leaves, self.taps, self.needed, self.needs, eqns)
                 stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
                 traceback = eqn.source_info.traceback
                 with (

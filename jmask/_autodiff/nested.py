@@ -113,7 +113,8 @@ class Needed:
 
 def writes_reference(eqn: JaxprEqn) -> bool:
     """Decide whether an equation may write to what `jax.new_ref` made, to be read elsewhere."""
-    return any(not isinstance(aval_of(v), jax.core.ShapedArray) for v in eqn.invars)
+    is_array = lambda v: isinstance(aval_of(v), jax.core.ShapedArray)
+    return bool(eqn.effects) and not all(map(is_array, eqn.invars))
 
 
 def _is_real(v: Atom) -> TypeGuard[Var]:

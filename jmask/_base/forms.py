@@ -45,7 +45,8 @@ class Form(NamedTuple):
     # Others that may occur. No rule reads them: they are passed on unchanged, or do not change
     # what is computed.
     beside: frozenset[str]
-    holds: Callable[[JaxprEqn], bool]  # whether what the parameters are is known too
+    # Whether what the parameters are is known too; None if that is no matter.
+    holds: Callable[[JaxprEqn], bool] | None
 
 
 aval_of: Callable[[Atom], Shaped] = operator.attrgetter("aval")
@@ -272,9 +273,7 @@ _HOLDS: dict[str, Callable[[JaxprEqn], bool]] = {
     "reshape": lambda eqn: eqn.params.get("dimensions") is None,
 }
 FORMS: dict[str, Form] = {
-    name: Form(
-        frozenset(read.split()), frozenset(beside.split()), _HOLDS.get(name, lambda _: True)
-    )
+    name: Form(frozenset(read.split()), frozenset(beside.split()), _HOLDS.get(name))
     for names, read, beside in (re.split("[:|]", line) for line in _TABLE.split("\n")[1:-1])
     for name in names.split()
 }
@@ -292,7 +291,7 @@ def name_of(eqn: JaxprEqn) -> str:
         return name
     try:
         is_known = form.read <= given and given <= form.read | form.beside
-        if is_known and form.holds(eqn):
+        if is_known and (form.holds is None or form.holds(eqn)):
             return name
     except (AttributeError, KeyError, TypeError, ValueError):
         pass  # a parameter of another type than is known
