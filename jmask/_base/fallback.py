@@ -16,9 +16,11 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
+
+_T = TypeVar("_T")
 
 _strict = contextvars.ContextVar("jmask_strict", default=False)
 _collected: contextvars.ContextVar["list[Fallback] | None"] = contextvars.ContextVar(
@@ -67,6 +69,15 @@ class StorageFallbackWarning(UserWarning):
 
 
 @contextlib.contextmanager
+def _set(variable: contextvars.ContextVar[_T], value: _T) -> Iterator[_T]:
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
+@contextlib.contextmanager
 def strict() -> Iterator[None]:
     """Context in which leaving sparse storage raises instead of warning.
 
@@ -87,11 +98,8 @@ def strict() -> Iterator[None]:
             ...
         jmask.StorageFallbackWarning: ...
     """
-    token = _strict.set(True)
-    try:
+    with _set(_strict, True):
         yield
-    finally:
-        _strict.reset(token)
 
 
 @contextlib.contextmanager
@@ -101,11 +109,8 @@ def collected() -> Iterator[list[Fallback]]:
     As of a trial trace, whose fallbacks are reported by the real one.
     """
     reports: list[Fallback] = []
-    token = _collected.set(reports)
-    try:
+    with _set(_collected, reports):
         yield reports
-    finally:
-        _collected.reset(token)
 
 
 def report_fallback(message: str, place: Place | None = None, remedy: str = "") -> None:

@@ -69,7 +69,10 @@ def sharding_of_type(shape: Shaped) -> NamedSharding | None:
 
 def spec_of(array: jax.Array) -> tuple[MeshAxes, ...]:
     """Return the axes that shard each dimension by its type: None, a name or several."""
-    sharding, ndim = explicit_sharding(array), len(jax.typeof(array).shape)
+    return _whole_spec(explicit_sharding(array), len(jax.typeof(array).shape))
+
+
+def _whole_spec(sharding: NamedSharding | None, ndim: int) -> tuple[MeshAxes, ...]:
     spec = () if sharding is None else tuple(sharding.spec)
     return spec + (None,) * (ndim - len(spec))
 
@@ -163,8 +166,7 @@ def typed_like(x: jax.Array, shape: Shaped) -> jax.Array:
     """Return a replicated array, typed as `shape` says: varying, or sharded."""
     sharding = sharding_of_type(shape)
     if sharding is not None:
-        spec = tuple(sharding.spec)
-        x = resharded(x, sharding, spec + (None,) * (x.ndim - len(spec)))
+        x = resharded(x, sharding, _whole_spec(sharding, x.ndim))
     return varying_over(axes_of_type(shape), x)
 
 

@@ -47,6 +47,11 @@ from jmask._kernels.rows import Gather
 LANES = 128
 
 
+def per_line(width: int) -> int:
+    """Return how many rows of a width a line holds."""
+    return max(LANES // width, 1)
+
+
 def has_narrow_rows(shape: tuple[int, ...]) -> bool:
     """Decide whether rows of this shape have several entries and do not fill whole lines.
 
@@ -70,7 +75,7 @@ def _by_definition(lines: TableArray, ids: IdArray, *, width: int) -> list[jax.A
 
 
 def _with_lines(lines: TableArray, ids: IdArray, *, width: int) -> list[jax.Array]:
-    flat, each = ids.reshape(-1), LANES // width
+    flat, each = ids.reshape(-1), per_line(width)
     gather = Gather.rows_of(lines.shape, lax.GatherScatterMode.CLIP)
     rows = picked(gather(lines, (flat // each)[:, None]), flat % each, width)
     exists = (flat < lines.shape[0] * each)[:, None]
@@ -150,7 +155,7 @@ def masked_lines(
         target, real, mask = masked_lines(ids, rows.real, lines)
         return target, lax.complex(real, masked_lines(ids, rows.imag, lines)[1]), mask
     dtype, rows = rows.dtype, rows.astype(wide(rows.dtype))
-    width, rows_per_line = rows.shape[1], max(LANES // rows.shape[1], 1)
+    width, rows_per_line = rows.shape[1], per_line(rows.shape[1])
     count = lines * rows_per_line
     target, place = jnp.where(ids < count, ids // rows_per_line, lines), ids % rows_per_line
     # Rows are told from the zeros around them by their bits, of which none are 0: bits that
