@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Literal
 
@@ -357,8 +358,14 @@ def step_of(
         step = LazyStep.of(inner, updates, state, params, extra_args)
         return step.proved(same_dtypes=same_dtypes)
 
-    leaves = jax.tree.leaves(updates, is_leaf=is_gradient_leaf)
-    for gradients, same_dtypes in ((with_wide_rows(updates), True), (updates, False)):
+    widened = with_wide_rows(updates)
+    leaves, wide_leaves = (
+        jax.tree.leaves(x, is_leaf=is_gradient_leaf) for x in (updates, widened)
+    )
+    ways = [(updates, False)]
+    if any(map(operator.is_not, leaves, wide_leaves)):
+        ways.insert(0, (widened, True))
+    for gradients, same_dtypes in ways:
         with contextlib.suppress(TypeError) if same_dtypes else contextlib.nullcontext():
             if any(map(_is_entries, leaves)):
                 # Refused may be a state with one number for each row.
