@@ -240,21 +240,23 @@ def forms_of_steps(
         params = tree.unflatten([jnp.ones(x.shape, x.dtype) for x in likes])
         state, zeros = inner.init(params), jax.tree.map(jnp.zeros_like, params)
 
-    def of_tables(*tables: int) -> LazyStep:
+    def step_of_tables(tables: Sequence[int]) -> LazyStep:
         grads = jax.tree.leaves(zeros)
         for i in tables:
             grads[i] = RowSparse.zeros(likes[i].shape, likes[i].dtype)
         return LazyStep.of(inner, tree.unflatten(grads), state, params, {})
 
-    tables = []
-    for i, x in enumerate(likes):
-        if x.ndim and jnp.issubdtype(x.dtype, jnp.floating):
+    is_table = lambda x: x.ndim and jnp.issubdtype(x.dtype, jnp.floating)
+    tables = [i for i, x in enumerate(likes) if is_table(x)]
+    try:
+        step = step_of_tables(tables)
+    except NotRowLocalError:  # some of them count rows: those are not deferred
+        for i in tables:
             try:
-                of_tables(i)
-                tables.append(i)
-            except NotRowLocalError as error:  # it counts rows: this one is not deferred
+                step_of_tables([i])
+            except NotRowLocalError as error:
                 forms[i] = error
-    step = of_tables(*tables)
+        step = step_of_tables([i for i in tables if forms[i] is None])
     rows: dict[int, list[HostArray]] = {}
     steps: dict[int, list[HostArray]] = {}
     places = places_of_tables(step)
@@ -296,7 +298,10 @@ _ENTRIES = 64
 
 
 class Probes:
-    """Rows of numbers, parameter and state, that an optimizer gets beside those of a batch."""
+    """Rows of numbers that an optimizer gets in addition to the rows of the batch.
+
+    `rows` are of the parameter and of each array of its state.
+    """
 
     def __init__(self, form: Form, shapes: Sequence[Shape]):
         self.form = form
