@@ -104,8 +104,16 @@ def adam(
         >>> jmask.apply_updates(table, updates).ravel().round(4)
         Array([1. , 1. , 0.9], dtype=float32)
     """
-    scaling = clip_gradient, rescale_grad, maximize
-    common = Common(learning_rate, weight_decay, decay_mode, scaling, lazy_update, state_dtype)
+    common = Common(
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        decay_mode=decay_mode,
+        clip_gradient=clip_gradient,
+        rescale_grad=rescale_grad,
+        maximize=maximize,
+        lazy_update=lazy_update,
+        state_dtype=state_dtype,
+    )
     return _adam(common, b1, b2, eps, eps_root, count, mu_dtype, per_row=False)
 
 
@@ -148,8 +156,16 @@ def rowwise_adam(
         >>> tx.init(jnp.ones((3, 8))).nu.shape
         (3, 1)
     """
-    scaling = clip_gradient, rescale_grad, maximize
-    common = Common(learning_rate, weight_decay, decay_mode, scaling, lazy_update, state_dtype)
+    common = Common(
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        decay_mode=decay_mode,
+        clip_gradient=clip_gradient,
+        rescale_grad=rescale_grad,
+        maximize=maximize,
+        lazy_update=lazy_update,
+        state_dtype=state_dtype,
+    )
     return _adam(common, b1, b2, eps, eps_root, count, mu_dtype, per_row=True)
 
 

@@ -176,19 +176,20 @@ class Common:
     learning_rate: optax.ScalarOrSchedule
     weight_decay: Scalar
     decay_mode: str
-    scaling: tuple[Scalar | None, Scalar, bool]  # clip_gradient, rescale_grad, maximize
+    clip_gradient: Scalar | None
+    rescale_grad: Scalar
+    maximize: bool
     lazy_update: bool
     state_dtype: DTypeLike | None
 
     def __post_init__(self) -> None:
-        clip_gradient, rescale_grad, maximize = self.scaling
-        check_flag("maximize", maximize)
+        check_flag("maximize", self.maximize)
         check_flag("lazy_update", self.lazy_update)
         check_learning_rate(self.learning_rate)
-        check_numbers(weight_decay=self.weight_decay, rescale_grad=rescale_grad)
+        check_numbers(weight_decay=self.weight_decay, rescale_grad=self.rescale_grad)
         checked_choice(self.decay_mode, "decay_mode", ("l2", "decoupled"))
-        if clip_gradient is not None:
-            check_numbers(clip_gradient=clip_gradient)
+        if self.clip_gradient is not None:
+            check_numbers(clip_gradient=self.clip_gradient)
         if self.state_dtype is not None:
             checked_dtype("state_dtype", self.state_dtype, floating=True)
 
@@ -224,12 +225,12 @@ class Common:
             scalars: (count of steps done, lr) -> the rate that the rule gets, and more scalars.
             clips_last: whether the gradient is clipped after "l2" decay.
         """
-        (bound, scale, maximize), decay = self.scaling, self.weight_decay
+        bound, scale, decay = self.clip_gradient, self.rescale_grad, self.weight_decay
         decays = () if is_zero(decay) else (self.decay_mode,)
         clip = lambda x: x if bound is None else jnp.clip(x, -bound, bound)
 
         def common_rule(grad, param, *others):
-            grad = -grad if maximize else grad
+            grad = -grad if self.maximize else grad
             if not (isinstance(scale, int | float) and scale == 1):
                 grad = grad * scale
             grad = grad if clips_last else clip(grad)
