@@ -2,6 +2,7 @@
 
 checks              what gradients and parameters must be; masks of gradients
 state_rows          which arrays of a state hold rows of which table; validation of states
+sizes               numbers in the place of the open dimensions of a program
 row_local           the proof, from one trace with the number of rows open
 step                the leaves of one update, its proof, and its run on rows
 one_pass            update and application in one pass over the rows

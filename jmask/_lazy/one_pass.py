@@ -49,7 +49,8 @@ from jmask._kernels.rows import add_rows, gather_unique_rows, set_rows
 from jmask._kernels.scatter_update import entry_by_entry, update_elementwise
 from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows, updated
 from jmask._lazy.checks import keep_valid, unchanged_where_masked
-from jmask._lazy.row_local import FILL, RowLocal, with_sizes
+from jmask._lazy.row_local import FILL, RowLocal
+from jmask._lazy.sizes import with_sizes
 from jmask._lazy.step import LazyStep, Leaf, with_row
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import stored_values
