@@ -201,7 +201,7 @@ class Leaves:
         for x in self._leaves:
             gradient = next(rest)
             if is_tensor(x):
-                gradient = _of_tensor(x, gradient, next(rest))
+                gradient = _tensor_gradient(x, gradient, next(rest))
             elif isinstance(gradient, jax.Array) and gradient.ndim > 1:
                 expect_dense(gradient)
             leaves.append(gradient)
@@ -233,7 +233,7 @@ def _coalesced(x: TensorLike) -> TensorLike:
     return x if placeholder is None else with_placeholder(x, placeholder)
 
 
-def _of_tensor(x: Tensor, of_values: jax.Array, everywhere: jax.Array | None) -> Tensor:
+def _tensor_gradient(x: Tensor, of_values: jax.Array, everywhere: jax.Array | None) -> Tensor:
     """Return the gradient of a tensor, from those in its stored values and its placeholder."""
     if everywhere is None:
         return with_values_of(x, of_values)
@@ -267,8 +267,8 @@ lower(_TOGETHER, lambda *arrays: lax.optimization_barrier(list(arrays)), platfor
 
 def after_reading(value: jax.Array, gradients: PyTree) -> PyTree:
     """Make ids of gradients depend on the value of the loss, as far as XLA can tell."""
-    sparse = filter(is_row_sparse, jax.tree.leaves(gradients, is_leaf=is_row_sparse))
-    if not isinstance(value, jax.core.Tracer) or not any(True for _ in sparse):
+    each = jax.tree.leaves(gradients, is_leaf=is_row_sparse)
+    if not isinstance(value, jax.core.Tracer) or not any(map(is_row_sparse, each)):
         return gradients
     leaves, tree = jax.tree.flatten(gradients)
     # Rows that are not written out (`GATHERED`) are left out: those the update computes.

@@ -33,7 +33,7 @@ from jmask._base.jaxprs import bound_to_differentiate, read
 from jmask._base.row_ids import canonical, widen
 from jmask._base.shardings import sharding_of_type
 from jmask._base.types import Argument, Atom, Shape
-from jmask._kernels.gathered_rows import BAG_SUM, BagSum, are_large
+from jmask._kernels.gathered_rows import BAG_SUM, BagSum, pays_in_blocks
 
 
 class Entries(NamedTuple):
@@ -117,7 +117,7 @@ def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Argument], lookup: Lookup) 
         windows.are_rows(x.shape)
         and x.ndim > 1
         and is_known(*windows.batch)
-        and are_large(aval.shape, x.dtype)
+        and pays_in_blocks(aval.shape, x.dtype)
         and jnp.issubdtype(x.dtype, jnp.floating)
         and (fill is None or fill == 0 or math.isnan(fill))
     ):

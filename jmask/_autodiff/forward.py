@@ -115,7 +115,7 @@ class Forward:
         taps: Taps | None = None,
     ) -> list[Argument]:
         """Return the outputs of a program as arrays, without those numbered in `but`."""
-        inside = dataclasses.replace(self, taps=taps or self.taps)
+        inside = self if taps is None else dataclasses.replace(self, taps=taps)
         outs = enumerate(zip(inside.run(program, inputs, wanted), wanted, strict=True))
         return [inside.array(x, not flag) for i, (x, flag) in outs if i not in but]
 
@@ -168,8 +168,9 @@ class Forward:
             axes = varies_of(aval)
             reading = lambda p: ([Part(x)], functools.partial(varying_over, axes))
             make, varies = lambda made: bound(eqn, [made(x)])[0], x.varies | axes
-            there = dataclasses.replace(x, reading=reading, make=make, varies=varies)
-            return [dataclasses.replace(there, whole=None)]
+            return [
+                dataclasses.replace(x, reading=reading, make=make, varies=varies, whole=None)
+            ]
 
         # 3. Lookups.
         array = functools.partial(self.array, is_constant=not is_live)

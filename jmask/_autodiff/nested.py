@@ -92,10 +92,10 @@ class Needed:
             branches = [self._of(branch, flags) for branch, _ in branches_of(eqn)]
             return [False, *map(any, zip(*branches, strict=True))]
         if name == "scan":
-            return self._of(scan_of(eqn).body[0], self.of_scan(eqn, flags))
+            return self._of(scan_of(eqn).body[0], self.outputs_of_scan(eqn, flags))
         return [True] * len(eqn.invars)
 
-    def of_scan(self, eqn: JaxprEqn, flags: Flags) -> list[bool]:
+    def outputs_of_scan(self, eqn: JaxprEqn, flags: Flags) -> list[bool]:
         """Return which outputs of its body a scan needs, all the way around."""
         scan, wanted = scan_of(eqn), list(flags)
         while True:  # each round adds a carry, or is the last
@@ -145,11 +145,11 @@ def _remat(
 ) -> list[Argument]:
     program, taps = called(eqn), forward.taps
     if is_recomputed_apart(eqn):  # of a gradient that the program took itself
-        return forward.run(program, _behind_a_barrier(args, forward.taps), flags)
+        return forward.run(program, _behind_a_barrier(args, taps), flags)
     views = {i: x for i, x in enumerate(args) if isinstance(x, View)}
     # What it returns as it came in may still be looked up in.
     passed = {i: views[s] for i, s in enumerate(forwarded(program[0])) if s in views}
-    specs, arrays = taps.of_nested()
+    specs, arrays = taps.next_nested()
 
     def body(arrays: PyTree, plain: Sequence[Argument]) -> tuple[list[Argument], PyTree]:
         inside = taps.inside(specs, arrays)
@@ -190,9 +190,9 @@ def _scan(
     passed = forwarded(jaxpr)
     kept = {i: x for i, x in enumerate(init) if isinstance(x, View) and passed[i] == first + i}
     stacks = {i: x for i, x in enumerate(scanned) if isinstance(x, View)}
-    wanted, length = forward.needed.of_scan(eqn, flags), scan.how["length"]
+    wanted, length = forward.needed.outputs_of_scan(eqn, flags), scan.how["length"]
     init = [forward.array(x, not wanted[i]) for i, x in enumerate(init) if i not in kept]
-    specs, arrays = taps.of_nested()
+    specs, arrays = taps.next_nested()
 
     def step(carry: list[Argument], xs: PyTree) -> tuple[list[Argument], PyTree]:
         number, plain, arrays = xs
@@ -238,7 +238,7 @@ def _cond(
     if taps.is_trial:
         taps.record.append(shared)
         return [aval_of(v) for v in eqn.outvars]
-    arrays = dict(zip(keys, taps.of_nested()[1], strict=True))
+    arrays = dict(zip(keys, taps.next_nested()[1], strict=True))
 
     # 2. Each with its part of the taps, and ids that are padded.
     def with_taps(branch: Opened, specs: PyTree) -> Callable[[], tuple[PyTree, PyTree]]:
@@ -307,7 +307,7 @@ def _shard_map(
         i: x for i, x in enumerate(args) if isinstance(x, TableView) and form.in_specs[i] == P()
     }
     inputs = [x.array if i in tables else forward.array(x) for i, x in enumerate(args)]
-    specs, arrays = taps.of_nested()
+    specs, arrays = taps.next_nested()
 
     def body(arrays: PyTree, *inputs: Argument) -> tuple[list[Argument], PyTree]:
         inside = taps.inside(specs, arrays, rows_only=True)
@@ -318,14 +318,14 @@ def _shard_map(
             return outs, inside.record
         return outs, jax.tree.map(lambda x: varying_over(axes, x), inside.record)
 
-    def of_all(tap: Tap) -> Tap:
+    def on_all_devices(tap: Tap) -> Tap:
         shape = devices * tap.shape[0], *tap.shape[1:]
         rows, varies = devices * tap.rows, tap.varies - axes
         return dataclasses.replace(tap, shape=shape, rows=rows, varies=varies)
 
     if taps.is_trial:
         _, record = body(None, *_in_trial(inputs, form.body[0]))
-        outs, record = [aval_of(v) for v in eqn.outvars], jax.tree.map(of_all, record)
+        outs, record = [aval_of(v) for v in eqn.outvars], jax.tree.map(on_all_devices, record)
     else:
         by_device = lambda tap: P(*(None,) * len(tap.batch), tuple(sorted(axes)))
         places = jax.tree.map(by_device, specs)

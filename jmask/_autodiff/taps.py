@@ -125,7 +125,7 @@ class Tap:
 class Taps:
     """The taps of a program, in the order of its lookups.
 
-    A list holds those of a nested program.
+    The taps of a nested program are a list among them.
 
     Without specs and arrays it is a trial: nothing runs, and lookups are only noted.
 
@@ -169,8 +169,8 @@ class Taps:
         self.record.append(ids())
         return tapped(rows, tap)
 
-    def of_nested(self) -> tuple[PyTree, PyTree]:
-        """Return the specs and arrays of what an equation runs; None twice in a trial."""
+    def next_nested(self) -> tuple[PyTree, PyTree]:
+        """Return specs and arrays of the next nested program; None twice in a trial."""
         return (None, None) if self.is_trial else next(self._given)
 
     def inside(self, specs: PyTree, arrays: PyTree, rows_only: bool = False) -> "Taps":

@@ -185,18 +185,17 @@ def _labelled(jaxpr: Jaxpr, needs: Sequence[Need]) -> tuple[list[JaxprEqn], list
         is_computed = id(eqn) in wholes or "computed" in given
         # Of `hidden @ table.T` entries are looked up, as the logits of labels, and no rows.
         has_rows = name != "dot_general" or rows not in aval_of(eqn.invars[1]).shape
+        shapes: list[Shape | None] = [getattr(aval_of(v), "shape", None) for v in eqn.outvars]
         if is_computed and name in LOOKING_UP:
             lookups.append(Need(table, eqns, 0, 0, True))
         elif is_computed and has_rows and name not in _NOT_ROWS and not is_call(name):
-            shapes: list[Shape] = [getattr(aval_of(v), "shape", ()) for v in eqn.outvars]
-            keep = [len(x) > 1 and x[0] >= rows for x in shapes]
+            keep = [x is not None and len(x) > 1 and x[0] >= rows for x in shapes]
             return ["computed" if kept else "" for kept in keep]
         for body, _ in bodies_of(eqn):
             labels = run(body, given[len(given) - len(body.invars) :], eqns)
             # What has the shape of the table is the table, changed round by round.
-            is_changed = [is_computed and aval_of(v).shape == whole for v in eqn.outvars]
-            pairs = zip(is_changed, labels, strict=True)
-            return ["computed" if changed else label for changed, label in pairs]
+            pairs = zip(shapes, labels, strict=True)
+            return ["computed" if is_computed and x == whole else y for x, y in pairs]
         if name == "iota":
             result = "numbers"
         elif name == "eq" and "numbers" in given:

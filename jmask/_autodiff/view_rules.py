@@ -1,13 +1,11 @@
-"""Rules of equations whose results are views, read from the operands of the equation.
+"""Rules of equations whose results are views: what a position reads of the operands.
 
-    slice rows 3 to 5            row i     row i + 3
-    reshape (V, D) to (M, W, D)  m, w      row m * W + w
-    concatenate t and u          row i     of t where i < V, else row i - V of u
-    sin                          row i     the sine of row i
-    sum along each row           row i     the sum of row i
-    product with a matrix        row i     row i times the matrix
-
-Each says for positions in a result what is read of the operands, and what becomes of that.
+slice rows 3 to 5            row i     row i + 3
+reshape (V, D) to (M, W, D)  m, w      row m * W + w
+concatenate t and u          row i     of t where i < V, else row i - V of u
+sin                          row i     the sine of row i
+sum along each row           row i     the sum of row i
+product with a matrix        row i     row i times the matrix
 """
 
 import dataclasses
@@ -344,7 +342,7 @@ def _tile(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
 
 
 def _set_row(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
-    """Set one row, as `t.at[0].set(0)` does that of padding."""
+    """Return a view with one row set: `t.at[0].set(0)`, of a padding row."""
     (x, place, new), numbers = xs, parameter(eqn, "dimension_numbers")
     is_row = numbers.scatter_dims_to_operand_dims == numbers.inserted_window_dims == (0,)
     if not is_row or aval_of(eqn.invars[1]).shape != (1,) or isinstance(place, View):
@@ -360,8 +358,7 @@ def _set_row(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
             dtype = jnp.promote_types(q.dtype, place.dtype)
             return q.astype(dtype) == place[0].astype(dtype)
 
-        def at() -> tuple[Sequence[jax.Array], Valid]:
-            return p.along, ~is_set() if p.valid is None else p.valid & ~is_set()
+        at = lambda: (p.along, ~is_set() if p.valid is None else p.valid & ~is_set())
 
         def finish(old: jax.Array, new: jax.Array) -> jax.Array:
             return jnp.where(trailing(is_set(), old.ndim), new, old)

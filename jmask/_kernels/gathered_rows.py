@@ -200,8 +200,7 @@ class BagSum:
     """Sums (bags, *row) of the rows of each bag, in float32 at least.
 
     On a CPU a block of rows is read at a time and added to its bags: all n rows of a large
-    batch would go through memory twice. The derivative is that of a gather and a sum.
-
+    batch would go through memory twice. It is differentiated as a gather and a sum.
 
     No array is sharded over devices by its type, or differs from one to the other.
     """
@@ -275,12 +274,14 @@ def bag_sum(*operands: Argument) -> jax.Array:
     """Return the sums of a `BagSum` of these attributes."""
     x = BagSum(*operands)
     is_static = is_known(*x.positions.shape, x.bags)
-    if not is_static or not are_large((*x.positions.shape, *x.table.shape[1:]), x.table.dtype):
+    if not is_static or not pays_in_blocks(
+        (*x.positions.shape, *x.table.shape[1:]), x.table.dtype
+    ):
         return x.by_parts()
     return BAG_SUM(x)[0]
 
 
-def are_large(shape: Shape, dtype: DType) -> bool:
+def pays_in_blocks(shape: Shape, dtype: DType) -> bool:
     """Decide whether rows of this shape are better not materialised."""
     return math.prod(shape) * dtype.itemsize > tuning.SMALL_ROWS
 
