@@ -331,7 +331,7 @@ def _bags(
             "`segment_ids` (with `num_segments`): give one of them."
         )
     if segment_ids is not None:
-        return _of_segments(ids, segment_ids, num_segments, mode)
+        return _bags_of_segments(ids, segment_ids, num_segments, mode)
     if offsets is None:
         if ids.ndim < 2:
             raise ValueError(
@@ -356,7 +356,9 @@ def _bags(
     return Bags((number,), bag_of_entry, left_out, valid)
 
 
-def _of_segments(ids: Ids, segment_ids: Numbers, num_segments: int | None, mode: str) -> Bags:
+def _bags_of_segments(
+    ids: Ids, segment_ids: Numbers, num_segments: int | None, mode: str
+) -> Bags:
     segment_ids = checked_integers(segment_ids, "segment_ids", mode)
     if ids.ndim != 1 or segment_ids.shape != ids.shape:
         raise ValueError(

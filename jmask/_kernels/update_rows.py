@@ -243,8 +243,8 @@ def _on_one_cpu(x: RowUpdate) -> list[jax.Array]:
 #
 # No more than a block of the n rows is ever written, which stays in the cache of a core: on
 # CPUs a batch of 10^5 lookups otherwise writes and reads its rows several times through memory,
-# which the operating system has to find first. Rows of equal ids are summed in the order of
-# their ids, and those of one id in the order in which they come:
+# which the operating system has to find first. The ids are sorted, and rows of equal
+# ids are summed in the order in which they come:
 #
 #     ids    [4, 1, 4, 2]      in order   1  2 | 4  4        blocks of two
 #     rows   [a, b, c, d]                 b  d | a  c
