@@ -3,7 +3,7 @@
 { lambda ; a:f32[rows0,3]. let b = mul a a in (b,) }     rows0 = 5     a:f32[5,3]
 """
 
-import functools
+import weakref
 from collections.abc import Mapping, Sequence
 
 from jax import export
@@ -12,6 +12,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jmask._base.types import Argument, Atom
 from jmask._lazy.checks import NotRowLocalError
 from jmask._lazy.state_rows import Dimension
+
+# JAX compiles a called jaxpr once, by its identity: outside jit in each update otherwise. It is
+# kept as long as JAX keeps the jaxpr that it is made of, which holds what a user's closures do.
+_CALLED: weakref.WeakKeyDictionary[Jaxpr, dict[object, ClosedJaxpr]]
+_CALLED = weakref.WeakKeyDictionary()
 
 
 def with_sizes(jaxpr: Jaxpr, numbers: Mapping[Dimension, int]) -> Jaxpr:
@@ -38,7 +43,11 @@ def with_sizes(jaxpr: Jaxpr, numbers: Mapping[Dimension, int]) -> Jaxpr:
 
     def parameter_of(x: Argument) -> Argument:
         if isinstance(x, ClosedJaxpr) and not x.consts:  # which may be traced
-            return _called_with_sizes(x.jaxpr, tuple(numbers.items()))
+            sized = _CALLED.setdefault(x.jaxpr, {})
+            key = tuple(numbers.items())
+            if key not in sized:
+                sized[key] = ClosedJaxpr(with_sizes(x.jaxpr, numbers), ())
+            return sized[key]
         if isinstance(x, ClosedJaxpr):
             return ClosedJaxpr(with_sizes(x.jaxpr, numbers), x.consts)
         if isinstance(x, Jaxpr):
@@ -53,9 +62,3 @@ def with_sizes(jaxpr: Jaxpr, numbers: Mapping[Dimension, int]) -> Jaxpr:
     constants, inputs = list(map(var, jaxpr.constvars)), list(map(var, jaxpr.invars))
     eqns, outputs = list(map(at_sizes, jaxpr.eqns)), atoms(jaxpr.outvars)
     return jaxpr.replace(constvars=constants, invars=inputs, eqns=eqns, outvars=outputs)
-
-
-# JAX compiles a called jaxpr once, by its identity: outside jit in each update otherwise.
-@functools.lru_cache(1024)
-def _called_with_sizes(jaxpr: Jaxpr, numbers: tuple[tuple[Dimension, int], ...]) -> ClosedJaxpr:
-    return ClosedJaxpr(with_sizes(jaxpr, dict(numbers)), ())

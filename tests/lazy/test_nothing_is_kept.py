@@ -1,0 +1,92 @@
+"""What a transformation captures lives no longer than the transformation, however it is run."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jmask
+
+TABLE = jnp.ones((10, 3))
+GRADIENT = jmask.RowSparse([1, 2], jnp.ones((2, 3)), TABLE.shape)
+
+
+def by_arithmetic(captured):
+    return lambda x: x * captured.array[0]
+
+
+def behind_jit(captured):
+    return jax.jit(by_arithmetic(captured))
+
+
+def with_a_derivative_of_its_own(captured):
+    """An equation holds the rule of its derivative, also where nothing takes it.
+
+    The rule does not call the function: JAX would keep both until its caches are cleared.
+    """
+
+    @jax.custom_jvp
+    def scaled(x):
+        return 1.5 * x
+
+    @scaled.defjvp
+    def scaled_jvp(primals, tangents):
+        return 1.5 * primals[0], tangents[0] * captured.array[0]
+
+    return jax.jit(lambda x: scaled(x) + x)
+
+
+def in_a_loop(captured):
+    return lambda x: jax.lax.fori_loop(0, 2, lambda _, y: y * captured.array[0], x)
+
+
+def scaled_by(function):
+    scale = optax.stateless(lambda updates, params: jax.tree.map(function, updates))
+    return optax.chain(scale, optax.sgd(1.0))
+
+
+def eagerly(tx, state):
+    return tx.update(GRADIENT, state, TABLE)
+
+
+def applied(tx, state):
+    return jmask.apply_gradients(tx, GRADIENT, state, TABLE)
+
+
+def in_a_program(tx, state):
+    return jax.jit(lambda grads, *args: jmask.apply_gradients(tx, grads, *args))(
+        GRADIENT, state, TABLE
+    )
+
+
+LIFTS = {
+    "lazy": jmask.lazy,
+    "skip_nonfinite": lambda tx: jmask.skip_nonfinite(jmask.lazy(tx)),
+    "multi_steps": lambda tx: jmask.multi_steps(jmask.lazy(tx), 2, like=GRADIENT),
+    "deferred": jmask.deferred,
+}
+
+
+class Captured:
+    """An object that a closure holds, and that JAX looks into nowhere."""
+
+    def __init__(self):
+        self.array = jnp.full(1, 0.5)
+
+
+@pytest.mark.parametrize("run", [eagerly, applied, in_a_program])
+@pytest.mark.parametrize(
+    "formula", [by_arithmetic, behind_jit, with_a_derivative_of_its_own, in_a_loop]
+)
+@pytest.mark.parametrize("lift", LIFTS)
+def test_captured_objects_are_freed(lift, formula, run):
+    captured = Captured()
+    alive = weakref.ref(captured)
+    tx = LIFTS[lift](scaled_by(formula(captured)))
+    run(tx, tx.init(TABLE))
+    del captured, tx
+    gc.collect()
+    assert alive() is None
