@@ -7,7 +7,7 @@ x.coalesce(nse=1.5)                   `nse` must be an integer that is known ...
 import functools
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import SupportsIndex, TypeVar, cast
 
 import jax
@@ -156,6 +156,31 @@ KEEP_ARRAYS = (
 def leaf_name(tree: str, path: KeyPath) -> str:
     """Write the leaf at `path` of the tree called `tree`, in backticks."""
     return f"`{tree}{jax.tree_util.keystr(path)}`"
+
+
+def named_parts(
+    name: str, paths: Sequence[KeyPath], tree: PyTree, owners: str = "the parameters"
+) -> dict[int, PyTree]:
+    """Return what the argument `name`, a part of a tree like the parameters, has for each."""
+    parts = {i: functools.reduce(_child, path, tree) for i, path in enumerate(paths)}
+    parts = {i: node for i, node in parts.items() if node is not None}
+    if sum(len(jax.tree.leaves(node)) for node in parts.values()) != len(jax.tree.leaves(tree)):
+        names = sorted(leaf_name("params", path) for path in paths)
+        raise ValueError(
+            f"`{name}` names rows of something else than {owners}, {', '.join(names)}: it is a "
+            f'tree like `params` with some of these and no others, as {{"table": {name}}}.'
+        )
+    return parts
+
+
+def _child(node: PyTree, key: object) -> PyTree:
+    """Return what a tree has under the key of a path, or None."""
+    if isinstance(node, Mapping):
+        return node.get(getattr(key, "key", None))
+    index = getattr(key, "idx", None)
+    if isinstance(node, list | tuple) and index is not None:
+        return node[index] if index < len(node) else None
+    return getattr(node, getattr(key, "name", ""), None)
 
 
 def abstract_leaf(leaf: object) -> Shaped | None:

@@ -16,7 +16,7 @@ While a row is inactive its gradient is zero, so what a dense optimizer does to 
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -28,7 +28,7 @@ from jmask._base.array_types import trailing, wide
 from jmask._base.row_ids import Order, id_dtype
 from jmask._base.shardings import Shards, automatically, entry, explicit_sharding
 from jmask._base.types import Function, KeyPath, MeshAxes, Numbers, PyTree, PyTreeDef, Shape
-from jmask._base.validation import checked_integer, leaf_name
+from jmask._base.validation import checked_integer, leaf_name, named_parts
 from jmask._deferred.measured import (
     FormOrReason,
     NotDeferrableError,
@@ -418,31 +418,6 @@ def _chosen_rows(
         numbers = [_numbers(name, x, leaves[i].shape) for x in nodes]
         chosen[i] = jnp.concatenate(numbers) if numbers else jnp.zeros((0,), jnp.int32)
     return chosen
-
-
-def named_parts(
-    name: str, paths: Sequence[KeyPath], tree: PyTree, owners: str = "the parameters"
-) -> dict[int, PyTree]:
-    """Return what the argument `name`, a part of a tree like the parameters, has for each."""
-    parts = {i: functools.reduce(_child, path, tree) for i, path in enumerate(paths)}
-    parts = {i: node for i, node in parts.items() if node is not None}
-    if sum(len(jax.tree.leaves(node)) for node in parts.values()) != len(jax.tree.leaves(tree)):
-        names = sorted(leaf_name("params", path) for path in paths)
-        raise ValueError(
-            f"`{name}` names rows of something else than {owners}, {', '.join(names)}: it is a "
-            f'tree like `params` with some of these and no others, as {{"table": {name}}}.'
-        )
-    return parts
-
-
-def _child(node: PyTree, key: object) -> PyTree:
-    """Return what a tree has under the key of a path, or None."""
-    if isinstance(node, Mapping):
-        return node.get(getattr(key, "key", None))
-    index = getattr(key, "idx", None)
-    if isinstance(node, list | tuple) and index is not None:
-        return node[index] if index < len(node) else None
-    return getattr(node, getattr(key, "name", ""), None)
 
 
 def _numbers(name: str, ids: Numbers | tuple[Numbers, ...], shape: Shape) -> jax.Array:

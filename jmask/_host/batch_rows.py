@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._base.types import Function, HostArray, PyTree
-from jmask._base.validation import checked_integer, leaf_name, shown
-from jmask._deferred.deferred import named_parts
+from jmask._base.validation import checked_integer, leaf_name, named_parts, shown
 from jmask._embedding.pad_bags import PaddedBags, rounded_up
 from jmask._host.host_rows import HostRows
 

@@ -16,8 +16,7 @@ from jmask._base.array_types import fewer, is_known
 from jmask._base.row_ids import canonical
 from jmask._base.shardings import flat
 from jmask._base.types import ArraysFunction, DType, PyTree, PyTreeDef, Shape
-from jmask._base.validation import checked_array, leaf_name
-from jmask._deferred.deferred import named_parts
+from jmask._base.validation import checked_array, leaf_name, named_parts
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.rows import set_rows
 from jmask._kernels.stochastic_rounding import check_key
