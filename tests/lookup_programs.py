@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.sparse import BCOO
+from jax.extend.core import Primitive
+from jax.interpreters import ad
 
 import jmask
 from tests.expressions import functions, rows
@@ -82,6 +84,16 @@ def custom_square(x):
 custom_square.defjvp(lambda x, t: (x[0] * x[0], 3 * x[0] * t[0]))
 
 
+# It is compiled for no platform: one whose branch it is in is not the one that runs.
+_elsewhere = Primitive("elsewhere")
+_elsewhere.def_abstract_eval(lambda x: x)
+ad.deflinear(_elsewhere, lambda ct: [_elsewhere.bind(ct)])
+
+
+def only_on_rocm(table):
+    return square(_elsewhere.bind(table[IDS[:2]]))
+
+
 def taken(table, mode):
     rows = jnp.take(table, IDS, axis=0, mode=mode)
     return square(jnp.where(jnp.isnan(rows), 0, rows))
@@ -152,6 +164,8 @@ _ROWS = """
     cond, one branch without | 6 |
         lax.cond(IDS[0] < 0, lambda t: square(t[IDS]), lambda t: 1.0, t)
     switch | 4 | lax.switch(VALID[1], [lambda t, n=n: square(t[IDS[:n]]) for n in (1, 2, 4)], t)
+    branches by platform | 6 |
+        lax.platform_dependent(t, rocm=only_on_rocm, default=lambda t: square(t[IDS]))
     scan in cond | 6 | lax.cond(IDS[0] > 0, rnn, lambda t: square(t[IDS]), t)
     cond in scan | 3 |
         lax.scan(lambda c, i: (lax.cond(i > 1, lambda: c + square(t[i]), lambda: c * t[0, 0]),

@@ -5,7 +5,8 @@
 | remat        | go in: what JAX recomputes reads tables from outside of it                  |
 | scan         | go in as constants, as carries that do not change, and array by array of a  |
 |              | stack; each tap has one more dimension, for the rounds                      |
-| cond, switch | go into each branch; all branches share taps, as many as one of them needs  |
+| cond, switch | go into each branch; all branches share taps, as many as one of them needs; |
+|              | so do those of `lax.platform_dependent`                                      |
 | shard_map    | go in if the table is on every device; each device has taps of its own      |
 """
 
@@ -34,6 +35,7 @@ from jmask._base.forms import (
     is_recomputed_apart,
     name_of,
     recomputed_how,
+    run_on_platforms,
     scan_of,
     shard_map_of,
 )
@@ -262,7 +264,7 @@ def _cond(
         return build
 
     cases = [with_taps(x, trial.record) for x, trial in zip(branches, trials, strict=True)]
-    outs, ids = lax.switch(which, cases)
+    outs, ids = run_on_platforms(eqn, which, cases)
     taps.record.append(ids)
     return outs
 

@@ -24,7 +24,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
-from jmask._base.types import Argument, Atom, Options, Shaped
+from jmask._base.types import Argument, Atom, Function, Index, Options, PyTree, Shaped
 
 # Equations that do no more than run a jaxpr.
 CALLS = (
@@ -132,6 +132,20 @@ def branches_of(eqn: JaxprEqn) -> list[Opened]:
     return [opened(branch) for branch in eqn.params["branches"]]
 
 
+def run_on_platforms(eqn: JaxprEqn, which: Index, cases: Sequence[Function]) -> PyTree:
+    """Run one of several functions in the place of the branches of a `cond`.
+
+    Those of `lax.platform_dependent` are each for some platforms, and compiled for no other.
+    """
+    platforms = eqn.params.get("branches_platforms")
+    if platforms is None:
+        return jax.lax.switch(which, cases)
+    pairs = list(zip(cases, platforms, strict=True))
+    default = [case for case, names in pairs if names is None]
+    by_name = {name: case for case, names in pairs for name in names or ()}
+    return jax.lax.platform_dependent(default=default[0] if default else None, **by_name)
+
+
 def called(eqn: JaxprEqn) -> Opened:
     """Return the jaxpr that a call-like equation runs, and its constants."""
     return opened(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
@@ -229,7 +243,7 @@ _TABLE = f"""
 {" ".join(REMATS)}: jaxpr prevent_cse differentiated | policy
 scan: jaxpr length reverse unroll | num_consts num_carry ft_in ft_out linear _split_transpose
 while: cond_jaxpr body_jaxpr cond_nconsts body_nconsts |
-cond: branches |
+cond: branches | branches_platforms
 shard_map: jaxpr mesh in_specs out_specs check_vma | newly_manual_axes manual_axes
 gather: {_GATHER} |
 bcoo_dot_general bcsr_dot_general: dimension_numbers lhs_spinfo | preferred_element_type
