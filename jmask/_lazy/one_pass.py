@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmask._base.array_types import (
     added,
@@ -51,6 +51,7 @@ from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows,
 from jmask._lazy.checks import keep_valid, unchanged_where_masked
 from jmask._lazy.row_local import FILL, RowLocal
 from jmask._lazy.sizes import with_sizes
+from jmask._lazy.state_rows import Dimension
 from jmask._lazy.step import LazyStep, Leaf, with_row
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import stored_values
@@ -95,7 +96,7 @@ def applied_in_one_pass(step: LazyStep) -> tuple[PyTree, PyTree] | None:
         elif v in needed:
             known[v] = leaf.shown(stored_values(leaf.coalesced_value))
             sizes[leaf.table] = leaf.coalesced_value.nse
-    run(before, known, _rule(parts, proof, sizes))
+    run(before, known, parts.rule(sizes))
 
     # --- the pass
     started = []
@@ -128,13 +129,41 @@ def applied_in_one_pass(step: LazyStep) -> tuple[PyTree, PyTree] | None:
 
 
 class Parts(NamedTuple):
-    """The variables of an update that hold rows or entries of tables."""
+    """The variables of an update that hold rows or entries of tables.
+
+    JAX keeps functions of an update, which must not keep its constants: they have these parts,
+    and not the proof.
+    """
 
     table_of: dict[Var, int]  # whose rows or entries a variable has; no others depend on rows
     from_gradient: set[Var]  # those that are made of the gradient alone
     # Those that have one number in the shape of a table that is updated by entries.
     filled: set[Var]
     reduced: set[int]  # tables over whose gradient something shared is computed
+    rows: Mapping[int, Dimension]  # the open number of rows of each table
+    nothing: Jaxpr  # of no equations
+
+    def rule(
+        self, sizes: Mapping[int, int]
+    ) -> Callable[[JaxprEqn, list[jax.Array]], Sequence[jax.Array]]:
+        """Return the rule that runs equations on so many rows; what is filled is a number."""
+        numbers = {self.rows[i]: size for i, size in sizes.items()}
+
+        def rule(eqn: JaxprEqn, values: list[jax.Array]) -> Sequence[jax.Array]:
+            is_filled = self.filled.issuperset(eqn.outvars)
+            if is_filled and eqn.primitive.name == FILL:
+                return values[:1]
+            if eqn.primitive.name not in ARITHMETIC:
+                (sized,) = with_sizes(self.nothing.replace(eqns=[eqn]), numbers).eqns
+                return bound(sized, values)
+            # Arithmetic takes scalars and arrays together, except in `select_n` and `clamp`.
+            shapes = {jnp.shape(x) for x in values}
+            shapes -= set() if eqn.primitive.name in ("clamp", "select_n") else {()}
+            if not is_filled and len(shapes) > 1:
+                values = list(jnp.broadcast_arrays(*values))
+            return bound(eqn, values)
+
+        return rule
 
 
 def _taken_apart(proof: RowLocal) -> Parts | None:
@@ -161,31 +190,8 @@ def _taken_apart(proof: RowLocal) -> Parts | None:
         elif is_from_gradient:
             from_gradient.update(eqn.outvars)
     table_of = {v: i for v, i in owners.items() if v not in filled}
-    return Parts(table_of, from_gradient, filled, reduced)
-
-
-def _rule(
-    parts: Parts, proof: RowLocal, sizes: Mapping[int, int]
-) -> Callable[[JaxprEqn, list[jax.Array]], Sequence[jax.Array]]:
-    """Return the rule that runs equations on so many rows, with a number for what it fills."""
-    numbers = {proof.rows[i]: size for i, size in sizes.items()}
-    nothing = proof.program.jaxpr.replace(constvars=[], invars=[], eqns=[], outvars=[])
-
-    def rule(eqn: JaxprEqn, values: list[jax.Array]) -> Sequence[jax.Array]:
-        is_filled = parts.filled.issuperset(eqn.outvars)
-        if is_filled and eqn.primitive.name == FILL:
-            return values[:1]
-        if eqn.primitive.name not in ARITHMETIC:
-            (sized,) = with_sizes(nothing.replace(eqns=[eqn]), numbers).eqns
-            return bound(sized, values)
-        # Arithmetic takes scalars and arrays together, except in `select_n` and `clamp`.
-        shapes = {jnp.shape(x) for x in values}
-        shapes -= set() if eqn.primitive.name in ("clamp", "select_n") else {()}
-        if not is_filled and len(shapes) > 1:
-            values = list(jnp.broadcast_arrays(*values))
-        return bound(eqn, values)
-
-    return rule
+    nothing = jaxpr.replace(constvars=[], invars=[], eqns=[], outvars=[])
+    return Parts(table_of, from_gradient, filled, reduced, proof.rows, nothing)
 
 
 # --- combiners ---------------------------------------------------------------------------
@@ -231,7 +237,7 @@ def _combiner(
             rows = [v for v in given if v in table_of]
             given = given | {v: with_row(given[v], aval_of(v).shape[1:]) for v in rows}
         values: dict[Var, Argument] = constants | given
-        run(chosen, values, _rule(parts, proof, sizes))
+        run(chosen, values, parts.rule(sizes))
         return [values[v] for v in wanted]
 
     def combiner(source: Var, chosen: Sequence[JaxprEqn], scalars: list[Var]) -> Combiner:
@@ -329,6 +335,7 @@ def _update_of_rows(
     """Make the update of these leaves, whose equal ids are summed first; `updated` runs it."""
     tables, are_steps = [x.value for x in leaves], [x.kind == "param" for x in leaves]
     valid, table, count = leaves[0].valid, tables[0], len(tables)
+    is_masked = valid is not None
     # The gradient is opened once: what follows takes canonical ids, rows, and their order.
     ids, rows, order = gradient.row_ids(), gradient.rows(), gradient.order
     if steps is not None and table.dtype == gradient.dtype and not is_narrow(table.dtype):
@@ -348,7 +355,7 @@ def _update_of_rows(
         return [jnp.where(trailing(touched, x.ndim), new, x) for new, x in made]
 
     def new_rows(x: RowUpdate) -> list[jax.Array]:
-        *others, mask = x.scalars if valid is not None else (*x.scalars, None)
+        *others, mask = x.scalars if is_masked else (*x.scalars, None)
         old = [gather_unique_rows(table, x.ids, x.order) for table in x.tables]
         new = []
         made = combiner.function(*old, x.rows, *others)
