@@ -314,11 +314,13 @@ def _scalars(step: LazyStep, forms: Sequence[FormOrReason]) -> list[Step | None]
 
     given = rows if alone else step.rows()
     sharding = explicit_sharding(*given)
-    if sharding is None:
-        new = iter(probed(*given))
-    else:
-        spec: list[tuple[MeshAxes, ...]] = [()] * len(results)
-        new = iter(automatically(probed, *given, like=sharding, spec=spec))
+    # Of probes an optimizer may make nan and drop it, which is no mistake of the run.
+    with jax.debug_nans(False), jax.debug_infs(False):
+        if sharding is None:
+            new = iter(probed(*given))
+        else:
+            spec: list[tuple[MeshAxes, ...]] = [()] * len(results)
+            new = iter(automatically(probed, *given, like=sharding, spec=spec))
     made = {i: x.step([next(new) for _ in places[i]]) for i, x in probes.items()}
     return [made.get(i) for i in range(len(forms))]
 
@@ -349,7 +351,7 @@ def _caught_up(
         flat, dtype = [x.reshape(count, *x.shape[len(kept) :]) for x in arrays], id_dtype(count)
 
         def block(i: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
-            first = jnp.minimum(i.astype(dtype) * size, count - size)
+            first = jnp.minimum(jnp.asarray(i, dtype) * size, count - size)
             ids = first + jnp.arange(size, dtype=dtype)
             return _caught_up_at(form, lines, clock, ids, arrays, "sorted")
 

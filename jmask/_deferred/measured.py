@@ -34,6 +34,7 @@ from jmask._base.types import Argument, ArraysFunction, HostArray, PyTreeDef, Sh
 from jmask._deferred.missed_steps import Form, Pair, Step, terms_for
 from jmask._lazy.checks import NotRowLocalError
 from jmask._lazy.step import LazyStep
+from jmask._ops.rows import trial
 from jmask._tensors.row_sparse import RowSparse
 
 # The greatest difference of a step from its prediction: relative to the terms of its sum, and
@@ -266,7 +267,7 @@ def forms_of_steps(
         rows[i] = [np.broadcast_to(trailing(x, 1 + len(y)), (len(x), *y)) for x, y in columns]
         steps[i] = []
     shared = [k for k, x in enumerate(step.leaves) if x.kind == "state" and x.table is None]
-    with jax.ensure_compile_time_eval():
+    with trial():  # with numbers that a run has not
         arrays = with_rows(step, rows)
         pairs = zip(step.leaves, arrays, strict=True)
         opened = [leaf.seen.update(shape=x.shape) for leaf, x in pairs]
