@@ -26,6 +26,7 @@ from jmask._kernels.coalesce import to_entries
 from jmask._kernels.lines import has_narrow_rows
 from jmask._kernels.rows import add_rows, gather_rows, ids_after_reading
 from jmask._kernels.update_rows import ADDITION, RowUpdate, updated
+from jmask._tables.rows_at import shape_of
 from jmask._vocabulary.keys import hashed, part_of, words_of
 from jmask._vocabulary.vocabulary import Vocabulary
 
@@ -97,13 +98,14 @@ def rows_of(
         rows, vocab, recycled = rows_of(vocab, pair, where=pair_exists)
         return rows[:1].reshape(shape), vocab, recycled[:1]
     shards = Shards.of(vocab.lines, words, exists)
-    given, find = (vocab.lines, vocab.clock, words, exists), functools.partial(_found, vocab)
+    given = vocab.lines, vocab.clock, words, exists
+    find = functools.partial(_found, jax.tree.map(shape_of, vocab), shards)
     if shards is None:
-        rows, recycled, lines, counts = find(None, *given)
+        rows, recycled, lines, counts = find(*given)
     else:  # keys come to every device; what each finds is added up
         specs = [shards.spec, *((None,) * x.ndim for x in given[1:])]
         out = [(None,) * len(shape), (None,), shards.spec, (None,)]
-        found = shards.run(functools.partial(find, shards), *given, specs=specs, out=out)
+        found = shards.run(find, *given, specs=specs, out=out)
         rows, recycled, lines, counts = found
         where_keys_are = explicit_sharding(words)
         if where_keys_are is not None:
@@ -115,6 +117,8 @@ def rows_of(
     return rows, new, recycled
 
 
+# In one program: outside of jit its branches would be compiled in each call.
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _found(
     vocab: Vocabulary,
     shards: Shards | None,
@@ -123,7 +127,10 @@ def _found(
     words: jax.Array,
     exists: jax.Array,
 ) -> list[jax.Array]:
-    """Return rows, recycled rows (n,), new lines of this device, what `counters` adds up."""
+    """Return rows, recycled rows (n,), new lines of this device, what `counters` adds up.
+
+    `vocab` has shapes in the place of arrays.
+    """
     shape, ways, count, places = exists.shape, vocab.ways, lines.shape[0], vocab.places
     words, exists = words.reshape(-1, 2), exists.reshape(-1)
     n, now, dtype = exists.shape[0], clock + 1, id_dtype(vocab.table_rows)
