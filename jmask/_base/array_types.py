@@ -13,12 +13,14 @@ Sums are computed in float32 at least:
     not of integers, whose sums wrap:        uint8 200 + 100 = 44, float32 200 + 100 = 300
 """
 
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jmask._base.types import Argument, DType, Shaped
+from jmask._base.types import Argument, DType, Function, PyTree, Shaped
 
 # --- shapes -------------------------------------------------------------------------------
 
@@ -26,6 +28,24 @@ from jmask._base.types import Argument, DType, Shaped
 def trailing(x: jax.Array, ndim: int) -> jax.Array:
     """Return `x` with dimensions of size 1 appended, `ndim` in all."""
     return x.reshape(x.shape + (1,) * (ndim - x.ndim))
+
+
+# By address, as JAX finds functions, which need not be hashable: each under `jax.jit`.
+_JITTED: dict[int, tuple["weakref.ref[Function]", Argument]] = {}
+
+
+def shapes_from(function: Function, *args: PyTree) -> PyTree:
+    """Return the abstract results of a function, as `jax.eval_shape`.
+
+    That keeps 19 objects of each call as long as the function lives (jax 0.12), which steps
+    outside of jit would add up.
+    """
+    key, jitted = id(function), _JITTED
+    if key not in jitted:
+        reference = weakref.ref(function, lambda _: jitted.pop(key))
+        call: Function = reference
+        jitted[key] = reference, jax.jit(lambda *args: call()(*args))
+    return jitted[key][1].eval_shape(*args)
 
 
 def is_known(*sizes: object) -> bool:

@@ -27,6 +27,7 @@ from jax import lax
 from jax.extend.random import define_prng_impl
 from jax.typing import DTypeLike
 
+from jmask._base.array_types import shapes_from
 from jmask._base.types import DType, IdArray, Ids
 
 INT32_MAX = np.iinfo(np.int32).max
@@ -92,7 +93,7 @@ def wrap(words: jax.Array) -> jax.Array:
 def reveal(leaf: jax.Array) -> jax.Array:
     """Return the integer ids of an opaque leaf (...,), or of its shape their shape."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.eval_shape(reveal, leaf)
+        return shapes_from(reveal, leaf)
     words = jax.random.key_data(leaf)
     if words.shape[-1] == 1:
         ids = lax.bitcast_convert_type(lax.squeeze(words, (words.ndim - 1,)), np.int32)

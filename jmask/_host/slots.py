@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jmask._base.array_types import shapes_from
 from jmask._base.jaxprs import inlined, origins
 from jmask._base.types import HostArray, PyTree, PyTreeDef
 from jmask._base.validation import leaf_name
@@ -42,7 +43,7 @@ def state_on_host(
     tree: PyTreeDef = jax.tree.structure(model)
     is_table = [isinstance(x, np.ndarray) for x in params]
     shapes = [shape_of(x) for x in params]
-    state = jax.eval_shape(tx.init, tree.unflatten(shapes))
+    state = shapes_from(tx.init, tree.unflatten(shapes))
     _check_takes_rows(tx, state, shapes, is_table, tree)
     owners = [x for x, _ in rows_of_state(tx.init, shapes, shapes, is_table, tree, state)]
 

@@ -17,6 +17,7 @@ import jax
 import optax
 from jax import export
 
+from jmask._base.array_types import shapes_from
 from jmask._base.types import Argument, PyTree, PyTreeDef, Shape
 from jmask._base.validation import abstract_leaf, is_on_host, leaf_name, not_on_device
 from jmask._lazy.checks import NotRowLocalError
@@ -114,8 +115,8 @@ def rows_of_state(
 
     def shapes() -> tuple[PyTree, PyTree]:
         with refusing_counts("its state"):
-            of_rows = jax.eval_shape(init, param_tree.unflatten(opened))
-        return of_rows, jax.eval_shape(init, param_tree.unflatten(params))
+            of_rows = shapes_from(init, param_tree.unflatten(opened))
+        return of_rows, shapes_from(init, param_tree.unflatten(params))
 
     key = (init, param_tree, *((x.shape, x.dtype) for x in (*opened, *params)))
     made, expected = once_a_step(key, shapes)
@@ -186,7 +187,7 @@ def check_made_by(
 ) -> None:
     """Refuse a state that is not as `init` makes it for these parameters, if they are given."""
     if params is not None:
-        expected = jax.eval_shape(init, jax.tree.map(shape_of, params))
+        expected = shapes_from(init, jax.tree.map(shape_of, params))
         check_state(state, expected, [dtypes] * len(jax.tree.leaves(expected)))
 
 

@@ -33,7 +33,13 @@ from jax.experimental.sparse import BCOO, BCSR
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import adds_when_cast, sum_dtype, trailing, wide
+from jmask._base.array_types import (
+    adds_when_cast,
+    shapes_from,
+    sum_dtype,
+    trailing,
+    wide,
+)
 from jmask._base.fallback import report_fallback
 from jmask._base.row_ids import canonical
 from jmask._base.shardings import explicit_sharding, spec_of, without_repetition
@@ -371,7 +377,7 @@ def dot_product_attention(
     arrays = query, key, value
     on_query, on_key, on_value = (_four(existing(x)) for x in arrays)
     clean = [filled(x) for x in arrays]
-    jax.eval_shape(_attend, *clean)  # refuses shapes that do not fit
+    shapes_from(_attend, *clean)  # refuses shapes that do not fit
 
     # --- where there is a score ----------------------------------------------------------
     groups = on_query.shape[2] // max(on_key.shape[2], 1)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jmask._base.array_types import real_dtype, wide
+from jmask._base.array_types import real_dtype, shapes_from, wide
 from jmask._base.row_ids import hide
 from jmask._base.shardings import on_every_device, typed_like
 from jmask._base.types import Gradient, PyTree, PyTreeDef, Table
@@ -110,8 +110,8 @@ def multi_steps(
         )
     check_gradients(like, "like")
     tree: PyTreeDef
-    likes, tree = jax.tree.flatten(jax.eval_shape(as_gradients, like), is_leaf=is_gradient_leaf)
-    parts = [jax.eval_shape(_parts, x) for x in likes]
+    likes, tree = jax.tree.flatten(shapes_from(as_gradients, like), is_leaf=is_gradient_leaf)
+    parts = [shapes_from(_parts, x) for x in likes]
 
     def empty() -> list[Accumulated]:
         return [_empty(x, part, every_k) for x, part in zip(likes, parts, strict=True)]
@@ -132,7 +132,7 @@ def multi_steps(
         gradients = jax.tree.leaves_with_path(updates, is_leaf=is_gradient_leaf)
         for (path, x), y, part in zip(gradients, likes, parts, strict=True):
             _check_fits(leaf_name("updates", path), x, y, part)
-        have, expected = jax.tree.map(jnp.shape, (state.accumulated, jax.eval_shape(empty)))
+        have, expected = jax.tree.map(jnp.shape, (state.accumulated, shapes_from(empty)))
         if have != expected:
             raise ValueError(
                 "`state.accumulated` was made for another `every_k` or `like`. Change them "
@@ -206,7 +206,7 @@ def _mean(like: Gradient, kept: Accumulated, divisor: jax.Array) -> Gradient:
 
 def _check_fits(name: str, x: Gradient, like: Gradient, old: Accumulated) -> None:
     """Refuse a gradient that is not as `like`, or has more rows."""
-    new = jax.eval_shape(_parts, x)
+    new = shapes_from(_parts, x)
     # Rows of a table and entries of it have values of other numbers of dimensions.
     is_like = x.shape == like.shape and jax.tree.map(jnp.ndim, new) == jax.tree.map(
         jnp.ndim, old

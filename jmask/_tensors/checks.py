@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmask._base.array_types import shapes_from
 from jmask._base.row_ids import wrap
 from jmask._base.types import Argument, HostArray, Numbers, Shape, Shaped
 from jmask._base.validation import checked_array, checked_integer
@@ -143,7 +144,7 @@ def leaf_from_words(leaf: Argument, values: Argument, row_ndim: int) -> Argument
     ids = tuple(sizes[: len(sizes) - row_ndim])
     if leaf.dtype == jnp.uint32 and tuple(leaf.shape) in ((*ids, 1), (*ids, 2)):
         is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
-        return jax.eval_shape(wrap, leaf) if is_shape else wrap(leaf)
+        return shapes_from(wrap, leaf) if is_shape else wrap(leaf)
     is_tangent = leaf.dtype == jax.dtypes.float0
     if is_tangent or not isinstance(leaf, jax.Array | np.ndarray):
         return leaf

@@ -1,4 +1,4 @@
-"""What a transformation captures lives no longer than the transformation, however it is run."""
+"""What a transformation captures lives as long as it does; calls outside jit leave nothing."""
 
 import gc
 import weakref
@@ -9,6 +9,8 @@ import optax
 import pytest
 
 import jmask
+
+pytestmark = pytest.mark.dtype_promotion
 
 TABLE = jnp.ones((10, 3))
 GRADIENT = jmask.RowSparse([1, 2], jnp.ones((2, 3)), TABLE.shape)
@@ -94,3 +96,44 @@ def test_what_is_captured_is_freed(lift, formula, run):
     del captured, tx
     gc.collect()
     assert [x() for x in alive] == [None, None]
+
+
+# --- outside jit ---------------------------------------------------------------------------
+
+VOCABULARY = jmask.vocabulary.create(64, ways=4)
+STEPPED = {name: lift(optax.adam(0.1)) for name, lift in LIFTS.items()} | {
+    "not lazy": jmask.adam(0.1, lazy_update=False),
+    "ema": optax.chain(jmask.adam(0.1), jmask.ema(0.9)),
+    "touched": optax.chain(jmask.adam(0.1), jmask.touched()),
+}
+FUNCTIONS = {
+    "rows of keys": lambda: jmask.vocabulary.rows_of(VOCABULARY, jnp.array([1, 2])),
+    "ids of shapes": lambda: jax.eval_shape(lambda: GRADIENT).indices,
+}
+
+
+def objects_left(call):
+    def number():
+        gc.collect()
+        return len(gc.get_objects())
+
+    for _ in range(4):
+        call()
+    before = number()
+    for _ in range(10):
+        call()
+    return number() - before
+
+
+@pytest.mark.parametrize("run", [eagerly, applied])
+@pytest.mark.parametrize("name", STEPPED)
+def test_steps_leave_nothing(name, run):
+    """An epoch of steps outside jit must not fill the memory."""
+    tx = STEPPED[name]
+    state = tx.init(TABLE)
+    assert objects_left(lambda: run(tx, state)) < 20
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_leave_nothing(name):
+    assert objects_left(FUNCTIONS[name]) < 20
