@@ -328,6 +328,7 @@ def _scalars(step: LazyStep, forms: Sequence[FormOrReason]) -> list[Step | None]
 # --- rows as they are now -----------------------------------------------------------------
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _caught_up(
     form: Form,
     slots: list[jax.Array],

@@ -327,6 +327,7 @@ def is_routed(shards: Shards, ids: IdVector, order: Order) -> bool:
     return order == "routed" and spec_of(ids)[0] == entry(shards.rows)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 5), inline=True)
 def _written_on_shards(
     shards: Shards, kind: Kind, table: TableArray, ids: IdVector, rows: RowArray, order: Order
 ) -> TableArray:
@@ -409,18 +410,26 @@ def gather_unique_rows(table: TableArray, ids: IdVector, order: Order) -> RowArr
         return gather_unique_rows(table, ids, order)[:1]
     shards = Shards.of(table, ids)
     if shards is not None and is_routed(shards, ids, order):
-
-        def own(block: TableArray, ids: IdVector) -> jax.Array:
-            return gather_unique_rows(block, shards.local(ids, block.shape[0]), "unique")
-
-        here = entry(shards.rows)
-        specs = [shards.spec, (here,)]
-        return shards.run(own, table, ids, specs=specs, out=shards.spec_of_rows(here))
+        return _gathered_on_shards(shards, table, ids)
     has_lines = table.ndim > 1 and table.size == table.shape[0] > 0 and ids.shape[0]
     if not has_lines or shards is not None:
         return gather_rows(table, ids, coalesced=order == "sorted")
     table, ids = varying_alike(table, ids)
     return READ.bind(table, ids, order=order)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _gathered_on_shards(shards: Shards, table: TableArray, ids: IdVector) -> RowArray:
+    """Return rows of unique ids that are on the shards that have them."""
+
+    def own(block: TableArray, ids: IdVector) -> jax.Array:
+        return gather_unique_rows(block, shards.local(ids, block.shape[0]), "unique")
+
+    here = entry(shards.rows)
+    specs = [shards.spec, (here,)]
+    rows: jax.Array
+    rows = shards.run(own, table, ids, specs=specs, out=shards.spec_of_rows(here))
+    return rows
 
 
 def read_rows(table: TableArray, ids: IdVector, *, order: Order) -> list[jax.Array]:

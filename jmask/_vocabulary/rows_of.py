@@ -99,17 +99,11 @@ def rows_of(
         return rows[:1].reshape(shape), vocab, recycled[:1]
     shards = Shards.of(vocab.lines, words, exists)
     given = vocab.lines, vocab.clock, words, exists
-    find = functools.partial(_found, jax.tree.map(shape_of, vocab), shards)
-    if shards is None:
-        rows, recycled, lines, counts = find(*given)
-    else:  # keys come to every device; what each finds is added up
-        specs = [shards.spec, *((None,) * x.ndim for x in given[1:])]
-        out = [(None,) * len(shape), (None,), shards.spec, (None,)]
-        found = shards.run(find, *given, specs=specs, out=out)
-        rows, recycled, lines, counts = found
-        where_keys_are = explicit_sharding(words)
-        if where_keys_are is not None:
-            rows = resharded(rows, where_keys_are, spec_of(words)[:-1])
+    found = _found_by_devices(jax.tree.map(shape_of, vocab), shards, *given)
+    rows, recycled, lines, counts = found
+    where_keys_are = None if shards is None else explicit_sharding(words)
+    if where_keys_are is not None:
+        rows = resharded(rows, where_keys_are, spec_of(words)[:-1])
     low = vocab.counts[:, 1] + counts
     high = vocab.counts[:, 0] + (low < counts).astype(jnp.uint32)
     counts, clock = jnp.stack([high, low], 1), vocab.clock + 1
@@ -119,6 +113,20 @@ def rows_of(
 
 # In one program: outside of jit its branches would be compiled in each call.
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _found_by_devices(
+    vocab: Vocabulary, shards: Shards | None, *given: jax.Array
+) -> list[jax.Array]:
+    """Return what `_found` does, of one device or several. `vocab` has shapes for arrays."""
+    find, exists = functools.partial(_found, vocab, shards), given[-1]
+    if shards is None:
+        return find(*given)
+    # Keys come to every device; what each finds is added up.
+    specs = [shards.spec, *((None,) * x.ndim for x in given[1:])]
+    out = [(None,) * exists.ndim, (None,), shards.spec, (None,)]
+    found: list[jax.Array] = shards.run(find, *given, specs=specs, out=out)
+    return found
+
+
 def _found(
     vocab: Vocabulary,
     shards: Shards | None,
@@ -127,10 +135,7 @@ def _found(
     words: jax.Array,
     exists: jax.Array,
 ) -> list[jax.Array]:
-    """Return rows, recycled rows (n,), new lines of this device, what `counters` adds up.
-
-    `vocab` has shapes in the place of arrays.
-    """
+    """Return rows, recycled rows (n,), new lines of this device, what `counters` adds up."""
     shape, ways, count, places = exists.shape, vocab.ways, lines.shape[0], vocab.places
     words, exists = words.reshape(-1, 2), exists.reshape(-1)
     n, now, dtype = exists.shape[0], clock + 1, id_dtype(vocab.table_rows)
