@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jmask._base.row_ids import id_dtype
 from jmask._base.shardings import (
@@ -33,6 +33,7 @@ from jmask._base.types import (
     ArrayFunction,
     Arrays,
     DType,
+    Function,
     IdVector,
     PyTree,
     RowArray,
@@ -161,10 +162,13 @@ class Taps:
         if self.is_without:
             return rows
         _, tap = next(self._given)
-        rows, tap = varying_alike(rows, as_result(tap).reshape(rows.shape))
+        sharding_of: Function = lambda x: getattr(jax.typeof(x), "sharding", None)
+        there, here = sharding_of(rows), sharding_of(tap)
         # Also between axes that are explicit and those that are automatic for a while.
-        there, here = (getattr(jax.typeof(x), "sharding", None) for x in (rows, tap))
-        if there != here and isinstance(there, NamedSharding):
+        if isinstance(there, NamedSharding) and there.mesh != here.mesh:
+            tap = jax.sharding.reshard(tap, NamedSharding(there.mesh, PartitionSpec()))
+        rows, tap = varying_alike(rows, as_result(tap).reshape(rows.shape))
+        if isinstance(there, NamedSharding) and there != sharding_of(tap):
             tap = jax.sharding.reshard(tap, there)
         self.record.append(ids())
         return tapped(rows, tap)
@@ -195,13 +199,14 @@ def gradients_of_tables(
     for spec, i, cotangent in taps:
         table = tables[spec.table]
         sharding = explicit_sharding(table)
+        mesh = jax.sharding.get_abstract_mesh() if sharding is None else sharding.mesh
 
-        def on_mesh(x: jax.Array, sharding: NamedSharding | None = sharding) -> jax.Array:
-            """Bring what was made where axes are automatic to the axes of the table."""
+        def on_mesh(x: jax.Array, mesh: AbstractMesh | Mesh = mesh) -> jax.Array:
+            """Bring what was made where axes are automatic to axes that are explicit."""
             own = getattr(jax.typeof(x), "sharding", None)
-            if sharding is None or own is None or own.mesh == sharding.mesh:
+            if AxisType.Explicit not in mesh.axis_types or own is None or own.mesh == mesh:
                 return x
-            return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
+            return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
 
         both = _flat(spec, table, *jax.tree.map(on_mesh, (i, cotangent)))
         # A table that devices share has the gradients of all of them.

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.extend.core import ClosedJaxpr
 
 from jmask._base.array_types import has_8_bits
 from jmask._base.jaxprs import evaluate, origins
@@ -320,12 +321,18 @@ class LazyStep:
         # Types that say where an array is were not known when the program was traced.
         if all(jax.typeof(x) == y for x, y in zip(rows, program.in_avals, strict=True)):
             return jax.core.eval_jaxpr(program.jaxpr, program.consts, *rows)
-        run, sharding = functools.partial(evaluate, program), explicit_sharding(*rows)
+        sharding, count = explicit_sharding(*rows), len(program.consts)
         if sharding is None:
-            return run(*rows)
-        # It was traced for no mesh. Updates and state lie where gradients and state did.
+            return evaluate(program, *rows)
+
+        # It was traced for no mesh. Numbers that it holds, as an injected rate, may be on it.
+        def run(*arrays: jax.Array) -> Sequence[jax.Array]:
+            held, given = arrays[:count], arrays[count:]
+            return evaluate(ClosedJaxpr(program.jaxpr, held), *given)
+
+        # Updates and state lie where gradients and state did.
         specs = [spec_of(x) for x in rows[: len(program.out_avals)]]
-        return automatically(run, *rows, like=sharding, spec=specs)
+        return automatically(run, *program.consts, *rows, like=sharding, spec=specs)
 
 
 def with_row(rows: RowArray, row: Shape) -> RowArray:
