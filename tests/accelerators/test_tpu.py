@@ -22,8 +22,9 @@ import pytest
 import jmask
 from jmask._kernels.lines import LANES
 from tests import compiled_step as steps
-from tests.autodiff import test_stacked_lookups as stacked
 from tests.compiled_step import IN_PLACE, Step, whole_table_operations
+from tests.kernels.test_in_place import STACKED_UPDATES
+from tests.lookup_programs import BATCH, STACKED
 from tests.optimizers import OPTIMIZERS
 from tests.sampling import chosen
 
@@ -105,9 +106,9 @@ def test_in_place(topology, name):
 @pytest.mark.parametrize("name", ["adam", "adam per row", "with averages"])
 def test_stacked_tables_in_place(name):
     """With V a multiple of 128, the state of one number for each row is in place too."""
-    tx, loss = stacked.UPDATES[name], stacked.loss_of(stacked.ROW_SPARSE["pairs"])
+    tx, loss = STACKED_UPDATES[name], STACKED["pairs"]
     table, sharding = jax.ShapeDtypeStruct((3, 51_200, 128), jnp.float32), device("v5e:2x2")
-    compiled = steps.compiled_step(loss, tx, table, stacked.BATCH, sharding=sharding)
+    compiled = steps.compiled_step(loss, tx, table, BATCH, sharding=sharding)
     state = jax.tree.leaves(jax.eval_shape(tx.init, table))
     for entries in {x.size for x in (table, *state) if x.size > 1}:
         assert steps.temporary_bytes(compiled, entries=entries) < 2**20

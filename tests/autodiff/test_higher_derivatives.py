@@ -75,10 +75,10 @@ SETTINGS = {
     "extrema of an array": on(ARRAY)(extrema),
     "where": on(ARRAY)(with_where),
     "lower median": on(semantics.X)(lambda x: jnm.median(x, averaged=False)),
-    "embedding_lookup, max_norm": on(SHIFT)(
-        lambda t: [
-            jmask.embedding_lookup(t, [1, 3, 1, 0], max_norm=2.0, norm_type=p)
-            for p in (1.0, 2.0, 3.5, np.inf)
+    "embedding_lookup, max_norm": on(SHIFT, jnp.float32(2))(
+        lambda t, bound: [
+            jmask.embedding_lookup(t, [1, 3, 1, 0], max_norm=bound, norm_type=p)
+            for p in (1.0, 2.0, 3.5, 0.5, np.inf)
         ]
     ),
     "embedding_bag, means": on(SHIFT, jnp.array([0.5, 2.0, 1.0]))(
