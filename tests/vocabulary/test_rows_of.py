@@ -242,20 +242,6 @@ def test_empty_batches():
         assert have.counters() == before.counters()
 
 
-def test_more_keys_than_rows():
-    """Each set gives away what it has; all other keys share, and nothing is evicted."""
-    vocab = vocabulary.create(16, 4, admit_after=1, shared_rows=5)
-    rows, vocab, recycled = step(vocab, jnp.arange(1000))
-    own = np.asarray(rows)[np.asarray(rows) < 16]
-    assert sorted(own.tolist()) == list(range(16))
-    assert len(set(np.asarray(rows)[np.asarray(rows) >= 16].tolist())) == 5
-    assert sorted(np.asarray(recycled).tolist())[:17] == [*range(16), 21]
-    again, vocab, recycled = step(vocab, jnp.arange(1000))
-    np.testing.assert_array_equal(again, rows)
-    assert set(recycled.tolist()) == {21}
-    assert vocab.counters() == {"hits": 16, "new": 16, "evicted": 0, "waiting": 2 * 984}
-
-
 def test_keys_of_all_kinds():
     """The same key in each dtype that holds it, under jit too, with x64 and on the host."""
     for numbers, kinds in (
