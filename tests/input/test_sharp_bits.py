@@ -206,6 +206,15 @@ def test_an_empty_batch_or_a_table_of_no_rows(shape, ids):
     np.testing.assert_array_equal(after, table)
 
 
+def test_memory_that_is_the_devices_is_taken():
+    """That of the host is refused: see wrong_calls/host.txt."""
+    on = functools.partial(jax.sharding.SingleDeviceSharding, jax.devices()[0])
+    jmask.embedding_lookup(jax.device_put(TABLE, on(memory_kind="device")), IDS)
+    moved = lambda table: jax.device_put(table, jax.memory.Space.Device)
+    lookup = jax.jit(lambda table: jmask.embedding_lookup(moved(table), IDS))
+    assert lookup(jax.device_put(TABLE, on(memory_kind="pinned_host"))).shape == (3, 2)
+
+
 @pytest.mark.parametrize("donated", [(0,), ()])
 def test_donation_with_nnx(donated):
     """Without `donate_argnums`, `nnx.jit` keeps the old table beside the new one."""
