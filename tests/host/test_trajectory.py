@@ -25,7 +25,7 @@ from tests.host_runs import (
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_trajectory_is_that_of_the_device(name):
     """Parameters, state and losses; several tables, bags, padding, leaves that are shared."""
-    tx, given = OPTIMIZERS[name](), new_params()
+    tx, given = OPTIMIZERS[name], new_params()
     params, state, expected = on_device(tx, given, batches())
     untouched = np.setdiff1d(
         np.arange(ROWS),
