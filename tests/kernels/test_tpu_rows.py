@@ -45,18 +45,9 @@ def interpreted(capfd):
     assert "RACE" not in "".join(capfd.readouterr())
 
 
-def sgd(p, g):
-    return (p - 0.1 * g,)
-
-
 def momentum(p, m, g, lr):
     m = 0.9 * m + g
     return p - lr * jnp.sign(m), m
-
-
-def adam(p, m, v, g, lr, c):
-    m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
-    return p - lr * m / (jnp.sqrt(abs(v) * c) + 1e-8), m, v
 
 
 def adan_like(p, m, v, n, old, g, lr):
@@ -74,9 +65,7 @@ def clipped(p, m, g, lr):
 counted = lambda p, count, g: (p - g / (count + 1).astype(g.dtype), count + 1)
 replaced = lambda p, g: (g,)
 RULES = {
-    "sgd": (sgd, ["float32"], 0),
     "momentum": (momentum, ["float32"] * 2, 1),
-    "adam": (adam, ["float32"] * 3, 2),
     "adan_like": (adan_like, ["float32"] * 5, 1),
     "clipped": (clipped, ["float32"] * 2, 1),
     "counted": (counted, ["float32", "int32"], 0),
@@ -101,7 +90,7 @@ BATCHES = {
 CASES = [
     *[(rule, "padding last") for rule in RULES],
     *[("momentum", batch) for batch in BATCHES],
-    ("adam", "padding among them"),
+    ("adan_like", "padding among them"),
     ("adan_like", "a part of a block"),
 ]
 

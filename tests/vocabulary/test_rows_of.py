@@ -284,41 +284,32 @@ def assert_equal(have, want):
         np.testing.assert_array_equal(x, y)
 
 
-def test_scan_is_the_loop():
+def test_a_step_of_a_vocabulary_that_was_moved(tmp_path):
+    """Through a file, a process or a program for batches of any size it is the same."""
+    vocab = used()
+    expected = step(jax.tree.map(jnp.copy, vocab), KEYS)
+    assert_equal(step(pickle.loads(pickle.dumps(vocab)), KEYS), expected)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "vocab", vocab)
+        checkpointer.wait_until_finished()
+        like = jax.eval_shape(lambda: vocabulary.create(64, 4, 2, "lfu", shared_rows=3))
+        assert_equal(step(checkpointer.restore(tmp_path / "vocab", like), KEYS), expected)
+    any_size = jax.ShapeDtypeStruct(export.symbolic_shape("b"), jnp.int32)
+    for keys in (KEYS, any_size):
+        exported = export.export(jax.jit(vocabulary.rows_of))(vocab, keys).serialize()
+        assert_equal(export.deserialize(exported).call(vocab, KEYS), expected)
+
     def body(vocab, keys):
         rows, vocab, recycled = vocabulary.rows_of(vocab, keys)
         return vocab, (rows, recycled)
 
     batches = jnp.stack([KEYS, KEYS + 5, KEYS * 3])
     scanned, results = jax.jit(lambda v: jax.lax.scan(body, v, batches))(used())
-    vocab, expected = used(), []
+    vocab, in_turn = used(), []
     for keys in batches:
         vocab, result = body(vocab, keys)
-        expected.append(result)
-    assert_equal(scanned, vocab)
-    assert_equal(results, tuple(map(jnp.stack, zip(*expected, strict=True))))
-
-
-def test_export_and_pickle():
-    vocab = used()
-    expected = step(jax.tree.map(jnp.copy, vocab), KEYS)
-    exported = export.deserialize(
-        export.export(jax.jit(vocabulary.rows_of))(vocab, KEYS).serialize()
-    )
-    assert_equal(exported.call(vocab, KEYS), expected)
-    batch = jax.ShapeDtypeStruct(export.symbolic_shape("b"), jnp.int32)
-    of_any_size = export.export(jax.jit(vocabulary.rows_of))(vocab, batch)
-    assert_equal(of_any_size.call(vocab, KEYS), expected)
-    assert_equal(step(pickle.loads(pickle.dumps(vocab)), KEYS), expected)
-
-
-def test_orbax(tmp_path):
-    vocab = used()
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "vocab", vocab)
-        checkpointer.wait_until_finished()
-        like = jax.eval_shape(lambda: vocabulary.create(64, 4, 2, "lfu", shared_rows=3))
-        assert_equal(checkpointer.restore(tmp_path / "vocab", like), vocab)
+        in_turn.append(result)
+    assert_equal((scanned, results), (vocab, tuple(map(jnp.stack, zip(*in_turn, strict=True)))))
 
 
 @pytest.mark.parametrize("evict", ["lru", "lfu"])
