@@ -46,6 +46,7 @@ def results(a, b, scalar):
 def test_sum_mean_scale_norm(x, y, scalar, shape):
     """Of tables, and of stacks of them, whose rows have two ids."""
     x, y = (jmask.RowSparse(z.indices, z.values, shape, leading=len(shape) - 1) for z in (x, y))
+    assert repr(x).endswith(f"nse={x.nse}{', leading=2' * (len(shape) == 3)})")
     a, b = tree_of(x), tree_of(y)
     p, q = np.asarray(densified(a)["t"], np.float64), np.asarray(densified(b)["t"], np.float64)
     w = np.arange(4.0)

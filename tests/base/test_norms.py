@@ -1,5 +1,6 @@
 """Norms near the ends of the range of floats, wherever the library has one: float64 NumPy."""
 
+import functools
 import math
 
 import jax
@@ -102,16 +103,16 @@ SHORTENED = {
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", SHORTENED)
-def test_rows_shortened_to_a_bound(name, order, wrap):
-    if order < 1 and name not in ("read", "written"):
-        pytest.skip("`ord` must be at least 1")
-    eps = 1e-7 if name == "written" else 0.0
-    for bound in BOUNDS:
-        result = wrap(lambda x: SHORTENED[name](x, bound, order))(jnp.array(ROWS))  # noqa: B023
-        check(result, shortened(ROWS, bound, order, eps), rtol=1e-5)
-        short = norms(ROWS, order)[:, 0] <= bound / 2
-        np.testing.assert_array_equal(result[short], ROWS[short])
+def test_rows_shortened_to_a_bound(order, wrap):
+    for name, shorten in SHORTENED.items():
+        p = order if name in ("read", "written") else max(order, 1)  # as `ord` must be
+        eps = 1e-7 if name == "written" else 0.0
+        for bound in BOUNDS:
+            run = functools.partial(shorten, bound=bound, order=p)
+            result = wrap(run)(jnp.array(ROWS))
+            check(result, shortened(ROWS, bound, p, eps), rtol=1e-5)
+            short = norms(ROWS, p)[:, 0] <= bound / 2
+            np.testing.assert_array_equal(result[short], ROWS[short])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
@@ -232,30 +233,32 @@ LINES = np.array([[0, 3, 0], [-1, V, 1], [3, 2, 4]])  # 5 is not among them
 STACKED = LONG.reshape(V, 1, D)
 
 
+# A table, ids, the id of padding, and the order of the norm.
+RENORMALIZED = [
+    *((LONG, LINES, *how) for how in ((None, 2), (3, 1), (-1, math.inf), (3, 2))),
+    *((LONG, [], None, 2), (LONG[:0], [3], None, 2), (LONG, [-1, V], None, 2)),
+    (LONG, np.tile(np.arange(-1, V + 1), 3), None, 2),  # more ids than rows
+    *((LONG[:, 0], LINES, None, 2), (STACKED, LINES, None, 2)),
+]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize(
-    ("table", "ids", "padding", "p"),
-    [
-        *((LONG, LINES, *how) for how in ((None, 2), (3, 1), (-1, math.inf), (3, 2))),
-        *((LONG, [], None, 2), (LONG[:0], [3], None, 2), (LONG, [-1, V], None, 2)),
-        (LONG, np.tile(np.arange(-1, V + 1), 3), None, 2),  # more ids than rows
-        *((LONG[:, 0], LINES, None, 2), (STACKED, LINES, None, 2)),
-    ],
-)
-def test_renormalize(table, ids, padding, p, dtype):
+def test_renormalize(dtype):
     """Rows that are named and long are shortened, all others keep their bits."""
-    table, ids = table.astype(dtype), np.array(ids, np.int32)
-    rows = table.reshape(len(table), -1) if table.size else np.zeros((0, 1), dtype)
-    named = {i for i in ids.ravel().tolist() if 0 <= i < len(table)} - {padding}
-    is_long = np.isin(np.arange(len(table)), list(named)) & (norms(rows, p)[:, 0] > 1.5)
-    expected = np.where(is_long[:, None], shortened(rows, 1.5, p, 1e-7), rows)
-    renormalize = lambda t, i: jmask.renormalize(t, i, 1.5, norm_type=p, padding_id=padding)
-    for run in (renormalize, jax.jit(renormalize)):
-        found = np.asarray(run(table, ids))
-        assert found.dtype == dtype
-        rtol = 1e-6 if dtype == "float32" else 1e-3
-        np.testing.assert_allclose(found, expected.reshape(table.shape), rtol=rtol)
-        assert found[~is_long].tobytes() == table[~is_long].tobytes()
+    for table, ids, padding, p in RENORMALIZED:
+        table, ids = table.astype(dtype), np.array(ids, np.int32)
+        rows = table.reshape(len(table), -1) if table.size else np.zeros((0, 1), dtype)
+        named = {i for i in ids.ravel().tolist() if 0 <= i < len(table)} - {padding}
+        is_long = np.isin(np.arange(len(table)), list(named)) & (norms(rows, p)[:, 0] > 1.5)
+        expected = np.where(is_long[:, None], shortened(rows, 1.5, p, 1e-7), rows)
+        how = {"max_norm": 1.5, "norm_type": p, "padding_id": padding}
+        renormalize = functools.partial(jmask.renormalize, **how)
+        for run in (renormalize, jax.jit(renormalize)):
+            found = np.asarray(run(table, ids))
+            assert found.dtype == dtype
+            rtol = 1e-6 if dtype == "float32" else 1e-3
+            np.testing.assert_allclose(found, expected.reshape(table.shape), rtol=rtol)
+            assert found[~is_long].tobytes() == table[~is_long].tobytes()
 
 
 def renormalized(table, ids):
