@@ -151,8 +151,9 @@ def test_inside_other_programs(name, monkeypatch):
     np.testing.assert_allclose(branch, expected[0], **close)
 
 
-# What reads a row with an id that is out of range, and again backwards: JAX, to which such ids
-# are promised not to be, leaves them out of the one and reads them in the other.
+# Programs that read an id which is out of range in the value and in its derivative. JAX, to
+# which ids are promised to be in range, clamps it forwards and drops it backwards; here the
+# second derivative adds to the row that was read.
 OUT_OF_RANGE_TWICE = ("two lookups", "t[x.beyond].sum(1)")
 
 
