@@ -106,6 +106,7 @@ def said_of(loss, *args):
     return gradient, [str(x.message) for x in found]
 
 
+@pytest.mark.each
 @pytest.mark.parametrize(("words", "line"), CASES)
 def test_the_remedy_is_named_and_row_sparse(words, line):
     found = functions("t", globals())(line.replace("->", ";"))
