@@ -8,32 +8,31 @@ import numpy as np
 import optax
 
 import jmask
+from tests.optimizers import OPTIMIZERS as SHARED
 
 ROWS, OTHERS, STEPS = 60, 40, 4
 
 OPTIMIZERS = {
-    "lazy adam": lambda: jmask.lazy(optax.adam(1e-2)),
-    "lazy chain": lambda: jmask.lazy(
+    **{
+        name: SHARED[name]
+        for name in (
+            *("optax.adam", "optax.adagrad", "optax.sgd with momentum", "adam", "adagrad"),
+            *("rowwise adagrad", "rowwise adam", "ftrl", "adam unless not finite"),
+        )
+    },
+    "schedule": jmask.sgd(optax.linear_schedule(0.1, 0.01, 5)),
+    "clipped, with a schedule": jmask.lazy(
         optax.chain(
             optax.clip_by_global_norm(0.5), optax.adamw(optax.cosine_decay_schedule(0.1, 5))
         )
     ),
-    "lazy momentum": lambda: jmask.lazy(optax.sgd(0.1, momentum=0.9, nesterov=True)),
-    "lazy adagrad": lambda: jmask.lazy(optax.adagrad(0.1)),
-    "adam": lambda: jmask.adam(1e-2),
-    "adagrad": lambda: jmask.adagrad(0.1),
-    "rowwise_adagrad": lambda: jmask.rowwise_adagrad(0.1),
-    "rowwise_adam": lambda: jmask.rowwise_adam(0.1),
-    "ftrl": lambda: jmask.ftrl(0.1),
-    "sgd": lambda: jmask.sgd(optax.linear_schedule(0.1, 0.01, 5)),
-    "ema": lambda: optax.chain(jmask.adam(1e-2), jmask.ema(0.9)),
-    "guards": lambda: jmask.skip_nonfinite(jmask.adam(1e-2)),
-    "partition": lambda: optax.partition(
+    "injected": jmask.lazy(
+        optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.01, 5))
+    ),
+    "ema": optax.chain(jmask.adam(1e-2), jmask.ema(0.9)),
+    "partition": optax.partition(
         {"t": jmask.rowwise_adagrad(0.1), "w": jmask.lazy(optax.adam(1e-2))},
         {"table": "t", "other": "t", "w": "w"},
-    ),
-    "injected": lambda: jmask.lazy(
-        optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.01, 5))
     ),
 }
 

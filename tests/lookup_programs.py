@@ -1,4 +1,9 @@
-"""Losses that look a table up in every way that JAX programs do, and what is expected."""
+"""Losses that look a table up in every way that JAX programs do, and what is expected.
+
+PROGRAMS    of a table (10, 4), by the capacity of the gradient, or dense
+STACKED     of a stack of tables (M, V, D) and a batch of ids
+SUMMED      of a table (50, 4), of which bags of rows are summed
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 import jmask
-from tests.expressions import functions, rows
+from tests.expressions import functions, named, rows
 from tests.sparse_arrays import coo, csr
 
 V, D = 10, 4
@@ -35,6 +40,13 @@ FEATURES_IN_ROWS = jmask.RowSparse(
 )
 square = lambda x: jnp.sum(jnp.sin(x) ** 2)
 double_rows = lambda table, ids: 2 * table[ids]
+norms = lambda x: jnp.linalg.norm(x, axis=1, keepdims=True)
+# `vmap` copies what the branches of a `cond` read, also inside a scan.
+branch = lambda f: lambda i, x: lax.cond(i > 5, f, lambda _: jnp.zeros(D), x)
+either = lambda f, x: jax.vmap(branch(f))(IDS, x)
+steps = lambda f, x: jax.vmap(lambda *pair: lax.map(lambda p: branch(f)(*p), pair))(
+    IDS[None], x[None]
+)
 
 
 class Program(NamedTuple):
@@ -216,6 +228,25 @@ _ROWS = """
         referred(t, lambda add: jax.jit(lambda i: lax.cond(i > 0, add, lambda i: None, i))(2))
     dense only | dense | square(t)
     dense only, in scan | dense | lax.scan(lambda c, i: (c * square(t), None), 1.0, VALID)[0]
+    computed, each entry | 6 | square(jax.nn.sigmoid(t)[IDS])
+    computed, a column | 6 | square(jnp.exp(t[:, :1])[IDS])
+    computed, each row | 12 | square((t / norms(t))[IDS] + 1)
+    computed, softmax | 12 | square(jax.nn.softmax(t)[IDS])
+    computed, centered | 12 | square((t - t.mean(-1, keepdims=True))[IDS])
+    computed, by a layer | 6 | square((t @ jnp.linspace(-1, 1, D * 3).reshape(D, 3))[IDS])
+    computed, with other rows | 12 | square((t + jnp.flip(t, 0))[IDS])
+    computed, of parts | 12 |
+        square(jnp.einsum("m,mvd->vd", jnp.array([0.5, -2]), t.reshape(2, V // 2, D))[IDS])
+    computed, entries | 6 | square(jnp.exp(t.reshape(-1))[IDS])
+    repeated | 6 | square(jnp.repeat(t, 2, 0)[IDS])
+    broadcast | 6 | square(jnp.broadcast_to(t, (2, V, D))[1][IDS])
+    tiled | 6 | square(jnp.tile(t, (2, 1))[IDS])
+    tiled columns | 6 | square(jnp.tile(t, (1, 2))[IDS])
+    transposed twice | 6 | square(t.T.T[IDS])
+    frozen rows | 6 |
+        square(jnp.where(jnp.arange(V)[:, None] < 5, lax.stop_gradient(t), t)[IDS])
+    vmapped cond | 6 | square(either(lambda i: t[i], IDS))
+    vmapped cond in scan | 6 | square(steps(lambda i: t[i], IDS))
     unused | dense | square(IDS.astype(jnp.float32))
     scatter of the model | dense | square(t * jnp.zeros((V, D)).at[VALID].add(jnp.ones((3, D))))
 """
@@ -231,3 +262,224 @@ def read(text):
 
 
 PROGRAMS = read(_ROWS)
+
+
+# --- stacks of tables ---------------------------------------------------------------------
+
+
+class Batch(NamedTuple):
+    """Ids of rows, some out of range, and ids of tables."""
+
+    ids: jax.Array
+    beyond: jax.Array
+    tables: jax.Array
+
+
+BATCH = Batch(jnp.array([1, 2, 1]), jnp.array([1, -2, 9]), jnp.array([0, 2, 1]))
+# Sizes that differ, and sizes that coincide.
+STACKS = [
+    jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+    for shape in ((3, 7, 2), (3, 3, 3))
+]
+take = lambda t, ids, **how: jnp.nan_to_num(jnp.take(t, ids, **how))
+
+
+def sum_of_sines(lookup, batch=BATCH):
+    """The sum of the sines, with weights, of what is finite among all that is looked up."""
+
+    def loss(t, x=batch):
+        total = jnp.float32(0)
+        for y in jax.tree.leaves(lookup(t, x)):
+            y = y.astype(jnp.float32)
+            weights = 1 + jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
+            total += jnp.sum(jnp.where(jnp.isfinite(y), jnp.sin(y), 0) * weights)
+        return total
+
+    return loss
+
+
+# Each has a gradient by rows of the stack.
+_STACKED = """
+    pairs | t[x.tables, x.ids]
+    pairs beyond | t[x.tables, x.beyond]
+    an outer product of ids | t[x.tables[:, None], x.ids[None]]
+    one table | t[1, x.ids]
+    the last table | t[-1, x.beyond]
+    one row of some tables | t[x.tables, 1]
+    a table, then rows | t[1][x.ids]
+    a table that is traced, then rows | t[x.tables[1]][x.ids]
+    dynamic_index_in_dim | lax.dynamic_index_in_dim(t, x.ids[0], 0, False)[x.ids]
+    the same rows of all | t[:, x.ids]
+    take along 1 | jnp.take(t, x.ids, axis=1)
+    take, clipped | take(t, x.beyond, axis=1, mode="clip")
+    take, filled | take(t, x.beyond, axis=1, mode="fill")
+    take_along_axis | jnp.take_along_axis(t, jnp.broadcast_to(x.ids[None, :2, None],
+        (t.shape[0], 2, t.shape[2])), 1)
+    vmap over tables | jax.vmap(lambda table: table[x.ids])(t)
+    vmap over both | jax.vmap(lambda table, i: table[i])(t, jnp.stack([x.ids] * 3))
+    vmap of take | jax.vmap(lambda a: take(a, x.beyond, axis=0))(t)
+    vmap over ids | jax.vmap(lambda i: t[1, i])(x.ids)
+    one table of all | t.reshape(-1, t.shape[2])[x.ids * 2]
+    swapped | t.swapaxes(0, 1)[x.ids]
+    entries | t[x.tables, x.ids, x.ids % 2]
+    columns, then rows | t[0][:, :1][x.ids]
+    split, then rows | jnp.split(t[0], t.shape[2], 1)[0][x.ids]
+    rows, then rows | t[0][1:][x.ids]
+    every other row, then rows | t[:, ::2][:, x.ids % 2]
+    another axis, then rows | t[0][None][0][x.ids]
+    tables end to end | jnp.concatenate([t[0], t[1]])[x.ids * 2]
+    reversed | t[::-1][x.tables]
+    reversed rows | t[:, ::-1][1, x.ids]
+    reversed columns | t[..., ::-1][x.tables, x.ids]
+    stacked | jnp.stack([t[0], t[1]])[x.tables % 2, x.ids]
+    stacked behind | jnp.stack([t[0], 2 * t[1]], 1)[x.ids, 1]
+    stacked last | jnp.stack([t[0], t[1]], 2)[x.beyond]
+    table by table | [table[x.ids] for table in t]
+    unstacked along 1 | jnp.unstack(t, axis=1)[1][x.tables]
+    some columns | t[1, x.ids, :1]
+    some columns beyond | t[x.tables, x.beyond, 1:]
+    some columns of all | t[:, x.ids, -1:]
+    some columns of a row | t[1, x.ids[0], :1]
+    some columns of a traced row | t[x.tables[1], x.ids[1], 1:]
+    some columns, filled | t[1].at[x.beyond, 1:].get(mode="fill", fill_value=0)
+    some columns, clipped | t.at[x.tables, x.beyond, 1:].get(mode="clip")
+    some rows and columns | t[x.tables, 1:3, :1]
+    windows | jax.vmap(lambda i: lax.dynamic_slice(t[1], (i, 1), (1, 1)))(x.beyond)
+    a scan over tables | lax.scan(lambda c, a: (c, a[x.ids]), 0, t)[1]
+    a scan over tables, reversed | lax.scan(lambda c, a: (jnp.sin(c + a[x.beyond]), c),
+        jnp.zeros((3, t.shape[2])), t, reverse=True)[0]
+    a scan over tables and ids |
+        lax.scan(lambda c, a: (c + jnp.sum(a[0][a[1]]), a[0][a[1], :1]), 0.0, (t, x.tables))
+    a map over tables | lax.map(lambda a: a[x.ids] * a[x.beyond], t)
+    a checkpointed scan over tables |
+        lax.scan(jax.checkpoint(lambda c, a: (c, jnp.sin(a[x.ids]))), 0, t)[1]
+    scans over tables | lax.scan(lambda c, a: (c, lax.map(lambda b: b[x.ids % 2], a)), 0,
+        jnp.stack([t, 2 * t]))[1]
+    a scan over tables and rows of all | (lax.map(lambda a: a[x.ids], t), t[:, x.ids])
+    a scan over tables in a cond |
+        lax.cond(x.ids[0] > 0, lambda: lax.map(lambda a: a[x.ids], t), lambda: t[:, x.tables])
+    a scan | lax.scan(lambda c, i: (c, t[1, i]), 0, x.ids)[1]
+    a cond | lax.cond(x.ids[0] > 0, lambda: t[1, x.ids], lambda: t[2][x.beyond])
+    a cond of different rows |
+        lax.cond(x.ids[0] > 0, lambda: t[1, x.ids], lambda: t[x.tables][:, 0])
+    checkpoint | jax.checkpoint(lambda t: jnp.sin(t[x.tables, x.ids]))(t)
+    several | (t[1][x.ids], t[:, x.ids], t[x.tables], t[x.tables, x.ids])
+    whole tables | t[x.tables]
+    cast | t.astype(jnp.bfloat16)[x.tables, x.ids].astype(jnp.float32)
+    scaled | (2 * t)[x.tables, x.ids] / 3
+"""
+STACKED = {
+    name: sum_of_sines(lookup) for name, lookup in named("t, x", globals())(_STACKED).items()
+}
+
+
+# --- sums of rows ------------------------------------------------------------------------
+
+B, L = 6, 5  # bags, and rows in each
+_rng = np.random.default_rng(0)
+MANY_ROWS, MIXED = (
+    jnp.asarray(_rng.normal(size=shape), jnp.float32) for shape in ((50, D), (B, B * L))
+)
+_ids = _rng.integers(0, 50, (B, L))
+_ids[2] = _ids[2, 0]
+PADDING = int(_ids[0, 0])
+_beyond = _ids.copy()  # ids outside of the table; none in a line wraps to the line's others
+_beyond[0, 1], _beyond[3, 3] = 50, -53
+_weights = jnp.asarray(_rng.normal(size=(B, L)), jnp.float32)
+_mask = _rng.random((B, L)) < 0.7
+_mask[0, 1] = False
+OFFSETS, SEGMENTS = jnp.array([0, 3, 3, 10, 20, 28]), jnp.repeat(jnp.arange(B), L)
+
+
+class Bags(NamedTuple):
+    """An argument of each program, so that nothing in it is known."""
+
+    ids: jax.Array
+    beyond: jax.Array
+    weights: jax.Array
+    wild: jax.Array  # with zeros and infinity
+    mask: jax.Array
+
+
+BAGS = Bags(
+    *map(jnp.asarray, (_ids, _beyond)),
+    _weights,
+    _weights.at[1].set(0).at[4, 4].set(jnp.inf),
+    jnp.asarray(_mask),
+)
+where = lambda rows, x: jnp.where(x.mask[..., None], rows, 0)
+weighted = lambda rows, x: rows * x.wild[..., None]
+beyond = lambda table, x, **mode: jnp.take(table, x.beyond, axis=0, **mode)
+bag = lambda table, x, **how: jmask.embedding_bag(table, x.ids, **how)
+flat_bag = lambda table, x, **how: jmask.embedding_bag(table, x.ids.reshape(-1), **how)
+
+
+def beside(rows, count, x):
+    """Dot products of the first rows of each line, their sum, with the others."""
+    first = rows[:, :count].sum(1, keepdims=True) if count > 1 else rows[:, :1]
+    return jnp.sin((first * rows[:, count:]).sum(2)) * x.weights[:, count:]
+
+
+helper = jax.jit(lambda table, ids, w: jnp.sum(table[ids] * w[..., None], axis=-2))
+# In a jitted step the arrays that a jitted function makes are seen as well.
+pooled = jax.jit(lambda rows, w: (rows * w[..., None]).sum(1) / w.sum(1)[:, None])
+_in_bags = functions("t, x", globals())
+# Summed by one equation, and gathered backwards.
+SUMMED_ONCE = _in_bags("""
+    t[x.ids].sum(1); t[x.ids].mean(-2); t[x.ids.T].sum(0);
+    t[x.ids.reshape(B, L, 1)].sum((1, 2)); t[x.ids.reshape(L, B, 1)].sum((0, 2));
+    t[x.ids].sum(1, keepdims=True)[:, 0]; t[x.ids.reshape(-1)].reshape(B, L, D).sum(1);
+    t[x.beyond].sum(1); jnp.take(t, x.ids, axis=0).sum(1); beyond(t, x).sum(1);
+    beyond(t, x, mode="fill", fill_value=0).mean(1); weighted(t[x.ids], x).sum(1);
+    (x.wild[..., None] * t[x.ids]).sum(1); weighted(beyond(t, x), x).sum(1);
+    where(t[x.ids], x).sum(1); where(beyond(t, x), x).sum(1);
+    weighted(where(t[x.ids], x), x).sum(1); weighted(weighted(t[x.ids], x), x).sum(1);
+    (t[x.ids] * x.mask[..., None].astype(t.dtype)).sum(1);
+    jnp.einsum("bld,bl->bd", t[x.ids], x.wild); jnp.einsum("bl,bld->bd", x.weights, t[x.ids]);
+    jnp.einsum("bl,bld->bd", x.wild, where(beyond(t, x), x));
+    jnp.einsum("lb,lbd->db", x.wild.T, t[x.ids.T]).T; (x.wild[:, None, :] @ t[x.ids])[:, 0];
+    jax.vmap(lambda w, i: w @ t[i])(x.wild, x.ids); helper(t, x.ids, x.wild); t[x.ids,].sum(1);
+    t.at[x.ids].get(mode="promise_in_bounds").sum(1);
+    t[x.ids].sum(1).astype(jnp.bfloat16).astype(jnp.float32); bag(t, x);
+    bag(t, x, padding_id=PADDING, combiner="mean");
+    bag(t, x, weights=x.weights, combiner="sqrtn"); flat_bag(t, x, offsets=OFFSETS);
+    flat_bag(t, x, offsets=OFFSETS, weights=x.weights.reshape(-1));
+    flat_bag(t, x, segment_ids=SEGMENTS, num_segments=B, combiner="mean");
+    (t[x.ids].mean(1), t[x.ids[:, 0]]); (weighted(t[x.ids], x).sum(1), t[x.ids[:, 0]]);
+    (jnp.take(t, x.ids, axis=0).sum(1), t[:B]); pooled(t[x.ids], x.weights ** 2);
+    jax.jit(jax.jit(pooled))(t[x.ids], 1 + x.weights ** 2)
+""")
+# By two equations.
+SUMMED_TWICE = _in_bags("""
+    jax.checkpoint(lambda t: jnp.sin(t[x.ids].mean(1)))(t);
+    (jnp.einsum("bl,bld->bd", x.weights, t[x.ids]), where(t[x.ids], x).sum(1), t[x.ids[:, 1]])
+""")
+# Summed, and no more than rows backwards.
+SUMMED_FORWARDS = _in_bags("""
+    (t[x.ids].mean(1), jnp.sin(t[x.ids.reshape(-1)]))
+""")
+# No sums of rows alone: rows are read as they are, and their cotangents written.
+NOT_SUMMED = _in_bags("""
+    (lambda rows: rows.sum(1) + rows.max(1))(t[x.ids]); MIXED @ t[x.ids.reshape(-1)];
+    (lambda rows: rows.sum(1) ** 2 - (rows ** 2).sum(1))(t[x.ids]); t[x.ids[:, 0]];
+    jnp.einsum("blx,blx->bx", t[x.ids], t[x.ids] * 0.5); bag(t, x, combiner="max");
+    (lambda rows: (rows[:, :3].mean(1), rows[:, 2:].mean(1)))(t[x.ids]);
+    t[x.ids][..., 1:].mean((1, 2))[:, None]; t[x.ids].sum((0, 1))[None];
+    jax.ops.segment_sum(t[x.ids.reshape(-1)], SEGMENTS, B);
+    jax.ops.segment_sum(-t[x.ids.reshape(-1)] * x.weights.reshape(-1, 1), SEGMENTS, B) / 3;
+    jnp.einsum("blx,bx->bl", t[x.ids], MIXED[:, :D]) * x.weights; t[x.ids][:, 1:].mean(1);
+    t[x.ids].astype(jnp.bfloat16).sum(1).astype(jnp.float32); beside(t[x.ids], 1, x);
+    beside(t[x.ids[:, ::-1]], 4, x); jnp.where(x.mask[..., None], t[x.ids], 1.0).sum(1);
+    (t[x.ids][:, :2].sum(1), (t[x.ids] * x.weights[..., None])[:, 2:].sum(1));
+    beyond(t, x, mode="fill", fill_value=2.0).sum(1); where(weighted(t[x.ids], x), x).sum(1)
+""")
+# Sums of 16 bits, which XLA rounds less often than operations that are run one by one.
+NARROW = _in_bags("""
+    (t.astype(jnp.bfloat16)[x.ids] * x.weights[..., None].astype(jnp.bfloat16)).sum(1);
+    jax.lax.reduce(t.astype(jnp.bfloat16)[x.ids], jnp.bfloat16(0), jax.lax.add, (1,))
+""")
+SUMMED = {
+    name: sum_of_sines(lookup, BAGS)
+    for table in (SUMMED_ONCE, SUMMED_TWICE, SUMMED_FORWARDS, NOT_SUMMED, NARROW)
+    for name, lookup in table.items()
+}

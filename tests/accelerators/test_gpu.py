@@ -20,7 +20,6 @@ import jmask
 from benchmarks.collectives import collectives
 from jmask._kernels import scatter_update
 from jmask._kernels.update_rows import RowUpdate
-from tests.autodiff import test_stacked_lookups as stacked
 from tests.compiled_step import (
     Step,
     check_deferred_in_place,
@@ -32,10 +31,12 @@ from tests.compiled_step import (
     training_step,
     vocabulary_in_place,
 )
-from tests.kernels.test_in_place import STEPS
+from tests.kernels.test_in_place import STACKED_UPDATES, STEPS
+from tests.lookup_programs import BATCH, STACKED
 from tests.optim.test_inside_programs import LATE, LINEAR, late_step
 from tests.optimizers import OPTIMIZERS
 from tests.sampling import chosen
+from tests.stored_tables import STEPS as WAYS
 
 pytestmark = [pytest.mark.needs(what="jax_cuda12_plugin"), pytest.mark.dtype_promotion]
 
@@ -150,16 +151,16 @@ def test_sharded_over_eight(optimizer):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["adam", "with averages"])
-@pytest.mark.parametrize("way", stacked.STEPS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "lookup", ["vmap over tables", "pairs", "a table, then rows", "stacked"]
 )
 def test_stacked_tables_in_place(lookup, way, name):
     """They are written as one table of rows, of which XLA does not see that they are it."""
     table = jax.ShapeDtypeStruct((3, 50_000, 16), jnp.float32)
-    loss, tx = stacked.loss_of(stacked.ROW_SPARSE[lookup]), stacked.UPDATES[name]
-    how = {"sharding": gpu("H100"), "apply": stacked.STEPS[way]}
-    assert temporary_bytes(compiled_step(loss, tx, table, stacked.BATCH, **how)) < table.size
+    how = {"sharding": gpu("H100"), "apply": WAYS[way]}
+    compiled = compiled_step(STACKED[lookup], STACKED_UPDATES[name], table, BATCH, **how)
+    assert temporary_bytes(compiled) < table.size
 
 
 @pytest.mark.sampled(2)

@@ -22,8 +22,9 @@ import pytest
 import jmask
 from jmask._kernels.lines import LANES
 from tests import compiled_step as steps
-from tests.autodiff import test_stacked_lookups as stacked
 from tests.compiled_step import IN_PLACE, Step, whole_table_operations
+from tests.kernels.test_in_place import STACKED_UPDATES
+from tests.lookup_programs import BATCH, STACKED
 from tests.optimizers import OPTIMIZERS
 from tests.sampling import chosen
 
@@ -31,34 +32,41 @@ pytestmark = [pytest.mark.needs(what="libtpu"), pytest.mark.dtype_promotion]
 
 
 # Three float32 arrays (10**7, 128) are 14.3 GiB, which the 16 GiB of a v5e just hold.
-SMALL, LARGE = 10**5, 10**7
-
-# XLA may do a step on a table that fits the on-chip memory there, and moves it in and out.
-STAGING = {"copy-start", "copy-done", "slice-start", "slice-done", "custom-call"}
-
+ROWS, LOOKUPS, WIDTH = (10**6, 10**7), 512, 128
 TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
 
-LAZY_ADAMW = jmask.lazy(optax.adamw(1e-3))
-
+wide = functools.partial(Step, row=(WIDTH,), lookups=LOOKUPS)
+passed = functools.partial(wide, apply=jmask.apply_gradients)
+packed = functools.partial(
+    passed, row=(64,), table=jmask.packed, loss=functools.partial(steps.squares_of_lines, D=64)
+)
+# Few lookups and one array: compiling takes seconds for each bfloat16 scatter.
+narrow = functools.partial(wide, dtype=jnp.bfloat16, lookups=64)
 STEPS = {
-    "sgd": Step(jmask.sgd(0.1), row=(128,)),
-    "momentum": Step(jmask.sgd(0.1, momentum=0.9), row=(128,)),
-    "adam": Step(jmask.adam(), row=(128,)),
-    "adagrad": Step(jmask.adagrad(), row=(128,)),
-    "optax.adamw": Step(LAZY_ADAMW, row=(128,)),
-    "adam in one pass": Step(jmask.adam(), row=(128,), apply=jmask.apply_gradients),
-    "rowwise adagrad": Step(jmask.rowwise_adagrad(), row=(128,)),
-    "ftrl": Step(jmask.ftrl(), row=(128,), apply=jmask.apply_gradients),
-    "adagrad unless not finite": Step(jmask.skip_nonfinite(jmask.adagrad()), row=(128,)),
-    "linear loss": Step(jmask.sgd(0.1), row=(128,), loss=steps.linear),
-    # Few lookups and one array: compiling takes seconds for each bfloat16 scatter.
-    "bfloat16": Step(jmask.sgd(0.1), row=(128,), dtype=jnp.bfloat16, lookups=64),
-    "bfloat16, rounded stochastically": Step(
-        jmask.adagrad(state_dtype=jnp.float32),
-        row=(128,),
-        dtype=jnp.bfloat16,
-        lookups=64,
-        apply=steps.rounded_stochastically,
+    "sgd": passed(jmask.sgd(0.1)),
+    "sgd in two steps": wide(jmask.sgd(0.1)),
+    "decayed sgd": passed(jmask.sgd(0.1, weight_decay=0.1)),
+    "momentum": passed(jmask.sgd(0.1, momentum=0.9)),
+    "adagrad, several": passed(jmask.adagrad(), loss=steps.squares_of_several_lookups),
+    "adagrad unless not finite": wide(jmask.skip_nonfinite(jmask.adagrad())),
+    "adam": passed(jmask.adam()),
+    "adam in two steps": wide(jmask.adam()),
+    "adam, bags": passed(jmask.adam(), loss=steps.squares_of_bags),
+    "adam, casts": passed(jmask.adam(), loss=steps.squares_of_casts),
+    "adam of rows": passed(jmask.adam(count="per_row")),
+    "rowwise": passed(jmask.rowwise_adagrad()),
+    "rowwise in two steps": wide(jmask.rowwise_adagrad(), loss=steps.squares_of_bags),
+    "ftrl": passed(jmask.ftrl()),
+    "optax.adam": wide(jmask.lazy(optax.adam(0.1))),
+    "optax.adamw": wide(jmask.lazy(optax.adamw(0.1))),
+    "optax.lion": passed(jmask.lazy(optax.lion(0.1))),
+    "optax.rmsprop": wide(jmask.lazy(optax.rmsprop(0.1)), loss=steps.squares_of_bags),
+    "packed adam": packed(jmask.adam()),
+    "linear loss": wide(jmask.sgd(0.1), loss=steps.linear),
+    "bfloat16": narrow(jmask.sgd(0.1)),
+    "bfloat16 in one pass": passed(jmask.adagrad(), dtype=jnp.bfloat16),
+    "bfloat16, rounded stochastically": narrow(
+        jmask.adagrad(state_dtype=jnp.float32), apply=steps.rounded_stochastically
     ),
 }
 
@@ -77,8 +85,18 @@ def device(topology):
     return jax.sharding.SingleDeviceSharding(devices(topology)[0])
 
 
-# Each step for one of them, row-wise Adagrad for a v5p.
-SOME = [(TOPOLOGIES[(i + 1) % 3], name) for i, name in enumerate(STEPS)]
+# Each step for one of them.
+SOME = [(TOPOLOGIES[i % 3], name) for i, name in enumerate(STEPS)]
+
+
+def check_flat(programs, loops=0):
+    """Such steps on 10**6 and on 10**7 rows cost the rows of the batch, not the table."""
+    for compiled, rows in zip(programs, ROWS, strict=True):
+        assert not steps.streaming_scatters(compiled, rows)
+        assert whole_table_operations(compiled, rows) <= IN_PLACE
+        assert len(steps.rounds_of_loops(compiled)) == loops
+    small, large = map(steps.costed_cycles, programs)
+    assert large <= 1.02 * small + 2000
 
 
 @pytest.mark.sampled(2)
@@ -87,17 +105,13 @@ SOME = [(TOPOLOGIES[(i + 1) % 3], name) for i, name in enumerate(STEPS)]
 )
 def test_in_place(topology, name):
     step, temporary = STEPS[name], []
-    # The random bits of the batch.
-    bits = 2**20 if step.apply is steps.rounded_stochastically else 0
-    for rows, allowed in ((SMALL, IN_PLACE | STAGING), (LARGE, IN_PLACE)):
-        compiled = step.compile(rows, device(topology))
-        tables = step.table_bytes(rows), step.entries(rows), allowed
-        temporary.append(steps.temporary_bytes(compiled, *tables))
-        assert len(steps.rounds_of_loops(compiled)) <= (name in WITH_A_LOOP)
-    # The same within 1 %, or a few rows of the batch that XLA keeps in on-chip memory,
-    # which is not counted, for the small table and not for the large one (Adam).
-    # Besides the rows of the batch there are buffers of a fixed size.
+    programs = [step.compile(rows, device(topology)) for rows in ROWS]
+    check_flat(programs, name in WITH_A_LOOP)
+    for compiled, rows in zip(programs, ROWS, strict=True):
+        temporary.append(steps.temporary_bytes(compiled, step.table_bytes(rows)))
+    # The rows of the batch, the random bits for them, and buffers of a fixed size.
     assert max(temporary) <= 10 * step.batch_bytes() + 2**20
+    bits = 2**20 if step.apply is steps.rounded_stochastically else 0
     grown = temporary[1] - temporary[0]
     assert grown <= max(temporary[0] // 100, 3 * step.batch_bytes(), bits)
 
@@ -105,9 +119,9 @@ def test_in_place(topology, name):
 @pytest.mark.parametrize("name", ["adam", "adam per row", "with averages"])
 def test_stacked_tables_in_place(name):
     """With V a multiple of 128, the state of one number for each row is in place too."""
-    tx, loss = stacked.UPDATES[name], stacked.loss_of(stacked.ROW_SPARSE["pairs"])
+    tx, loss = STACKED_UPDATES[name], STACKED["pairs"]
     table, sharding = jax.ShapeDtypeStruct((3, 51_200, 128), jnp.float32), device("v5e:2x2")
-    compiled = steps.compiled_step(loss, tx, table, stacked.BATCH, sharding=sharding)
+    compiled = steps.compiled_step(loss, tx, table, BATCH, sharding=sharding)
     state = jax.tree.leaves(jax.eval_shape(tx.init, table))
     for entries in {x.size for x in (table, *state) if x.size > 1}:
         assert steps.temporary_bytes(compiled, entries=entries) < 2**20
@@ -136,58 +150,12 @@ def test_control_tables_are_seen(topology):
 # --- a step costs the rows, not the table -----------------------------------------------
 
 
-ROWS, LOOKUPS, WIDTH = (10**6, 10**7), 512, 128
-
-
-wide = functools.partial(Step, row=(WIDTH,), lookups=LOOKUPS)
-passed = functools.partial(wide, apply=jmask.apply_gradients)
-packed = functools.partial(
-    passed, row=(64,), table=jmask.packed, loss=functools.partial(steps.squares_of_lines, D=64)
-)
-
-FLAT_STEPS = {
-    "sgd": passed(jmask.sgd(0.1)),
-    "sgd in two steps": wide(jmask.sgd(0.1)),
-    "decayed sgd": passed(jmask.sgd(0.1, weight_decay=0.1)),
-    "momentum": passed(jmask.sgd(0.1, momentum=0.9)),
-    "adagrad, several": passed(jmask.adagrad(), loss=steps.squares_of_several_lookups),
-    "adam": passed(jmask.adam()),
-    "adam, bags": passed(jmask.adam(), loss=steps.squares_of_bags),
-    "adam, casts": passed(jmask.adam(), loss=steps.squares_of_casts),
-    "adam of rows": passed(jmask.adam(count="per_row")),
-    "rowwise": passed(jmask.rowwise_adagrad()),
-    "rowwise in two steps": wide(jmask.rowwise_adagrad(), loss=steps.squares_of_bags),
-    "ftrl": passed(jmask.ftrl()),
-    "optax.adam": wide(jmask.lazy(optax.adam(0.1))),
-    "optax.lion": passed(jmask.lazy(optax.lion(0.1))),
-    "optax.rmsprop": wide(jmask.lazy(optax.rmsprop(0.1)), loss=steps.squares_of_bags),
-    "packed adam": packed(jmask.adam()),
-    "bfloat16": passed(jmask.adagrad(), dtype=jnp.bfloat16),
-}
-
-
-def check_flat(programs, loops=0):
-    for compiled, rows in zip(programs, ROWS, strict=True):
-        assert not steps.streaming_scatters(compiled, rows)
-        assert whole_table_operations(compiled, rows) <= IN_PLACE
-        assert len(steps.rounds_of_loops(compiled)) == loops
-    small, large = map(steps.costed_cycles, programs)
-    assert large <= 1.02 * small + 2000
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", FLAT_STEPS)
-def test_flat(name):
-    topology = TOPOLOGIES[list(FLAT_STEPS).index(name) % 3]
-    check_flat([FLAT_STEPS[name].compile(rows, device(topology)) for rows in ROWS])
-
-
 @pytest.mark.parametrize("name", ["sgd", "adam, bags", "rowwise"])
 def test_batches_of_many_rows_are_flat(name, monkeypatch):
     """Their one loop is over the rows of ids that come again."""
     monkeypatch.setattr("jmask._kernels.tuning.LARGE_SUMS", 0)
-    topology = TOPOLOGIES[list(FLAT_STEPS).index(name) % 3]
-    check_flat([FLAT_STEPS[name].compile(rows, device(topology)) for rows in ROWS], loops=1)
+    topology = TOPOLOGIES[list(STEPS).index(name) % 3]
+    check_flat([STEPS[name].compile(rows, device(topology)) for rows in ROWS], loops=1)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +186,7 @@ def test_control_scatters_of_xla_stream(name, monkeypatch):
     """With the promise of sorted ids they do: what the tests above would see."""
     monkeypatch.setenv("JMASK_KERNELS", "0")
     monkeypatch.setattr("jmask._kernels.tuning.SORTED_PAYS", 10**9)
-    compiled = FLAT_STEPS[name].compile(ROWS[0], device("v5e:2x2"))
+    compiled = STEPS[name].compile(ROWS[0], device("v5e:2x2"))
     assert steps.streaming_scatters(compiled, ROWS[0])
 
 
@@ -226,7 +194,7 @@ def test_control_scatters_of_xla_stream(name, monkeypatch):
 def test_without_the_kernel_no_table_streams(topology, monkeypatch):
     monkeypatch.setenv("JMASK_KERNELS", "0")
     for name in ("sgd", "decayed sgd", "optax.adam"):
-        compiled = FLAT_STEPS[name].compile(ROWS[1], device(topology))
+        compiled = STEPS[name].compile(ROWS[1], device(topology))
         assert not steps.streaming_scatters(compiled, ROWS[1])
 
 
@@ -267,24 +235,21 @@ def test_arithmetic_that_is_lowered(names):
 
 # --- packed tables: no padding and no copies ---------------------------------------------
 
-# An optimizer, how many tables it trains, and how many numbers for each row besides.
-PACKED = {
-    "adagrad": (jmask.adagrad(0.1), 2, 0),
-    "adam": (jmask.adam(), 3, 0),
-}
+# An optimizer, and how many tables it trains.
+PACKED = {"adagrad": (jmask.adagrad(0.1), 2), "adam": (jmask.adam(), 3)}
 
 
 @functools.cache
 def memory_of(topology, optimizer, columns, rows, packed=True, lookups=8192):
     """The memory analysis of a donated step, and the bytes of the numbers it trains."""
-    tx, tables, others = PACKED[optimizer]
+    tx, tables = PACKED[optimizer]
     table = jmask.packed if packed else lambda x: x
     loss = functools.partial(steps.squares_of_lines, D=columns) if packed else steps.squares
     how = {"loss": loss, "apply": jmask.apply_gradients, "table": table}
     step = Step(tx, (columns,), lookups=lookups, **how)
     compiled = step.compile(rows, device(topology))
     width = 128 if packed and columns == 100 else columns
-    return compiled.memory_analysis(), 4 * rows * (tables * width + others)
+    return compiled.memory_analysis(), 4 * rows * tables * width
 
 
 def check_arguments(memory, numbers):
@@ -293,46 +258,35 @@ def check_arguments(memory, numbers):
     assert memory.alias_size_in_bytes >= numbers
 
 
+# A topology, the entries of a row, an optimizer, and lookups.
 PACKED_CASES = """
-    v5e:2x2 8 adagrad; v5e:2x2 64 adam; v5e:2x2 100 adagrad; v6e:2x2 16 adagrad;
-    v6e:2x2 32 adam; v6e:2x2 100 adam; v5p:2x2x1 16 adagrad; v5p:2x2x1 16 adam;
-    v5p:2x2x1 32 adagrad; v5p:2x2x1 32 adam; v5p:2x2x1 64 adam; v5p:2x2x1 100 adam
+    v5e:2x2 8 adagrad 8192; v5e:2x2 64 adam 8192; v5e:2x2 100 adagrad 8192;
+    v6e:2x2 8 adam 4096; v6e:2x2 16 adagrad 8192; v6e:2x2 32 adam 8192; v6e:2x2 100 adam 8192;
+    v5p:2x2x1 8 adagrad 4096; v5p:2x2x1 8 adam 4096; v5p:2x2x1 16 adagrad 8192;
+    v5p:2x2x1 16 adam 8192; v5p:2x2x1 32 adagrad 8192; v5p:2x2x1 32 adam 8192;
+    v5p:2x2x1 64 adam 8192; v5p:2x2x1 100 adam 8192
 """.split(";")
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [case.strip() for case in PACKED_CASES])
 def test_a_million_rows(case):
-    topology, columns, optimizer = case.split()
-    memory, numbers = memory_of(topology, optimizer, int(columns), 10**6)
+    """A million rows of 8 are 32 MB: lines of 4096 lookups are 5 % of table and state."""
+    topology, columns, optimizer, lookups = case.split()
+    how = int(columns), 10**6, True, int(lookups)
+    memory, numbers = memory_of(topology, optimizer, *how)
     check_arguments(memory, numbers)
     # The SparseCores of a v5p write the lines of the batch to HBM, where two arrays of them are
     # at once: those of the batch, and of the gradient.
-    lines = 8192 * LANES * 4
+    lines = int(lookups) * LANES * 4
     allowed = (2.75 if columns == "100" else 1.5) * lines if topology.startswith("v5p") else 0
     assert memory.temp_size_in_bytes <= max(0.05 * numbers, allowed)
 
 
-@pytest.mark.parametrize(
-    ("topology", "optimizer"),
-    [("v5p:2x2x1", "adagrad"), ("v5p:2x2x1", "adam"), ("v6e:2x2", "adam")],
-)
-def test_narrowest_rows(topology, optimizer):
-    """A million rows of 8 are 32 MB: lines of 4096 lookups are 5 % of table and state."""
-    memory, numbers = memory_of(topology, optimizer, 8, 10**6, lookups=4096)
-    check_arguments(memory, numbers)
-    assert memory.temp_size_in_bytes <= 0.05 * numbers
-
-
 @pytest.mark.parametrize("optimizer", chosen(["adagrad"], ["adam"]))
-def test_narrowest_rows_on_v5p(optimizer):
-    """Of 8192 lookups they are more: there they are in memory, not on the core.
-
-    But no more than two arrays of them, for any number of rows.
-    """
-    small, numbers = memory_of("v5p:2x2x1", optimizer, 8, 10**6)
-    check_arguments(small, numbers)
-    large, numbers = memory_of("v5p:2x2x1", optimizer, 8, 10**7)
+def test_lines_of_a_batch_on_v5p(optimizer):
+    """No more than two arrays of them, for any number of rows."""
+    (small, _), (large, numbers) = (memory_of("v5p:2x2x1", optimizer, 8, n) for n in ROWS)
     check_arguments(large, numbers)
     lines = 8192 * LANES * 4
     assert small.temp_size_in_bytes <= 2.5 * lines

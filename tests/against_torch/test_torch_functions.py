@@ -1,8 +1,9 @@
-"""`embedding_lookup`, `embedding_bag`, `jmask.numpy` and `jmask.nn` beside functions of torch.
+"""`embedding_lookup`, `embedding_bag` and functions along an axis beside those of torch.
 
 Values and gradients of a table and of per-sample weights in float64. The functional
 `torch.masked` takes a tensor and a mask, as functions here take `where=`. Where the two differ
-on purpose a test says so. `make test-torch` runs these.
+on purpose a test says so. `make test-torch` runs these; elementwise functions are compared on
+torch's own samples, in `tests/peers`.
 """
 
 import functools
@@ -15,9 +16,7 @@ import pytest
 import jmask
 import jmask.numpy as jnm
 from jmask import MaskedTensor, nn
-from tests.ops.test_elementwise import FUNCTIONS, INTEGER, MASKS, numbers
 from tests.oracle import dense_twin
-from tests.torch_names import REFERENCE_BINARY, REFERENCE_UNARY, name_here
 
 pytestmark = pytest.mark.needs(what="torch")
 
@@ -213,38 +212,3 @@ def test_gradients(torch, name):
     np.testing.assert_allclose(
         np.asarray(gradient)[MASK], x.grad.numpy()[MASK], rtol=1e-4, atol=1e-6
     )
-
-
-# --- elementwise functions at valid entries -------------------------------------------
-
-SOME = MASKS["random"]
-# Without a kernel for two masked tensors, or for one, in torch 2.13: compared unmasked.
-UNMASKED = {"clip", "clamp", "conj_physical", "fix", "pow"}
-BOUNDS = {"clip": (0.3, 0.6), "clamp": (0.3, 0.6)}
-
-
-def compare(torch, name, xs):
-    bounds = BOUNDS.get(name, ())
-    ours = FUNCTIONS[name_here(name)](*(jmask.masked_tensor(x, SOME) for x in xs), *bounds)
-    operands = [torch.from_numpy(x) for x in xs]
-    if name not in UNMASKED:
-        valid = torch.from_numpy(SOME)
-        operands = [torch.masked.masked_tensor(x, valid) for x in operands]
-    theirs = getattr(torch, name)(*operands, *bounds)
-    theirs = theirs.numpy() if name in UNMASKED else theirs.get_data().numpy()
-    np.testing.assert_array_equal(ours.mask, SOME)
-    np.testing.assert_allclose(np.asarray(ours.data)[SOME], theirs[SOME], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", REFERENCE_UNARY)
-def test_unary(torch, name):
-    values = numbers(name)
-    if name not in INTEGER and name not in UNMASKED:
-        values = np.where(SOME, values, np.nan).astype(np.float32)
-    compare(torch, name, [values])
-
-
-# torch.equal is one boolean for two whole tensors; `eq` is the elementwise one.
-@pytest.mark.parametrize("name", [name for name in REFERENCE_BINARY if name != "equal"])
-def test_binary(torch, name):
-    compare(torch, name, [numbers(name, 1), numbers(name, 2)])

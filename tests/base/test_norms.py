@@ -1,5 +1,6 @@
 """Norms near the ends of the range of floats, wherever the library has one: float64 NumPy."""
 
+import functools
 import math
 
 import jax
@@ -63,7 +64,6 @@ def check(actual, expected, rtol=3e-6):
     )
 
 
-# 4 names: how rows are shortened to a bound.
 read = lambda table, bound, order: jmask.embedding_lookup(
     table, jnp.arange(len(table)), max_norm=bound, norm_type=order
 )
@@ -72,33 +72,47 @@ written = lambda table, bound, order: jmask.renormalize(
 )
 
 
-def by_update(make):
+def by_update(make, dense=False):
     """A bound of gradients, or of what they make of a table of zeros."""
 
     def shortened(table, bound, order):
         tx, zeros = make(bound, ord=order), jnp.zeros_like(table)
-        gradient = jmask.RowSparse(jnp.arange(len(table)), table, table.shape)
-        return tx.update(gradient, tx.init(zeros), zeros)[0].todense()
+        # Duplicates are one row, and padding is none.
+        ids = jnp.concatenate([jnp.arange(len(table)), jnp.arange(len(table)), jnp.array([-1])])
+        half = table / 2
+        rows = jmask.RowSparse(ids, jnp.concatenate([half, half, 9 + half[:1]]), table.shape)
+        gradient = table if dense else rows
+        return jmask.todense(tx.update(gradient, tx.init(zeros), zeros)[0])
 
     return shortened
 
 
-SHORTENED = {"read": read, "written": written, "clipped": by_update(jmask.clip_by_row_norm)}
-SHORTENED["projected"] = by_update(jmask.max_row_norm)
+lifted = lambda bound, **how: jmask.lazy(
+    optax.chain(jmask.clip_by_row_norm(bound, **how), optax.identity())
+)
+# How rows are shortened to a bound.
+SHORTENED = {
+    "read": read,
+    "written": written,
+    "clipped": by_update(jmask.clip_by_row_norm),
+    "clipped array": by_update(jmask.clip_by_row_norm, dense=True),
+    "clipped in a lifted chain": by_update(lifted),
+    "projected": by_update(jmask.max_row_norm),
+}
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", SHORTENED)
-def test_rows_shortened_to_a_bound(name, order, wrap):
-    if order < 1 and name in ("clipped", "projected"):
-        pytest.skip("`ord` must be at least 1")
-    eps = 1e-7 if name == "written" else 0.0
-    for bound in BOUNDS:
-        result = wrap(lambda x: SHORTENED[name](x, bound, order))(jnp.array(ROWS))  # noqa: B023
-        check(result, shortened(ROWS, bound, order, eps), rtol=1e-5)
-        short = norms(ROWS, order)[:, 0] <= bound / 2
-        np.testing.assert_array_equal(result[short], ROWS[short])
+def test_rows_shortened_to_a_bound(order, wrap):
+    for name, shorten in SHORTENED.items():
+        p = order if name in ("read", "written") else max(order, 1)  # as `ord` must be
+        eps = 1e-7 if name == "written" else 0.0
+        for bound in BOUNDS:
+            run = functools.partial(shorten, bound=bound, order=p)
+            result = wrap(run)(jnp.array(ROWS))
+            check(result, shortened(ROWS, bound, p, eps), rtol=1e-5)
+            short = norms(ROWS, p)[:, 0] <= bound / 2
+            np.testing.assert_array_equal(result[short], ROWS[short])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
@@ -186,100 +200,65 @@ def test_gradients_at_zero_are_finite():
     np.testing.assert_array_equal(jax.grad(lambda x: jnm.norm(x))(zeros), zeros)
 
 
-def test_the_step_of_a_chain_with_rows_near_the_largest_float():
-    """All of it in a lifted chain, as it is used."""
-    tx = jmask.lazy(optax.chain(jmask.clip_by_row_norm(1.0), optax.sgd(1.0)))
-    table = jnp.zeros((4, 2))
-    gradient = jmask.RowSparse([2], jnp.array([[3e38, 4e37]]), (4, 2))
-    new, _ = jmask.apply_gradients(tx, gradient, tx.init(table), table)
-    np.testing.assert_allclose(new[2], -np.array([3, 0.4]) / np.hypot(3, 0.4), rtol=1e-6)
-
-
 # --- `max_norm` of lookups and `renormalize` ---------------------------------------------
 
 V, D = 6, 3
 
 
-NORMS = (1, 2.0, 3, 0.5, math.inf)
 LONG = np.array([[3, -4, 0], [0.1, 0, 0.2], [0, 0, 0], [0, 2, 0], [1, 1, 1], [-9, 1, 0]])
 
 
-@pytest.mark.parametrize("p", NORMS)
+@pytest.mark.parametrize("p", [1, 2.0, 3, 0.5, math.inf])
 def test_max_norm(p):
-    """The derivative, too, is that of the scaled row: in the table and in the bound."""
-    ids = np.array([0, 1, 2, 3, 4, 5, 0])
-    weights = normal(7, D)
+    """Through ties, zeros and a row of zeros the derivative passes as through short rows."""
+    ids, weights = np.array([0, 1, 2, 3, 4, 5, 0]), normal(7, D)
 
     def loss(table, bound):
         rows = jmask.embedding_lookup(table, ids, max_norm=bound, norm_type=p)
         return jnp.sum(rows * weights), rows
 
-    gradient = jax.jit(jmask.grad(loss, (0, 1), has_aux=True))
-    smooth = LONG + np.where(LONG.any(1, keepdims=True), 0.01, 0) * np.arange(1, 19).reshape(
-        V, D
-    )
     with jmask.strict():
-        (sparse, in_bound), rows = gradient(smooth, 1.5)
-    np.testing.assert_allclose(rows, shortened(smooth[ids], 1.5, p), rtol=1e-6)
-    in_table = dense_twin(sparse)
-    numpy_loss = lambda t, m: (shortened(t[ids], m, p) * weights).sum()
-    for at in np.ndindex(V, D):
-        step = np.zeros((V, D))
-        step[at] = 1e-6
-        slope = numpy_loss(smooth + step, 1.5) - numpy_loss(smooth - step, 1.5)
-        assert in_table[at] == pytest.approx(slope / 2e-6, rel=1e-4, abs=1e-4)
-    slope = numpy_loss(smooth, 1.5 + 1e-6) - numpy_loss(smooth, 1.5 - 1e-6)
-    assert in_bound == pytest.approx(slope / 2e-6, rel=1e-4)
-
-    # Ties, zeros, and a row of zeros, through which the derivative passes as through others
-    # that are short enough.
-    (sparse, in_bound), rows = gradient(LONG, 1.5)
+        (sparse, in_bound), rows = jax.jit(jmask.grad(loss, (0, 1), has_aux=True))(LONG, 1.5)
     np.testing.assert_allclose(rows, shortened(LONG[ids], 1.5, p), rtol=1e-6)
     assert np.isfinite(sparse.values).all()
-    assert np.isfinite(in_bound)
     np.testing.assert_allclose(sparse.values[2], weights[2], rtol=1e-6)
+    dense = jax.grad(loss, (0, 1), has_aux=True)(jnp.asarray(LONG, jnp.float32), 1.5)[0]
+    np.testing.assert_allclose(dense_twin(sparse), dense[0], rtol=1e-5, atol=1e-6)
+    numpy_loss = lambda bound: (shortened(LONG[ids], bound, p) * weights).sum()
+    slope = numpy_loss(1.5 + 1e-6) - numpy_loss(1.5 - 1e-6)
+    assert in_bound == pytest.approx(slope / 2e-6, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("wrap", "padding", "p"),
-    [(jax.jit, None, 2), (jax.jit, 3, 1), (jax.jit, -1, math.inf), (lambda f: f, 3, 2)],
-)
-def test_renormalize(wrap, padding, p):
-    ids = np.array([[0, 3, 0], [-1, V, 1], [3, 2, 4]])  # 5 is not among them
-    expected = LONG.copy()
-    for row in {0, 1, 2, 3, 4} - {padding}:
-        norm = norms(LONG[row], p)
-        if norm > 1.5:
-            expected[row] = LONG[row] * 1.5 / (norm + 1e-7)
-    table = LONG.astype(np.float32)
-    renormalize = lambda t, i: jmask.renormalize(t, i, 1.5, norm_type=p, padding_id=padding)
-    found = np.asarray(wrap(renormalize)(table, ids))
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-    same = (expected == LONG).all(1)
-    assert found[same].tobytes() == table[same].tobytes()
+LINES = np.array([[0, 3, 0], [-1, V, 1], [3, 2, 4]])  # 5 is not among them
+STACKED = LONG.reshape(V, 1, D)
 
 
-@pytest.mark.parametrize(("table", "ids"), [(LONG, []), (LONG[:0], [3]), (LONG, [-1, V])])
-def test_renormalize_nothing(table, ids):
-    table = table.astype(np.float32)
-    found = jax.jit(jmask.renormalize)(table, np.array(ids, np.int32), 1.0)
-    np.testing.assert_array_equal(found, table)
+# A table, ids, the id of padding, and the order of the norm.
+RENORMALIZED = [
+    *((LONG, LINES, *how) for how in ((None, 2), (3, 1), (-1, math.inf), (3, 2))),
+    *((LONG, [], None, 2), (LONG[:0], [3], None, 2), (LONG, [-1, V], None, 2)),
+    (LONG, np.tile(np.arange(-1, V + 1), 3), None, 2),  # more ids than rows
+    *((LONG[:, 0], LINES, None, 2), (STACKED, LINES, None, 2)),
+]
 
 
-def test_renormalize_more_ids_than_rows():
-    ids = np.tile(np.arange(-1, V + 1), 3)
-    found = jax.jit(jmask.renormalize)(LONG, ids, 1.0)
-    np.testing.assert_allclose(found, shortened(LONG, 1.0, 2), rtol=1e-6)
-
-
-@pytest.mark.parametrize("table", [LONG[:, 0], LONG.reshape(V, 1, D).astype(np.float16)])
-def test_renormalize_rows_of_every_shape(table):
-    found = jax.jit(jmask.renormalize)(table, np.array([0, 5]), 1.5)
-    assert found.dtype == jnp.asarray(table).dtype
-    axes = tuple(range(1, table.ndim))
-    norms = np.sqrt((np.asarray(found, np.float64) ** 2).sum(axes))
-    np.testing.assert_allclose(norms[[0, 5]], 1.5, rtol=1e-3)
-    np.testing.assert_array_equal(found[1:5], np.asarray(jnp.asarray(table))[1:5])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_renormalize(dtype):
+    """Rows that are named and long are shortened, all others keep their bits."""
+    for table, ids, padding, p in RENORMALIZED:
+        table, ids = table.astype(dtype), np.array(ids, np.int32)
+        rows = table.reshape(len(table), -1) if table.size else np.zeros((0, 1), dtype)
+        named = {i for i in ids.ravel().tolist() if 0 <= i < len(table)} - {padding}
+        is_long = np.isin(np.arange(len(table)), list(named)) & (norms(rows, p)[:, 0] > 1.5)
+        expected = np.where(is_long[:, None], shortened(rows, 1.5, p, 1e-7), rows)
+        how = {"max_norm": 1.5, "norm_type": p, "padding_id": padding}
+        renormalize = functools.partial(jmask.renormalize, **how)
+        for run in (renormalize, jax.jit(renormalize)):
+            found = np.asarray(run(table, ids))
+            assert found.dtype == dtype
+            rtol = 1e-6 if dtype == "float32" else 1e-3
+            np.testing.assert_allclose(found, expected.reshape(table.shape), rtol=rtol)
+            assert found[~is_long].tobytes() == table[~is_long].tobytes()
 
 
 def renormalized(table, ids):

@@ -25,7 +25,7 @@ from tests.host_runs import (
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_trajectory_is_that_of_the_device(name):
     """Parameters, state and losses; several tables, bags, padding, leaves that are shared."""
-    tx, given = OPTIMIZERS[name](), new_params()
+    tx, given = OPTIMIZERS[name], new_params()
     params, state, expected = on_device(tx, given, batches())
     untouched = np.setdiff1d(
         np.arange(ROWS),
@@ -49,18 +49,6 @@ def test_tables_of_16_bits():
     params, state, _ = on_device(tx, given, batches())
     host, _ = on_host(tx, given, batches())
     assert_same(host, params, state, 1e-2)
-
-
-def test_batches_that_overlap_in_every_row():
-    """Rows that were read before the step before has ended are those that it makes."""
-    tx, ids = jmask.adam(0.1), {"table": lambda batch: batch}
-    loss = lambda params, ids: jnp.sum(params["table"][ids] ** 2)
-    loader = [np.arange(20), np.arange(20)[::-1].copy(), np.arange(10, 20)] * 4
-    given = {"table": np.ones((30, 2), np.float32)}
-    params, state, expected = on_device(tx, given, loader, loss)
-    host, losses = on_host(tx, given, loader, ids, loss)
-    assert_same(host, params, state)
-    assert losses == pytest.approx(expected, rel=1e-6)
 
 
 def test_beside_parameters_over_several_devices():

@@ -192,43 +192,27 @@ def test_a_table_that_is_not_used():
     np.testing.assert_array_equal(kept["other"], TABLE)
 
 
-def test_an_empty_batch():
+@pytest.mark.parametrize(
+    ("shape", "ids"), [((6, 2), jnp.zeros((0,), int)), ((0, 3), jnp.array([0, -1]))]
+)
+def test_an_empty_batch_or_a_table_of_no_rows(shape, ids):
     """No row is touched by `embedding_lookup`; `table[ids]` is, to JAX, not used at all."""
-    none = jnp.zeros((0,), int)
-    gradient = jmask.grad(lambda t: jnp.sum(jmask.embedding_lookup(t, none)))(TABLE)
-    assert gradient.nse == 0
-    tx = jmask.lazy(optax.adamw(0.1))
-    table, _ = jmask.apply_gradients(tx, gradient, tx.init(TABLE), TABLE)
-    np.testing.assert_array_equal(table, TABLE)
-    gradient = jmask.grad(lambda t: jnp.sum(t[none]))(TABLE)
-    assert isinstance(gradient, jax.Array)
-    assert not gradient.any()
+    table, tx = jnp.ones(shape), jmask.lazy(optax.adamw(0.1))
+    lookup = lambda t: jnp.sum(jmask.embedding_lookup(t, ids, mode="zero"))
+    gradient = jmask.grad(lookup)(table)
+    assert gradient.shape == shape
+    assert ids.size or gradient.nse == 0
+    after, _ = jmask.apply_gradients(tx, gradient, tx.init(table), table)
+    np.testing.assert_array_equal(after, table)
 
 
-def test_a_table_of_no_rows():
-    nothing, tx = jnp.zeros((0, 3)), jmask.lazy(optax.adamw(0.1))
-    lookup = lambda t: jnp.sum(jmask.embedding_lookup(t, [0, -1], mode="zero"))
-    gradient = jmask.grad(lookup)(nothing)
-    assert gradient.shape == nothing.shape
-    table, _ = jmask.apply_gradients(tx, gradient, tx.init(nothing), nothing)
-    assert table.shape == nothing.shape
-
-
-def test_statistics_of_an_nnx_model():
-    """An error if the model is an argument (`jax.grad` loses them); kept by `jmask.nnx`."""
-    model = models()["Model"](nnx.Rngs(0))
-    model.norm = nnx.BatchNorm(model.embed.features, rngs=nnx.Rngs(0))
-    loss = lambda model: jnp.sum(model.norm(model(IDS)) ** 3)
-    before = np.asarray(model.norm.mean[...])
-    with pytest.raises(
-        TypeError, match=r"writes to `model\.norm\..*which is lost.*jmask\.nnx\.value_and_grad"
-    ):
-        jmask.grad(loss)(model)
-    jax.grad(loss)(model)
-    np.testing.assert_array_equal(model.norm.mean[...], before)
-    grads = jmask.nnx.grad(loss)(model)
-    assert (np.asarray(model.norm.mean[...]) != before).all()
-    assert isinstance(grads["embed"]["embedding"][...], jmask.RowSparse)
+def test_memory_that_is_the_devices_is_taken():
+    """That of the host is refused: see wrong_calls/host.txt."""
+    on = functools.partial(jax.sharding.SingleDeviceSharding, jax.devices()[0])
+    jmask.embedding_lookup(jax.device_put(TABLE, on(memory_kind="device")), IDS)
+    moved = lambda table: jax.device_put(table, jax.memory.Space.Device)
+    lookup = jax.jit(lambda table: jmask.embedding_lookup(moved(table), IDS))
+    assert lookup(jax.device_put(TABLE, on(memory_kind="pinned_host"))).shape == (3, 2)
 
 
 @pytest.mark.parametrize("donated", [(0,), ()])

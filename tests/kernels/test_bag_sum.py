@@ -20,7 +20,7 @@ from jmask._kernels import tuning
 from jmask._kernels.gathered_rows import BagSum, bag_sum
 from jmask._kernels.rows import Gather
 from tests.expressions import functions
-from tests.oracle import assert_close
+from tests.oracle import assert_close, densified
 from tests.stored_tables import bits
 
 pytestmark = pytest.mark.sampled
@@ -131,11 +131,6 @@ def table_of(row, dtype):
     return table.at[(2,) + (0,) * len(row)].set(jnp.inf)
 
 
-def two_batches(gather, rank):
-    offsets = tuple(range(2, 2 + rank))
-    return gather.dimension_numbers._replace(offset_dims=offsets)
-
-
 @pytest.mark.parametrize(
     ("mode", "fill"),
     [("clip", None), ("promise_in_bounds", None), ("fill", None), ("fill", 2.5), ("fill", 0)],
@@ -147,35 +142,29 @@ def test_the_same_bits(row, dtype, mode, fill):
     ids = IDS % ROWS if mode == "promise_in_bounds" else IDS
     gather = Gather.rows_of(table.shape, lax.GatherScatterMode.from_any(mode), fill_value=fill)
     assert gather.is_slow_copy(table)
-    expected = gather.plain(table, ids[:, None])
-    for run in (gather, jax.jit(gather)):
-        np.testing.assert_array_equal(bits(run(table, ids[:, None])), bits(expected))
-    pairs = dataclasses.replace(gather, dimension_numbers=two_batches(gather, len(row)))
-    by_two = jax.jit(pairs)(table, ids.reshape(2, -1, 1))
-    np.testing.assert_array_equal(bits(by_two).reshape(expected.shape), bits(expected))
-    by_one = jax.vmap(gather, in_axes=(None, 0))(table, ids[:, None, None])
-    np.testing.assert_array_equal(bits(by_one[:, 0]), bits(expected))
+    expected = bits(gather.plain(table, ids[:, None]))
+    numbers = gather.dimension_numbers._replace(offset_dims=tuple(range(2, 2 + len(row))))
+    in_pairs = dataclasses.replace(gather, dimension_numbers=numbers)
+    for found in (
+        gather(table, ids[:, None]),
+        jax.jit(gather)(table, ids[:, None]),
+        jax.jit(in_pairs)(table, ids.reshape(2, -1, 1)),
+        jax.vmap(gather, in_axes=(None, 0))(table, ids[:, None, None]),
+    ):
+        np.testing.assert_array_equal(bits(found).reshape(expected.shape), expected)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.uint32])
-@pytest.mark.parametrize("mode", ["clip", "fill"])
-def test_ids_of_other_dtypes(mode, dtype):
+def test_ids_of_other_dtypes_and_rows_that_come_first(dtype):
+    """Entries (32, n) instead of (n, 32)."""
     table = jnp.arange(300 * 32.0).reshape(300, 32)
     ids = jnp.asarray(np.arange(-150, 150).astype(dtype))[:, None]
-    gather = Gather.rows_of(table.shape, lax.GatherScatterMode.from_any(mode))
-    assert gather.is_slow_copy(table)
-    np.testing.assert_array_equal(gather(table, ids), gather.plain(table, ids))
-
-
-def test_rows_that_come_first():
-    """Entries (32, n) instead of (n, 32)."""
-    table = table_of((32,), "float32")
+    modes = (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.FILL_OR_DROP)
+    gathers = [Gather.rows_of(table.shape, mode) for mode in modes]
     numbers = lax.GatherDimensionNumbers((0,), (0,), (0,))
-    gather = Gather(numbers, (1, 32), lax.GatherScatterMode.CLIP)
-    assert gather.is_slow_copy(table)
-    np.testing.assert_array_equal(
-        gather(table, IDS[:, None]), gather.plain(table, IDS[:, None])
-    )
+    for gather in (*gathers, Gather(numbers, (1, 32), modes[0])):
+        assert gather.is_slow_copy(table)
+        np.testing.assert_array_equal(gather(table, ids), gather.plain(table, ids))
 
 
 LOOKUPS = functions("t, i", globals())("""
@@ -195,14 +184,11 @@ def test_values_and_derivatives(name, width):
     loss = lambda t: jnp.sum(lookup(t, IDS % ROWS) ** 2 * weights, where=weights > 0.5)
     plain = jax.value_and_grad(loss)(table)
     for run in (jmask.value_and_grad(loss), jax.jit(jmask.value_and_grad(loss))):
-        value, gradient = run(table)
-        np.testing.assert_allclose(value, plain[0], rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(gradient.todense(), plain[1], rtol=1e-5, atol=1e-5)
+        assert_close(densified(run(table)), plain, rtol=1e-5, atol=1e-5)
     # The value is differentiated again, through what the lookup became.
-    again = jax.grad(lambda t: jmask.value_and_grad(loss)(t)[0])(table)
-    np.testing.assert_allclose(again, plain[1], rtol=1e-5, atol=1e-5)
-    tangent = jnp.ones_like(table)
-    forward = jax.jvp(lambda t: jmask.value_and_grad(loss)(t)[0], (table,), (tangent,))[1]
+    value = lambda t: jmask.value_and_grad(loss)(t)[0]
+    assert_close(jax.grad(value)(table), plain[1], rtol=1e-5, atol=1e-5)
+    forward = jax.jvp(value, (table,), (jnp.ones_like(table),))[1]
     np.testing.assert_allclose(forward, jnp.sum(plain[1]), rtol=1e-4)
 
 

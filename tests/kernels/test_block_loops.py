@@ -20,14 +20,6 @@ from tests.optimizers import OPTIMIZERS
 from tests.oracle import assert_close, is_row_sparse
 
 
-def test_ids_of_64_bits():
-    with jax.enable_x64(True):
-        ids = jnp.array([2**40, 3, 2**40, -5, 2**50])
-        ordered, entry = coalesce.in_order(ids)
-        assert ordered.tolist() == [-5, 3, 2**40, 2**40, 2**50]
-        assert entry.tolist() == [3, 1, 0, 2, 4]
-
-
 def test_blocks_are_smaller_where_rows_are_longer():
     assert tuning.block_size(0) == tuning.block_size(256) == 4096
     assert tuning.block_size(2**14) == 512
@@ -68,11 +60,22 @@ def small_blocks(monkeypatch):
 
 
 def test_gradients_of_several_tables(small_blocks):
+    """And second derivatives, and those of several of each."""
     tables, ids = tables_and_ids()
     value, found = jax.jit(jmask.value_and_grad(loss))(tables, ids)
-    expected_value, expected = jax.jit(jax.value_and_grad(loss))(tables, ids)
-    assert np.isfinite(value)
-    assert_close((value, dense(found)), (expected_value, expected), rtol=1e-4, atol=1e-4)
+    expected = jax.jit(jax.value_and_grad(loss))(tables, ids)
+    assert_close((value, dense(found)), expected, rtol=1e-4, atol=1e-4)
+    both = jax.tree.map(lambda x: jnp.stack([-x, x]), tables)
+    mapped = jax.jit(jax.vmap(lambda t: dense(jmask.grad(loss)(t, ids))))(both)
+    assert_close(jax.tree.map(lambda x: x[1], mapped), expected[1], rtol=1e-4, atol=1e-4)
+
+    def steepness(grad):
+        of_gradient = lambda t: sum(
+            jnp.sum(jnp.cos(x)) for x in dense(grad(loss)(t, ids)).values()
+        )
+        return jax.jit(jax.grad(of_gradient))(tables)
+
+    assert_close(steepness(jmask.grad), steepness(jax.grad), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.sampled
@@ -98,24 +101,6 @@ def test_steps_are_those_of_each_table_alone(small_blocks, name):
     assert_close(*places, rtol=1e-4, atol=1e-5)
 
 
-def test_second_derivatives_and_vmap_of_several(small_blocks):
-    tables, ids = tables_and_ids()
-
-    def steepness(grad):
-        def of(tables):
-            found = dense(grad(loss)(tables, ids))
-            return sum(jnp.sum(jnp.cos(x)) for x in found.values())
-
-        return jax.jit(jax.grad(of))
-
-    found, expected = steepness(jmask.grad)(tables), steepness(jax.grad)(tables)
-    assert_close(found, expected, rtol=1e-3, atol=1e-3)
-    both = jax.tree.map(lambda x: jnp.stack([x, -x]), tables)
-    mapped = jax.jit(jax.vmap(lambda t: dense(jmask.grad(loss)(t, ids))))(both)
-    alone = jax.jit(jax.grad(loss))(jax.tree.map(jnp.negative, tables), ids)
-    assert_close(jax.tree.map(lambda x: x[1], mapped), alone, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("tx", [jmask.sgd(0.1), jmask.rowwise_adagrad(0.1), jmask.adam(0.1)])
 def test_tables_are_updated_in_place(tx):
     rows, width = 10**6, 64
@@ -131,7 +116,47 @@ def test_tables_are_updated_in_place(tx):
     assert temporary_bytes(compiled_step(squares, tx, tables, ids), large) < 20e6
 
 
+def test_facts_go_with_their_arrays():
+    """What is known of the rows of an array is forgotten with it, and is not of another's."""
+
+    def trace(x):
+        known = GatheredRows(x, jnp.array([0, 0, 1]), None, x.dtype)
+        rows = known.array()
+        GATHERED.note(rows, known)
+        assert GATHERED.of(jax.tree.map(lambda leaf: leaf, [rows])[0]) is not None
+        assert GATHERED.of(jax.jit(jnp.sin)(rows)) is None
+        return rows
+
+    before = len(GATHERED)
+    jax.jit(trace)(jnp.ones((2, 3)))
+    gc.collect()
+    assert len(GATHERED) <= before
+
+
 # --- rows of equal ids ----------------------------------------------------------------
+
+# How many rows a table has, how many ids, and the shape of a row.
+BATCHES = [(1000, 200, (3,)), (50, 7, (2, 2)), (10_000, 300, ()), (8, 1, (1,)), (3, 260, (2,))]
+BATCHES += [(3000, 690, (1,)), (2**31 - 2, 12, (2,))]
+
+
+def batch(rows, count, row, dtype):
+    """Ids of the last rows, many of them equal and some of them padding, and values."""
+    rng = np.random.default_rng(count)
+    ids = rng.integers(max(rows - 3000, 0), rows, count)
+    ids[: count // 2] = rng.integers(max(rows - 5, 0), rows, count // 2)
+    ids[count // 2 + 1 :: 3] = rows
+    return ids, jnp.asarray(rng.normal(size=(count, *row)), dtype)
+
+
+def sums_in_order(ids, values, rows):
+    """For each id, in its order, the float32 sum of its values one after the other."""
+    sums = {i: np.zeros(values.shape[1:], np.float32) for i in np.unique(ids) if i < rows}
+    for i, value in zip(ids.tolist(), np.asarray(values, np.float32), strict=True):
+        if i < rows:
+            sums[i] += value
+    as_given = lambda x: np.asarray(jnp.asarray(x).astype(values.dtype))
+    return {i: as_given(x) for i, x in sums.items()}
 
 
 @pytest.fixture(params=["cpu", "tpu", "cuda"])
@@ -147,129 +172,55 @@ def as_on(request, monkeypatch):
 @pytest.mark.usefixtures("as_on")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize(
-    ("rows", "count", "row"),
-    [(1000, 200, (3,)), (50, 7, (2, 2)), (10_000, 300, ()), (8, 1, (1,)), (200, 100, (4,))],
-)
-def test_rows_summed_into_slots(monkeypatch, rows, count, row, large, dtype):
-    """Bit by bit as one after the other, in whatever form."""
+def test_rows_summed_into_slots(monkeypatch, large, dtype):
+    """Bit by bit as one after the other, in whatever form; and the slot of each id."""
     monkeypatch.setattr(tuning, "LARGE_SUMS", 0 if large else 2**24)
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, rows, count)
-    ids[: count // 2] = rng.integers(0, 5, count // 2)  # many that are equal
-    ids[count // 2 :: 3] = rows  # and padding among them
-    values = jnp.asarray(rng.normal(size=(count, *row)), dtype)
-    slots = min(count, rows)
-    summed = jax.jit(lambda *x: coalesce.coalesce_rows(*x, rows))
-    unique, sums = summed(jnp.asarray(ids, jnp.int32), values)
-    distinct = np.unique(ids[ids < rows])
-    expected_ids = np.full(slots, rows)
-    expected_ids[: len(distinct)] = distinct
-    np.testing.assert_array_equal(unique, expected_ids)
-    expected = np.zeros((slots, *row), np.float32)
-    for i, value in zip(ids, np.asarray(values, np.float32), strict=True):
-        if i < rows:
-            expected[np.searchsorted(distinct, i)] += value
-    np.testing.assert_array_equal(sums, np.asarray(jnp.asarray(expected).astype(dtype)))
+    for rows, count, row in BATCHES:
+        ids, values = batch(rows, count, row, dtype)
+        expected = sums_in_order(ids, values, rows)
+        slots = min(count, rows)
+        summed = jax.jit(lambda *x, rows=rows: coalesce.coalesce_rows(*x, rows))
+        unique, sums = summed(jnp.asarray(ids, jnp.int32), values)
+        padding = [rows] * (slots - len(expected))
+        assert unique.tolist() == [*expected, *padding]
+        for found, total in zip(sums[: len(expected)], expected.values(), strict=True):
+            np.testing.assert_array_equal(found, total)
+        assert not sums[len(expected) :].any()
+        slot_ids, slot = coalesce.unique_slots(jnp.asarray(ids, jnp.int32), count, rows)
+        assert slot_ids.tolist() == [*expected, *[rows] * (count - len(expected))]
+        number = {i: k for k, i in enumerate(expected)}
+        assert slot.tolist() == [number.get(i, count) for i in ids.tolist()]
 
 
-@pytest.mark.usefixtures("as_on")
-@pytest.mark.parametrize("count", [1, 2, 37, 400])
-def test_slots_of_entries(count):
-    rng, rows = np.random.default_rng(0), 3000
-    ids = rng.integers(0, rows + 300, count).clip(0, rows)
-    exists = ids < rows
-    distinct = np.unique(ids[exists])
-    slot_ids, slot = coalesce.unique_slots(jnp.asarray(ids, jnp.int32), count, rows)
-    np.testing.assert_array_equal(slot_ids[: len(distinct)], distinct)
-    assert (slot_ids[len(distinct) :] == rows).all()
-    expected = np.where(exists, np.searchsorted(distinct, ids), count)
-    np.testing.assert_array_equal(slot, expected)
-
-
-D = 3
-
-
-def noted(x):
-    """The rows of a part as an array, of which it is known what makes it."""
-    array = x.array()
-    if isinstance(x, GatheredRows):
-        GATHERED.note(array, x)
-    return array
-
-
-def test_facts_go_with_their_arrays():
-    def trace(x):
-        rows = noted(GatheredRows(x, jnp.array([0, 0, 1]), None, x.dtype))
-        assert GATHERED.of(rows) is not None
-        assert GATHERED.of(jax.tree.map(lambda leaf: leaf, [rows])[0]) is not None
-        assert GATHERED.of(jax.jit(jnp.sin)(rows)) is None
-        return rows
-
-    before = len(GATHERED)
-    jax.jit(trace)(jnp.ones((2, D)))
-    gc.collect()
-    assert len(GATHERED) <= before
-
-
-# --- rows of equal ids summed into the first -----------------------------------------
-
-V = 40
-
-
-def tables_of(seed):
-    """Several tables that differ in their rows, ids, dtypes and widths, with padding."""
-    rng = np.random.default_rng(seed)
-    for dtype, count, rows in (
-        ("int32", 1, V),
-        ("int32", 690, V),
-        ("uint32", 260, 3),
-        ("int16", 33, 10_000),
-        ("int32", 12, 2**31 - 2),
-    ):
-        ids = rng.integers(max(rows - V, 0), rows + 1, count)
-        values = rng.integers(-9, 9, (count, count % 3 + 1))
-        yield (
-            jnp.asarray(ids, dtype),
-            jnp.asarray(values, "bfloat16" if seed % 2 else "float32"),
-            rows,
-        )
-
-
-def check(ids, values, rows):
-    summed = jax.jit(lambda *x: summed_where_first(*x, rows))
-    unique, sums = summed(ids, values)
-    assert unique.dtype == ids.dtype
-    assert sums.dtype == values.dtype
-    ids, values = np.asarray(ids), np.asarray(values, np.float64)
+def check_the_first(ids, values, rows):
+    unique, sums = jax.jit(lambda *x: summed_where_first(*x, rows))(ids, values)
+    assert (unique.dtype, sums.dtype) == (ids.dtype, values.dtype)
+    ids = np.asarray(ids)
+    expected = sums_in_order(ids, values, rows)
     _, first = np.unique(ids, return_index=True)
     is_first = np.isin(np.arange(ids.size), first) & (ids < rows)
     np.testing.assert_array_equal(unique, np.where(is_first, ids, rows))
-    for i in np.flatnonzero(is_first):
-        total = values[ids == ids[i]].sum(0)
-        np.testing.assert_array_equal(sums[i], total.astype(sums.dtype))
+    for k in np.flatnonzero(is_first):
+        np.testing.assert_array_equal(sums[k], expected[ids[k]])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("block", [1, 7, 256])
-@pytest.mark.parametrize("seed", range(4))
-def test_rows_summed_into_the_first(monkeypatch, seed, block):
+def test_rows_summed_into_the_first(monkeypatch, block, dtype):
+    """The first value is added to, in the order in which others came; ids of each dtype."""
     monkeypatch.setattr(tuning, "LATER_ROWS", block)
-    for ids, values, rows in tables_of(seed):
-        check(ids, values, rows)
+    for rows, count, row in BATCHES:
+        ids, values = batch(rows, count, row, dtype)
+        for kind in ("int16", "uint32", "int32"):
+            if rows <= np.iinfo(kind).max:
+                check_the_first(jnp.asarray(ids, kind), values, rows)
 
 
-def test_sums_are_in_order():
-    """The first value is added to, in the order in which others came."""
-    values = jnp.asarray([1e8, 3, -1e8, 5e8, 1e-3])[:, None]
-    ids = jnp.asarray([7, 7, 7, 2, 7], jnp.int32)
-    _, sums = summed_where_first(ids, values, V)
-    expected = np.float32(0)
-    for x in np.asarray(values)[[0, 1, 2, 4], 0]:
-        expected += x
-    assert sums[0, 0] == expected
-
-
-def test_ids_of_64_bits_summed_into_the_first():
+def test_ids_of_64_bits():
     with jax.enable_x64(True):
+        ids = jnp.array([2**40, 3, 2**40, -5, 2**50])
+        ordered, entry = coalesce.in_order(ids)
+        assert ordered.tolist() == [-5, 3, 2**40, 2**40, 2**50]
+        assert entry.tolist() == [3, 1, 0, 2, 4]
         ids = jnp.asarray([2**40, 5, 2**40 + 2**32, 5, 2**40, 2**41])
-        check(ids, jnp.ones((6, 2), "float32"), 2**41)
+        check_the_first(ids, jnp.ones((6, 2), "float32"), 2**41)

@@ -16,8 +16,17 @@ import pytest
 
 import jmask
 from tests import compiled_step as steps
-from tests.compiled_step import IN_PLACE, Step, temporary_bytes, whole_table_operations
-from tests.optimizers import OPTIMIZERS
+from tests.compiled_step import (
+    IN_PLACE,
+    Step,
+    check_that_tables_are_seen,
+    compiled_step,
+    temporary_bytes,
+    whole_table_operations,
+)
+from tests.lookup_programs import BATCH, STACKED
+from tests.optimizers import NOT_LAZY, OPTIMIZERS
+from tests.stored_tables import STEPS as WAYS
 
 pytestmark = pytest.mark.dtype_promotion
 
@@ -147,24 +156,41 @@ def test_more_lookups_than_rows(step):
     assert aliased_bytes(step.compile(rows)) >= step.table_bytes(rows)
 
 
-def test_control_without_donation_tables_are_copied():
-    step = Step(jmask.adam())
-    compiled = step.compile(LARGE, donate=False)
-    assert aliased_bytes(compiled) == 0
-    assert "copy" in whole_table_operations(compiled, step.entries(LARGE))
+def test_control_tables_are_seen():
+    """Those that a dense step makes, or a step that is given none to write to."""
+    check_that_tables_are_seen(Step(jmask.adam()), None)
+    for tx in NOT_LAZY.values():
+        compiled = Step(tx).compile(LARGE)
+        assert not whole_table_operations(compiled, Step(tx).entries(LARGE)) <= IN_PLACE
 
 
-@cases(
-    {
-        "dense gradient": Step(optax.adam(1e-3), value_and_grad=jax.value_and_grad),
-        "densify": Step(optax.chain(jmask.densify(), optax.adam(1e-3))),
-        "lazy_update=False": Step(jmask.adam(lazy_update=False)),
-    }
+# --- stacks of tables ------------------------------------------------------------------------
+
+STACKED_UPDATES = {
+    **{name: OPTIMIZERS[name] for name in ("sgd", "adam", "optax.adamw", "adam per row")},
+    "with averages": optax.chain(OPTIMIZERS["rowwise adagrad"], jmask.ema(0.5)),
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "lookup",
+    [
+        *("vmap over tables", "pairs", "a table, then rows", "a scan over tables"),
+        *("some columns", "table by table", "stacked", "reversed rows"),
+    ],
 )
-def test_control_dense_steps_make_tables(step):
-    compiled = step.compile(LARGE)
-    assert temporary_bytes(compiled) >= step.entries(LARGE) * 4
-    assert not whole_table_operations(compiled, step.entries(LARGE)) <= IN_PLACE
+@pytest.mark.parametrize("name", STACKED_UPDATES)
+def test_stacks_in_place(name, lookup, way):
+    tx, table = STACKED_UPDATES[name], jax.ShapeDtypeStruct((3, 50_000, 16), jnp.float32)
+    compiled = compiled_step(STACKED[lookup], tx, table, BATCH, apply=WAYS[way])
+    state = jax.eval_shape(tx.init, table)
+    tables = sum(x.size == table.size for x in (table, *jax.tree.leaves(state)))
+    assert temporary_bytes(compiled, 4 * tables * table.size, table.size) < table.size
+
+
+# --- a run is compiled once -----------------------------------------------------------------
 
 
 # One for each way in which a step is called and its state is kept.

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.expressions import rows
 from tests.later import later
 
 pytestmark = [pytest.mark.sampled(15), pytest.mark.rank_promotion, pytest.mark.dtype_promotion]
@@ -30,61 +31,34 @@ APPLICATIONS = sorted(path.parent.name for path in EXAMPLES.glob("*/train.py"))
 
 # For each program arguments with which it takes some seconds, the measure that it prints, and
 # what that is between. TEXT, LABELS and GRAPH are made below.
+_RUNS = r"""
+    low_precision | --steps 100 | stochastic +│ 0\.706 │ (0\.\d+) | 0.3 0.65
+    masked_adagrad |  | adagrad, csr +│ 2 +│ \[\[0.0, 1.0, ([\d.]+) | 1.8329 1.8329
+    dense_equivalent | --rows 300 --dim 4 --steps 60 |
+        deferred +│ +[\d.]+ ms │ +[\d.]+ │ +(\S+) │ | 0 1e-4
+    hash_grid | --size 64 --log2-rows 10 --batch 256 --steps 60 |
+        jmask[^│]*│ 60 +│ ([\d.]+) dB | 12 40
+    open_vocabulary | --rows 128 --alive 500 --steps 60 |
+        open vocabulary +│ 144 +│ ([\d.]+) | 0.4 0.7
+    sequences | --users 2000 --items 200 --groups 10 --dim 16 --steps 120 |
+        jmask +│ 120 +│ ([\d.]+)% | 12 100
+    sparse_linear | LABELS --columns 4096 --epochs 15 --largest 6 --dense 32 |
+        Adam +│ ([\d.]+)% | 95 100
+    table_on_disk | TEXT --rows 1e4 --steps 100 | 10,000 rows +│ 100 +│ ([\d.]+) | 0.5 5
+    word2vec | TEXT --steps 150 --dim 16 | loss [\d.]+ -> ([\d.]+) | 0.1 6
+    ngram_memory |
+        TEXT --seconds 0.3 --timing 0.1 --memory 2000 --rows 1e3 --width 16 --dtype bfloat16 |
+        with memory, jmask +│ +\d+ s │ +\d+ │ +([\d.]+) | 0.5 8
+    dlrm | --rows 2000 --dim 4 --steps 50 --values 3 | 50 steps.*AUC ([\d.]+) | 0.6 0.9
+    two_tower | --users 1000 --items 1000 --groups 20 --steps 150 | recall@50 ([\d.]+)% | 25 100
+    knowledge_graph | --graph GRAPH --dim 32 --steps 400 --many 2000 |
+        held out: MRR ([\d.]+) | 0.6 1
+    light_gcn | --dim 8 --steps 60 --many 500 --most 300 |
+        8 neighbours[^│]*│[^│]*│ ([\d.]+)% | 50 100
+"""
 RUNS = {
-    "low_precision": ("--steps 100", r"stochastic +│ 0\.706 │ (0\.\d+)", 0.3, 0.65),
-    "masked_adagrad": ("", r"adagrad, csr +│ 2 +│ \[\[0.0, 1.0, ([\d.]+)", 1.8329, 1.8329),
-    "dense_equivalent": (
-        "--rows 300 --dim 4 --steps 60",
-        r"deferred +│ +[\d.]+ ms │ +[\d.]+ │ +(\S+) │",
-        *(0, 1e-4),
-    ),
-    "hash_grid": (
-        "--size 64 --log2-rows 10 --batch 256 --steps 60",
-        r"jmask[^│]*│ 60 +│ ([\d.]+) dB",
-        *(12, 40),
-    ),
-    "open_vocabulary": (
-        "--rows 128 --alive 500 --steps 60",
-        r"open vocabulary +│ 144 +│ ([\d.]+)",
-        *(0.4, 0.7),
-    ),
-    "sequences": (
-        "--users 2000 --items 200 --groups 10 --dim 16 --steps 120",
-        r"jmask +│ 120 +│ ([\d.]+)%",
-        *(12, 100),
-    ),
-    "sparse_linear": (
-        "LABELS --columns 4096 --epochs 15 --largest 6 --dense 32",
-        r"Adam +│ ([\d.]+)%",
-        *(95, 100),
-    ),
-    "table_on_disk": (
-        "TEXT --rows 1e4 --steps 100",
-        r"10,000 rows +│ 100 +│ ([\d.]+) ",
-        *(0.5, 5),
-    ),
-    "word2vec": ("TEXT --steps 150 --dim 16", r"loss [\d.]+ -> ([\d.]+)", 0.1, 6),
-    "ngram_memory": (
-        "TEXT --seconds 0.3 --timing 0.1 --memory 2000 --rows 1e3 --width 16 --dtype bfloat16",
-        r"with memory, jmask +│ +\d+ s │ +\d+ │ +([\d.]+)",
-        *(0.5, 8),
-    ),
-    "dlrm": ("--rows 2000 --dim 4 --steps 50 --values 3", r"50 steps.*AUC ([\d.]+)", 0.6, 0.9),
-    "two_tower": (
-        "--users 1000 --items 1000 --groups 20 --steps 150",
-        r"recall@50 ([\d.]+)%",
-        *(25, 100),
-    ),
-    "knowledge_graph": (
-        "--graph GRAPH --dim 32 --steps 400 --many 2000",
-        r"held out: MRR ([\d.]+)",
-        *(0.6, 1),
-    ),
-    "light_gcn": (
-        "--dim 8 --steps 60 --many 500 --most 300",
-        r"8 neighbours[^│]*│[^│]*│ ([\d.]+)%",
-        *(50, 100),
-    ),
+    name: (line, measure, *map(float, bounds.split()))
+    for name, line, measure, bounds in rows(_RUNS)
 }
 
 WRONG = [

@@ -13,6 +13,7 @@ import jmask
 from jmask import vocabulary
 from jmask._vocabulary import reset as reset_module
 from tests.compiled_step import temporary_bytes
+from tests.optimizers import OPTAX, OPTIMIZERS
 from tests.oracle import assert_close
 from tests.sampling import chosen
 
@@ -20,19 +21,17 @@ V, D = 37, 3
 NORMAL = jax.nn.initializers.normal(1.0)
 
 LAZY = {
-    "adam": jmask.adam(0.1),
-    "adagrad": jmask.adagrad(0.1, initial_accumulator_value=0.7),
-    "rowwise adagrad": jmask.rowwise_adagrad(0.1),
-    "ftrl": jmask.ftrl(0.1),
-    "sgd with momentum": jmask.sgd(0.1, momentum=0.9),
-    "optax.adamw": jmask.lazy(optax.adamw(0.1)),
-    "optax.adagrad": jmask.lazy(optax.adagrad(0.1)),
+    **{
+        name: OPTIMIZERS[name]
+        for name in (
+            *("adam", "momentum", "ftrl", "rowwise adagrad", "optax.adamw", "optax.adagrad"),
+            *("clipped optax.adam", "injected optax.adam", "adam unless not finite"),
+        )
+    },
+    "slots that start at 0.7": jmask.adagrad(0.1, initial_accumulator_value=0.7),
     "optax.amsgrad": jmask.lazy(optax.amsgrad(0.1)),
     "optax.rprop": jmask.lazy(optax.rprop(0.1)),
-    "chain": jmask.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))),
-    "injected": jmask.lazy(optax.inject_hyperparams(optax.adam)(0.1)),
     "ema": optax.chain(jmask.adam(0.1), jmask.ema(0.5)),
-    "guarded": jmask.skip_nonfinite(jmask.adam(0.1)),
     "schedule free": jmask.lazy(optax.contrib.schedule_free_sgd(0.1)),
     "partition": jmask.lazy(
         optax.partition(
@@ -107,7 +106,7 @@ def by_reset(tx, params, state, ids, seed):
 
 
 @functools.cache
-def jitted(tx, block=None):
+def jitted(tx):
     function = lambda params, state, rows, key: vocabulary.reset(
         tx, params, state, rows, NORMAL, key=key
     )
@@ -131,7 +130,15 @@ def assert_same(have, want):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("name", chosen(["adagrad", "ema"], LAZY))
+@pytest.fixture(params=[2, 512])
+def block(request, monkeypatch):
+    """So many rows are written together."""
+    monkeypatch.setattr(reset_module, "_BLOCK", request.param)
+    jitted.cache_clear()
+
+
+@pytest.mark.usefixtures("block")
+@pytest.mark.parametrize("name", chosen(["slots that start at 0.7", "ema"], LAZY))
 @pytest.mark.dtype_promotion
 def test_a_run_in_which_rows_start_anew(name):
     """Bit for bit: parameters, and every array of the state."""
@@ -140,12 +147,12 @@ def test_a_run_in_which_rows_start_anew(name):
     assert_same(run(tx, step, by_reset), run(tx, step, by_hand))
 
 
-@pytest.mark.parametrize("name", ["adam", "adagrad", "momentum"])
+@pytest.mark.usefixtures("block")
+@pytest.mark.parametrize("name", ["adamw", "adagrad", "momentum"])
 @pytest.mark.dtype_promotion
 def test_deferred(name):
     """The trajectory of the dense optimizer, whose rows start anew in the same steps."""
-    inner = {"adam": optax.adamw(0.1), "adagrad": optax.adagrad(0.1)}
-    inner = inner.get(name, optax.sgd(0.1, momentum=0.9))
+    inner = OPTAX[name]
     tx = jmask.deferred(inner)
     params, state = run(tx, step_of(tx), by_reset)
     params, state = tx.catch_up(params, state)
@@ -190,24 +197,6 @@ def test_what_a_row_starts_from(dtype):
     assert_same((new["a"], after), (params["a"], state))
     for empty in ({}, {"table": jnp.zeros(0, jnp.int32)}, {"table": jnp.full(3, 9)}):
         assert_same(vocabulary.reset(tx, params, state, empty, init), (params, state))
-
-
-@pytest.mark.parametrize("name", ["adam", "optax.adamw", "schedule free", "deferred"])
-@pytest.mark.dtype_promotion
-def test_blocks_of_rows(name, monkeypatch):
-    """Bit for bit, whether rows are written together or two at a time."""
-    tx = LAZY.get(name) or jmask.deferred(optax.adamw(0.1))
-    params = start(jax.random.key(0))
-    state = jax.tree.map(lambda x: x + jnp.ones_like(x), tx.init(params))
-    results = []
-    for block in (2, 512):
-        monkeypatch.setattr(reset_module, "_BLOCK", block)
-        for recycled in (np.arange(7), np.array([V, 3, 3, V, 1]), np.full(5, V)):
-            rows = {"table": jnp.asarray(recycled), "other": jnp.asarray(recycled)}
-            copies = jax.tree.map(jnp.copy, (params, state))
-            results.append(jitted(tx, block)(*copies, rows, jax.random.key(1)))
-    for have, want in zip(results[:3], results[3:], strict=True):
-        assert_same(have, want)
 
 
 @pytest.mark.parametrize("name", ["optax.adamw", "rowwise adagrad"])

@@ -242,20 +242,6 @@ def test_empty_batches():
         assert have.counters() == before.counters()
 
 
-def test_more_keys_than_rows():
-    """Each set gives away what it has; all other keys share, and nothing is evicted."""
-    vocab = vocabulary.create(16, 4, admit_after=1, shared_rows=5)
-    rows, vocab, recycled = step(vocab, jnp.arange(1000))
-    own = np.asarray(rows)[np.asarray(rows) < 16]
-    assert sorted(own.tolist()) == list(range(16))
-    assert len(set(np.asarray(rows)[np.asarray(rows) >= 16].tolist())) == 5
-    assert sorted(np.asarray(recycled).tolist())[:17] == [*range(16), 21]
-    again, vocab, recycled = step(vocab, jnp.arange(1000))
-    np.testing.assert_array_equal(again, rows)
-    assert set(recycled.tolist()) == {21}
-    assert vocab.counters() == {"hits": 16, "new": 16, "evicted": 0, "waiting": 2 * 984}
-
-
 def test_keys_of_all_kinds():
     """The same key in each dtype that holds it, under jit too, with x64 and on the host."""
     for numbers, kinds in (
@@ -298,41 +284,32 @@ def assert_equal(have, want):
         np.testing.assert_array_equal(x, y)
 
 
-def test_scan_is_the_loop():
+def test_a_step_of_a_vocabulary_that_was_moved(tmp_path):
+    """Through a file, a process or a program for batches of any size it is the same."""
+    vocab = used()
+    expected = step(jax.tree.map(jnp.copy, vocab), KEYS)
+    assert_equal(step(pickle.loads(pickle.dumps(vocab)), KEYS), expected)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "vocab", vocab)
+        checkpointer.wait_until_finished()
+        like = jax.eval_shape(lambda: vocabulary.create(64, 4, 2, "lfu", shared_rows=3))
+        assert_equal(step(checkpointer.restore(tmp_path / "vocab", like), KEYS), expected)
+    any_size = jax.ShapeDtypeStruct(export.symbolic_shape("b"), jnp.int32)
+    for keys in (KEYS, any_size):
+        exported = export.export(jax.jit(vocabulary.rows_of))(vocab, keys).serialize()
+        assert_equal(export.deserialize(exported).call(vocab, KEYS), expected)
+
     def body(vocab, keys):
         rows, vocab, recycled = vocabulary.rows_of(vocab, keys)
         return vocab, (rows, recycled)
 
     batches = jnp.stack([KEYS, KEYS + 5, KEYS * 3])
     scanned, results = jax.jit(lambda v: jax.lax.scan(body, v, batches))(used())
-    vocab, expected = used(), []
+    vocab, in_turn = used(), []
     for keys in batches:
         vocab, result = body(vocab, keys)
-        expected.append(result)
-    assert_equal(scanned, vocab)
-    assert_equal(results, tuple(map(jnp.stack, zip(*expected, strict=True))))
-
-
-def test_export_and_pickle():
-    vocab = used()
-    expected = step(jax.tree.map(jnp.copy, vocab), KEYS)
-    exported = export.deserialize(
-        export.export(jax.jit(vocabulary.rows_of))(vocab, KEYS).serialize()
-    )
-    assert_equal(exported.call(vocab, KEYS), expected)
-    batch = jax.ShapeDtypeStruct(export.symbolic_shape("b"), jnp.int32)
-    of_any_size = export.export(jax.jit(vocabulary.rows_of))(vocab, batch)
-    assert_equal(of_any_size.call(vocab, KEYS), expected)
-    assert_equal(step(pickle.loads(pickle.dumps(vocab)), KEYS), expected)
-
-
-def test_orbax(tmp_path):
-    vocab = used()
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "vocab", vocab)
-        checkpointer.wait_until_finished()
-        like = jax.eval_shape(lambda: vocabulary.create(64, 4, 2, "lfu", shared_rows=3))
-        assert_equal(checkpointer.restore(tmp_path / "vocab", like), vocab)
+        in_turn.append(result)
+    assert_equal((scanned, results), (vocab, tuple(map(jnp.stack, zip(*in_turn, strict=True)))))
 
 
 @pytest.mark.parametrize("evict", ["lru", "lfu"])
