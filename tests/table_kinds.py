@@ -97,7 +97,8 @@ def drawn(kind, x, seed, *, has_nan=False, count=24):
     """A gradient with equal ids and padding, of all but the last row of `x`."""
     rng, size = np.random.default_rng(seed), 1 if kind in OF_ENTRIES else x.shape[1]
     rows = x.size // size
-    ids, values = rng.integers(0, 16, count), rng.normal(size=(count, size))
+    # Not always of the first rows, of which padding must not take any.
+    ids, values = rng.integers(seed % 3, 16, count), rng.normal(size=(count, size))
     ids[1], ids[4:9] = ids[0], rows
     values[2, 0] = np.nan if has_nan else values[2, 0]
     values[4:9] = np.nan  # padding

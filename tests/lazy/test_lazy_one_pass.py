@@ -75,8 +75,6 @@ def test_packed_tables(name):
 # In a process of its own: where XLA takes such a combiner it ends the process.
 WITHOUT_INPUTS = """
 import jax, jax.numpy as jnp, numpy as np, optax, jmask
-from jmask._kernels.scatter_update import update_elementwise
-from jmask._kernels.update_rows import updated
 from jax import lax
 
 SCALARS = {
@@ -113,17 +111,6 @@ for name, scalar in SCALARS.items():
         return [step(inner)[0] for inner in optimizers(scalar)]
     for x, y in zip(in_one_call(GRADIENT, TABLE), in_two_calls(scalar())):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6, err_msg=name)
-
-    def combiner(param, slot, grad):
-        return param - scalar() * grad, slot + grad
-
-    @jax.jit
-    def step(table):
-        ids, grad = jnp.array([1, 3]), jnp.ones((2, 4))
-        update = update_elementwise(combiner, [table, 0 * table], ids, grad, (), "unique")
-        return updated([update])[0][0]
-
-    np.testing.assert_allclose(step(TABLE)[3], np.full(4, 1 - scalar()), rtol=1e-6)
 print("done")
 """
 

@@ -29,12 +29,23 @@ HOW = ("eager", "jit", "one program", "scan", "vmap")
 BY_ROWS = "row by row, and the table is packed"
 
 
+# Pairs that once failed, or whose mechanisms meet in few other pairs.
+FIXED = (
+    ("optax.chain(clip_by_row_norm(NORM), sgd)", "entries"),
+    ("multi_steps(sgd, 2, like)", "8 devices"),
+    ("skip_nonfinite(multi_steps(sgd, 2, like))", "rows over table, batch over both"),
+    ("lazy(optax.chain(decay, sgd))", "entries of a stack"),
+    ("adamw", "stack"),
+    ("ftrl", "packed complex"),
+)
+
+
 def cases(names, each):
     """All pairs of a name and a kind; `each` of a name in all runs, and so all kinds."""
     for number, name in enumerate(names):
         for kind in KINDS:
             is_first = (KINDS.index(kind) - each * number) % len(KINDS) < each
-            marks = [pytest.mark.each] if is_first else []
+            marks = [pytest.mark.each] if is_first or (name, kind) in FIXED else []
             yield pytest.param(name, kind, marks=marks, id=f"{name}, {kind}")
 
 
@@ -222,7 +233,7 @@ READS_SHAPES = ("adamw", "by_ndim", "within norms", "centralize")
 
 def is_compared(name, kind):
     """Entries are no rows where rows are read; dense ones of optax take no pairs."""
-    is_lifted = any(x in name for x in ("optax", "chain", "masked", "lazy", "densify"))
+    is_lifted = any(x in name for x in ("optax", "chain", "lazy", "densify", "inject"))
     return not (
         (kind in OF_ENTRIES and kind != "vector" and any(x in name for x in READS_ROWS))
         or (kind == "vector" and any(x in name for x in READS_SHAPES))
