@@ -77,43 +77,44 @@ def masked(params):
     return gradient | {"table": jmask.masked_tensor(rows, rows != 0)}
 
 
-# The gradient, and the words of its one notice: the table, its size and what to call. What
-# jmask has made dense it has reported, and does not once more.
-GRADIENTS = {
-    "few": (jmask.grad(loss), None),
-    "many": (jmask.grad(many), None),
-    "masked": (masked, None),
-    "of jax.grad": (
-        jax.grad(loss),
-        r"a lazy optimizer got.*\['table'\]`.*\(3\.2 MB\).*jmask\.value_and_grad",
-    ),
-    "made dense": (jmask.grad(tied), "`dot_general` needs all of it"),
-}
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("kind", GRADIENTS)
-@pytest.mark.parametrize("name", NESTINGS)
-def test_notices(name, kind, step):
-    """Eagerly and under jit; one notice from however many optimizers, each of them new."""
-    gradient, words = GRADIENTS[kind]
-    like = jax.eval_shape(gradient, PARAMS)
+def notices_of(name, gradient, like, step):
+    """Those of a step, eagerly and under jit, with an optimizer of its own each time."""
     for is_compiled in (False, True):
         tx = NESTINGS[name](like)
         take = lambda params, tx=tx: STEPS[step](tx, gradient(params), tx.init(params), params)
         call = functools.partial(jax.eval_shape, take) if is_compiled else take
-        found = notices(lambda call=call: call(PARAMS))
-        if words is None:
-            assert not found
-        else:
+        yield notices(lambda call=call: call(PARAMS))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    "gradient", [jmask.grad(loss), jmask.grad(many), masked], ids=["few", "many", "masked"]
+)
+@pytest.mark.parametrize("name", NESTINGS)
+def test_no_notice_from_inside(name, gradient, step):
+    like = jax.eval_shape(gradient, PARAMS)
+    assert [*notices_of(name, gradient, like, step)] == [[], []]
+
+
+# The table, its size and what to call. What jmask has made dense it does not report once more.
+OF_JAX = r"a lazy optimizer got.*\['table'\]`.*\(3\.2 MB\).*jmask\.value_and_grad"
+NOTICED = (jax.grad(loss), OF_JAX), (jmask.grad(tied), "`dot_general` needs all of it")
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", NESTINGS)
+def test_one_notice_from_outside(name, step):
+    """Dense gradients are noticed once, however many lazy optimizers there are."""
+    grads = jax.grad(loss)(PARAMS)
+    for gradient, words in NOTICED:
+        for found in notices_of(name, gradient, grads, step):
             (notice,) = found
             assert re.search(words, notice, re.S), notice
-    if kind == "of jax.grad":
-        tx = NESTINGS[name](like)
-        take = lambda g, params: STEPS[step](tx, g, tx.init(params), params)
-        with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match="MB"):
-            jax.eval_shape(take, gradient(PARAMS), PARAMS)
+    tx = NESTINGS[name](grads)
+    with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match="MB"):
+        jax.eval_shape(lambda g, p: STEPS[step](tx, g, tx.init(p), p), grads, PARAMS)
 
 
 def test_no_notice():
