@@ -64,6 +64,8 @@ _CASES = """
 """
 _BUILT = functions("", globals() | {name: case(name) for name in MODELS})(_CASES)
 NAMES, CASES = list(_BUILT), [build() for build in _BUILT.values()]
+# One of each optimizer, which all runs have.
+FIRST = [next(x for x in NAMES if x.startswith(f"{name}(")) for name in MODELS]
 
 
 def gradients():
@@ -94,7 +96,12 @@ def compare(param, state, model, tolerance):
 @pytest.mark.parametrize(
     ("name", "hyper", "lazy"),
     [
-        pytest.param(*case, lazy, id=f"{name} {'lazy' if lazy else 'dense'}")
+        pytest.param(
+            *case,
+            lazy,
+            id=f"{name} {'lazy' if lazy else 'dense'}",
+            marks=[pytest.mark.each] if lazy and name in FIRST else [],
+        )
         for case, name in zip(CASES, NAMES, strict=True)
         for lazy in (True, False)
         if lazy or "count" not in case[1]
