@@ -108,15 +108,17 @@ def test_lifted(name, dtype, apply):
 
 
 @in_both_ways
-@pytest.mark.parametrize("form", ["array", "packed"])
+@pytest.mark.parametrize(("form", "rows"), [("array", V), ("array", 2), ("packed", V)])
 @pytest.mark.parametrize(
-    "tx", [jmask.sgd(1.0), jmask.lazy(optax.sgd(1.0))], ids=["ours", "lazy"]
+    "tx",
+    [jmask.sgd(1.0), jmask.sgd(1.0, momentum=0.5), jmask.lazy(optax.sgd(1.0))],
+    ids=["ours", "momentum", "lazy"],
 )
-def test_what_is_left_of_a_difference(tx, form, apply):
-    """1 - 1.00293, where the sum rounded to bfloat16 is 1."""
+def test_what_is_left_of_a_difference(tx, form, rows, apply):
+    """1 - 1.00293, where the sum rounded to bfloat16 is 1; also of as many ids as rows."""
     values = jnp.array([[1.0], [0.00293]], jnp.bfloat16)
-    gradient = jmask.RowSparse(jnp.array([1, 1]), values, (V, 1))
-    table = stored(form, jnp.ones((V, 1), jnp.bfloat16))
+    gradient = jmask.RowSparse(jnp.array([1, 1]), values, (rows, 1))
+    table = stored(form, jnp.ones((rows, 1), jnp.bfloat16))
     gradient = of_lines(gradient, table) if form == "packed" else gradient
     new, _ = APPLY[apply](tx, gradient, tx.init(table), table)
     assert new.dtype == jnp.bfloat16
