@@ -84,11 +84,13 @@ def rounded_stochastically(tx, grads, state, params):
     return jmask.apply_gradients(tx, grads, state, params, key=jax.random.key(0))
 
 
-def training_step(loss, tx, apply=jmask.apply_gradients):
+def training_step(loss, tx, apply=jmask.apply_gradients, with_value=True):
     """A jitted step, (params, state, *batch) -> (params, state, value); both are donated."""
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, *batch):
+        if not with_value:
+            return apply(tx, jmask.grad(loss)(params, *batch), state, params)
         value, gradient = jmask.value_and_grad(loss)(params, *batch)
         return *apply(tx, gradient, state, params), value
 

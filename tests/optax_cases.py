@@ -57,6 +57,33 @@ REFUSED = {
 }
 
 # Chains and wrappers around row-local ones.
+
+
+def nothing_if_not_finite(updates):
+    bad = [jnp.any(~jnp.isfinite(x)) for x in jax.tree.leaves(updates)]
+    return jax.tree.map(lambda x: jnp.where(jnp.any(jnp.stack(bad)), 0, x), updates)
+
+
+def forgetful():
+    """Its state, of the shape of the parameters, is zero after each step."""
+    zeros = lambda tree: jax.tree.map(jnp.zeros_like, tree)
+    return optax.GradientTransformation(zeros, lambda u, state, params=None: (u, zeros(u)))
+
+
+def keeping():
+    """A state of which nothing is computed: the last gradient, twice, and the one before."""
+
+    def init(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return zeros, zeros, zeros
+
+    def update(updates, state, params=None):
+        steps = jax.tree.map(lambda g, last: -0.1 * (2 * g - last), updates, state[0])
+        return steps, (updates, updates, state[0])
+
+    return optax.GradientTransformation(init, update)
+
+
 MASK = {"table": True, "other": True, "dense": False}
 _READ = functions("", vars(optax) | globals() | {"jax": jax})
 CHAINS = _READ("""
@@ -82,7 +109,16 @@ CHAINS = _READ("""
     chain(
         stateless(lambda u, _: optax.tree.scale(1 / (1 + optax.tree.vdot(u, u)), u)), adam(0.1)
     );
-    identity(); set_to_zero()
+    identity(); set_to_zero(); chain(clip(0.5), adamw(0.1));
+    chain(clip_by_global_norm(0.5), sgd(0.1)); adagrad(linear_schedule(0.1, 0.2, 10));
+    chain(clip(0.3), clip_by_global_norm(0.5), adamw(0.1)); keeping();
+    chain(
+        stateless(lambda updates, _: nothing_if_not_finite(updates)), clip_by_global_norm(0.5),
+        adagrad(0.1)
+    );
+    chain(trace(0.9), forgetful(), scale(-0.1));
+    inject_hyperparams(sgd)(learning_rate=0.1, momentum=0.9);
+    chain(masked(add_decayed_weights(0.1), MASK), adam(0.1))
 """)
 
 # Wrappers and parts that are not row-local, by the reason.

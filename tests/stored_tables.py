@@ -1,13 +1,11 @@
-"""Training runs on tables kept in other forms, and what must be the same as on arrays.
+"""Tables that are packed or sharded, and steps on them.
 
-    trained(x, tx, step)                            a run on the array x (V, *row)
-    trained(jmask.packed(x), tx, step, width=D)     the same run
-
-A run makes three steps with ids that come twice, that are padding and that share lines.
+stepped(tx, table, gradients)                   parameters and state
+stored("packed", table), of_lines(gradient, lines), unpacked(tree, lines, shape)
+sharded(table, "8 devices"), batch_of(ids, "8 devices")
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +14,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jmask
-from tests.compilations import compilations
-from tests.compiled_step import training_step
-from tests.optimizers import OPTIMIZERS
-from tests.oracle import assert_close
-
-# The last of the ids is padding; rows touched share lines with rows that are not.
-IDS = np.array([[1, 3, 3], [20, 9, 2], [5, 20, -1]])
-TOUCHED = np.array([1, 2, 3, 5, 9, 20])
 
 
 def update_and_apply(tx, grads, state, params):
@@ -79,44 +69,6 @@ def stepped(tx, params, gradients, step="apply_gradients", wrap=jax.jit):
     return params, state
 
 
-class Run(NamedTuple):
-    """What is left of a run: parameters, state, losses; how many programs its steps were
-    compiled to, and the arrays of the table that the last step was given."""
-
-    params: Any
-    state: Any
-    losses: list[float]
-    programs: int
-    donated: list[jax.Array]
-
-
-def loss(params, ids, width=None):
-    rows = jmask.embedding_lookup(params["table"], ids, padding_id=-1, width=width)
-    return jnp.sum(jnp.sin(rows) * params["dense"][None, None])
-
-
-def trained(table, tx, step, steps=3, ids=IDS, width=None):
-    """Three steps on a table and a dense parameter, both donated."""
-    one_step = training_step(functools.partial(loss, width=width), tx, step)
-    row = table.shape[1:] if width is None else (width,)
-    dense = jnp.linspace(0.5, 1.5, int(np.prod(row))).reshape(row)
-    # Copied: the arguments of the first step are donated as well.
-    params = jax.tree.map(jnp.copy, {"table": table, "dense": dense})
-    params, state, losses = *replicated((params, tx.init(params)), table), []
-    with compilations() as compiled:
-        for _ in range(steps):
-            donated = jax.tree.leaves(params["table"])
-            params, state, value = one_step(params, state, ids)
-            losses.append(float(value))
-    return Run(params, state, losses, compiled.count("jit(step)"), donated)
-
-
-@functools.cache
-def trained_array(optimizer, row=(12,)):
-    """The run on `numbers(row)`, an array on one device."""
-    return trained(numbers(row), OPTIMIZERS[optimizer], jmask.apply_gradients)
-
-
 AXIS_TYPES = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
@@ -167,46 +119,6 @@ def batch_of(ids, layout):
 def numbers(row=(12,)):
     """A table (21, *row): a number of rows that only 1, 3 and 7 divide."""
     return jnp.asarray(np.random.default_rng(2).normal(size=(21, *row)), jnp.float32)
-
-
-def replicated(tree, table):
-    """The tree with what is no table on all devices of the table, as a step returns it.
-
-    Otherwise the second step, given arrays that are placed otherwise, is compiled again.
-    """
-    sharding = getattr(table, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return tree
-
-    def put(x):
-        if isinstance(x.sharding, NamedSharding):
-            return x
-        return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec()))
-
-    return jax.tree.map(put, tree)
-
-
-def assert_same_run(actual, expected, rtol=2e-5):
-    """Parameters, state and losses agree as far as float32 sums in another order do."""
-    ours, theirs = (jax.tree.map(np.asarray, run[:3]) for run in (actual, expected))
-    assert_close(ours, theirs, rtol=rtol, atol=2e-6)
-    moved = np.asarray(actual.params["table"])[TOUCHED]
-    assert np.isfinite(moved).all()
-
-
-def assert_other_rows_untouched(run, initial):
-    """Rows not looked up have the bits of the start, in the table and in its state."""
-    others = np.setdiff1d(np.arange(initial.shape[0]), TOUCHED)
-    new = np.asarray(run.params["table"])
-    np.testing.assert_array_equal(bits(new)[others], bits(initial)[others])
-    assert (
-        (new[TOUCHED] != np.asarray(initial)[TOUCHED]).any(axis=tuple(range(1, new.ndim))).all()
-    )
-    for x in jax.tree.leaves(run.state):
-        if x.ndim and x.shape[0] == initial.shape[0]:
-            # Every slot starts out the same in all rows, and so they all stay equal.
-            rows = bits(x)[others]
-            np.testing.assert_array_equal(rows, np.broadcast_to(rows[:1], rows.shape))
 
 
 def bits(x):

@@ -13,128 +13,42 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import jmask
 from tests.compiled_step import temporary_bytes
-from tests.expressions import functions, named
-from tests.optax_cases import ROW_LOCAL
-from tests.oracle import assert_close
-from tests.stored_tables import of_lines, unpacked, update_and_apply
+from tests.expressions import functions
+from tests.optax_cases import CHAINS, ROW_LOCAL
+from tests.stored_tables import of_lines
 
 pytestmark = pytest.mark.dtype_promotion
 
 ROOT = Path(__file__).parents[2]
-# The shape of the table, how it is kept, and the ids of three steps; one past the last is none.
-FEW = ([3, 3, 7, 49], [7, -1, 8, 3], [50] * 4)
-MOST = (
-    [0, 3, 3, 7, 1, 2, 4, 5, 6, 8, 9, 19, 19, 11, 12, -1], [20] * 16, list(range(4, 20)),
-)  # fmt: skip
-FORMS = {
-    "rows": ((50, 6), lambda x: x, FEW),
-    "whole": ((20, 64), lambda x: x, MOST),
-    "packed": ((20, 64), jmask.packed, MOST),
-}
-
-
-def nothing_if_not_finite(updates):
-    bad = [jnp.any(~jnp.isfinite(x)) for x in jax.tree.leaves(updates)]
-    return jax.tree.map(lambda x: jnp.where(jnp.any(jnp.stack(bad)), 0, x), updates)
-
-
-def forgetful():
-    """Its state, of the shape of the parameters, is zero after each step."""
-    zeros = lambda tree: jax.tree.map(jnp.zeros_like, tree)
-    return optax.GradientTransformation(zeros, lambda u, state, params=None: (u, zeros(u)))
-
-
-def keeping():
-    """A state of which nothing is computed: the last gradient, twice, and the one before."""
-
-    def init(params):
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return zeros, zeros, zeros
-
-    def update(updates, state, params=None):
-        steps = jax.tree.map(lambda g, last: -0.1 * (2 * g - last), updates, state[0])
-        return steps, (updates, updates, state[0])
-
-    return optax.GradientTransformation(init, update)
-
-
 # Their state does not depend on what it was where it is read, is chosen by a condition, or is
 # filled anew.
 IN_SEVERAL_PASSES = {
     "adan", "novograd", "optimistic_gradient_descent", "optimistic_adam_v2",
-    "state filled anew",
+    "chain(trace(0.9), forgetful(), scale(-0.1))", "apply_if_finite(adam(0.1), 3)",
 }  # fmt: skip
-OTHERS = named("", vars(optax) | globals())("""
-    momentum | sgd(0.1, momentum=0.9)
-    clipped by value | chain(clip(0.5), adamw(0.1))
-    clipped by norm | chain(clip_by_global_norm(0.5), adam(0.1))
-    clipped by norm, sgd | chain(clip_by_global_norm(0.5), sgd(0.1))
-    clipped by value and by norm | chain(clip(0.3), clip_by_global_norm(0.5), adamw(0.1))
-    clipped by norm, if finite | chain(
-        stateless(lambda updates, _: nothing_if_not_finite(updates)), clip_by_global_norm(0.5),
-        adagrad(0.1))
-    state filled anew | chain(trace(0.9), forgetful(), scale(-0.1))
-    rate by schedule | adagrad(linear_schedule(0.1, 0.2, 10))
-    rate and momentum injected | inject_hyperparams(sgd)(learning_rate=0.1, momentum=0.9)
-    weights masked | chain(
-        masked(add_decayed_weights(0.1), {"table": True, "w": False}), adam(0.1))
-    state that is kept | keeping()
-    by parameter | partition({"a": adam(0.1), "b": sgd(0.1)}, {"table": "a", "w": "b"})
-""")
-# Deprecated, and in need of the value of the loss.
-LEFT_OUT = ("optimistic_adam", "polyak_sgd")
+# Deprecated, in need of the value of the loss, and one that does nothing.
+LEFT_OUT = ("optimistic_adam", "polyak_sgd", "set_to_zero()")
 LIFTED = {
     name: jmask.lazy(build())
-    for name, build in (ROW_LOCAL | OTHERS).items()
+    for name, build in (ROW_LOCAL | CHAINS).items()
     if "contrib" not in name and name not in LEFT_OUT
 }
+FEW, MOST = [3, 3, 7, 49], [*range(10), 19, 19, 11, 12, -1, 3]
 
 
-def parameters(form):
-    shape, kept_as, _ = FORMS[form]
-    table = kept_as(jax.random.normal(jax.random.key(0), shape))
-    return {"table": table, "w": jax.random.normal(jax.random.key(1), (3,))}
-
-
-def gradient(params, ids):
-    table = params["table"]
-    is_packed = table.shape == (10, 128)
-    shape = (20, 64) if is_packed else table.shape
-    rows = jax.random.normal(jax.random.key(sum(ids)), (len(ids), shape[1]))
-    gradient = jmask.RowSparse(ids, rows, shape)
-    gradient = of_lines(gradient, table) if is_packed else gradient
-    return {"table": gradient, "w": params["w"] / 2}
-
-
-def dense(tree):
-    return unpacked(tree, jax.ShapeDtypeStruct((10, 128), jnp.float32), (20, 64))
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", LIFTED)
-def test_same_result(name, form):
-    tx, params = LIFTED[name], parameters(form)
-    steps = (jmask.apply_gradients, update_and_apply)
-    one, two = (jax.jit(functools.partial(step, tx)) for step in steps)
-    actual = expected = params
-    other = state = tx.init(params)
-    for ids in FORMS[form][2]:
-        before, grads = dense(actual), gradient(params, ids)
-        expected, state = two(grads, state, expected)
-        actual, other = one(grads, other, actual)
-        untouched = np.setdiff1d(np.arange(FORMS[form][0][0]), ids)
-        np.testing.assert_array_equal(
-            dense(actual)["table"][untouched], before["table"][untouched]
-        )
-    assert jax.tree.structure((actual, other)) == jax.tree.structure((expected, state))
-    assert_close(dense((actual, other)), dense((expected, state)), rtol=3e-6, atol=1e-6)
+def program(name, shape, ids, kept_as=lambda x: x):
+    """The step of an optimizer, traced."""
+    tx, table = LIFTED[name], kept_as(jnp.ones(shape))
+    gradient = jmask.RowSparse(ids, jnp.ones((len(ids), shape[1])), shape)
+    gradient = gradient if table.shape == shape else of_lines(gradient, table)
+    params = {"table": table, "other": jnp.ones(3), "dense": jnp.ones(3)}
+    step = functools.partial(jmask.apply_gradients, tx)
+    return str(jax.make_jaxpr(step)(params | {"table": gradient}, tx.init(params), params))
 
 
 @pytest.mark.sampled
@@ -144,29 +58,23 @@ def test_which_take_one_pass(name):
 
     But for a linear step, which adds rows one at a time there too, as `jmask.sgd` does.
     """
-    tx, is_in_one = LIFTED[name], name not in IN_SEVERAL_PASSES
-    for form, is_scattered in (("rows", is_in_one), ("whole", name == "sgd")):
-        params, ids = parameters(form), FORMS[form][2][0]
-        step = functools.partial(jmask.apply_gradients, tx)
-        program = str(jax.make_jaxpr(step)(gradient(params, ids), tx.init(params), params))
-        assert ("jmask_update_rows" in program) == is_scattered
+    is_in_one = name not in IN_SEVERAL_PASSES
+    assert ("jmask_update_rows" in program(name, (50, 6), FEW)) == is_in_one
+    assert ("jmask_update_rows" in program(name, (20, 64), MOST)) == (
+        name in ("sgd", "identity()")
+    )
 
 
 # Those of Adam and of a schedule take their scalars and which entries are touched: no room.
-@pytest.mark.parametrize("name", ["adagrad", "momentum", "lion"])
+@pytest.mark.parametrize("name", ["adagrad", "sgd(0.1, momentum=0.9, nesterov=True)", "lion"])
 def test_packed_tables(name):
     """One scatter, as of arrays."""
-    tx, params = LIFTED[name], parameters("packed")
-    step = functools.partial(jmask.apply_gradients, tx)
-    program = jax.make_jaxpr(step)(gradient(params, MOST[0]), tx.init(params), params)
-    assert str(program).count("jmask_update_rows[") == 1
+    assert program(name, (20, 64), MOST, jmask.packed).count("jmask_update_rows[") == 1
 
 
 # In a process of its own: where XLA takes such a combiner it ends the process.
 WITHOUT_INPUTS = """
 import jax, jax.numpy as jnp, numpy as np, optax, jmask
-from jmask._kernels.scatter_update import update_elementwise
-from jmask._kernels.update_rows import updated
 from jax import lax
 
 SCALARS = {
@@ -203,17 +111,6 @@ for name, scalar in SCALARS.items():
         return [step(inner)[0] for inner in optimizers(scalar)]
     for x, y in zip(in_one_call(GRADIENT, TABLE), in_two_calls(scalar())):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6, err_msg=name)
-
-    def combiner(param, slot, grad):
-        return param - scalar() * grad, slot + grad
-
-    @jax.jit
-    def step(table):
-        ids, grad = jnp.array([1, 3]), jnp.ones((2, 4))
-        update = update_elementwise(combiner, [table, 0 * table], ids, grad, (), "unique")
-        return updated([update])[0][0]
-
-    np.testing.assert_allclose(step(TABLE)[3], np.full(4, 1 - scalar()), rtol=1e-6)
 print("done")
 """
 
@@ -271,16 +168,6 @@ def test_faults_of_xla_are_as_documented(number, of_another, right):
     finished = run(RUN_IT.format(text=text, results=2 - number))
     expected = str([[float(x) for x in row] for row in right]) + "\n"
     assert (finished.stdout == expected) == is_right, finished.stderr
-
-
-def test_what_the_loss_is_needed_for_still_gets_it():
-    tx = jmask.lazy(optax.polyak_sgd())
-    params = parameters("rows")
-    grads, state = gradient(params, [1, 2]), tx.init(params)
-    new, _ = jmask.apply_gradients(tx, grads, state, params, value=jnp.float32(3.0))
-    updates, _ = tx.update(grads, state, params, value=jnp.float32(3.0))
-    expected = jmask.apply_updates(params, updates)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), new, expected)
 
 
 LINEAR = functions("", vars(optax))("""

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jmask
 from tests.compilations import no_tracer_is_kept
@@ -87,20 +85,6 @@ def test_only_finite_steps_are_taken(name, how):
     assert_close((params, state.inner_state), (expected, expected_state))
 
 
-@in_both_ways
-def test_a_sum_that_float16_has_not(how):
-    """It is summed in float32, and finite there: what the optimizer takes decides."""
-    tx, rows = jmask.skip_nonfinite(ADAM), jnp.full((2, D), 6e4, jnp.float16)
-    halves = jmask.RowSparse([3, 3], rows, (V, D))
-    whole = jmask.RowSparse([3], jnp.full((1, D), 1.2e5), (V, D), coalesced=True)
-    params = {**PARAMS, "t": TABLE.astype(jnp.float16)}
-    results = []
-    for table in (halves, whole):
-        results.append(how(tx)({**gradient(2), "t": table}, tx.init(params), params))
-    assert_equal(*results)
-    assert results[0][1].skipped == 0
-
-
 GUARDS = functions("inner, like", {**vars(jmask), **globals()})("""
     skip_nonfinite(inner); multi_steps(inner, 4, like);
     skip_nonfinite(multi_steps(inner, 4, like)); multi_steps(skip_nonfinite(inner), 4, like)
@@ -141,54 +125,6 @@ def test_derivatives_backwards(how, value, expected):
     np.testing.assert_allclose(jax.jvp(after, (value,), (1.0,))[1], expected, rtol=1e-6)
 
 
-@in_both_ways
-def test_each_device_decides_for_its_table(how):
-    tx = jmask.skip_nonfinite(jmask.lazy(optax.sgd(1.0, momentum=0.9)))
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
-
-    def step(table, values):
-        gradient = jmask.RowSparse(jnp.array([4, 1, 4]), values, (V, D))
-        return how(tx)(gradient, tx.init(table), table)[0]
-
-    tables, values = jnp.stack([TABLE, TABLE]), jnp.ones((2, 3, D)).at[1, 2, 0].set(jnp.nan)
-    both = jax.shard_map(
-        lambda tables, values: step(tables[0], values[0])[None],
-        mesh=mesh,
-        in_specs=(P("x"), P("x")),
-        out_specs=P("x"),
-    )
-    taken, kept = jax.jit(both)(tables, values)
-    np.testing.assert_array_equal(kept, TABLE)
-    np.testing.assert_allclose(
-        taken, TABLE.at[jnp.array([4, 1])].add(jnp.array([[-2.0], [-1]]))
-    )
-
-
-@in_both_ways
-@pytest.mark.parametrize("axis", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("name", GUARDS)
-def test_on_eight_devices(name, axis, how):
-    """A table whose rows are sharded gets the same steps, where it is."""
-    rng, mesh = np.random.default_rng(1), jax.make_mesh((8,), ("x",), axis_types=(axis,))
-    table = jnp.asarray(rng.normal(size=(16, D)), jnp.float32)
-    ids, values = rng.integers(0, 16, (6, 8)), rng.normal(size=(6, 8, D)).astype(np.float32)
-    values[2, 3, 1] = np.nan
-    results = []
-    for place in (lambda x: x, lambda x: jax.device_put(x, NamedSharding(mesh, P("x")))):
-        grads = [
-            jmask.RowSparse(place(jnp.asarray(i)), place(jnp.asarray(v)), (16, D))
-            for i, v in zip(ids, values, strict=True)
-        ]
-        tx, params = GUARDS[name](jmask.adagrad(0.1), grads[0]), place(table)
-        with jax.set_mesh(mesh):
-            state = tx.init(params)
-            for g in grads:
-                params, state = how(tx)(g, state, params)
-        results.append((params, state.inner_state))
-    assert_close(*jax.device_get(results))
-    assert results[1][0].sharding.spec[0] == "x"
-
-
 def test_a_step_not_taken_keeps_the_sign_of_zero():
     tx, params = jmask.skip_nonfinite(jmask.sgd(1.0)), jnp.array([-0.0, 0.0])
     updates, _ = tx.update(jnp.array([jnp.nan, 1.0]), tx.init(params), params)
@@ -196,60 +132,7 @@ def test_a_step_not_taken_keeps_the_sign_of_zero():
     np.testing.assert_array_equal(np.signbit(kept), [True, False])
 
 
-def test_skipping_dense_and_masked_gradients():
-    tx = jmask.skip_nonfinite(jmask.sgd(1.0))
-    values, mask = jnp.array([1.0, jnp.nan]), jnp.array([True, False])
-    for grads, skipped in ((values, 1), (jmask.masked_tensor(values, mask), 0)):
-        params, state = jmask.apply_gradients(tx, grads, tx.init(jnp.ones(2)), jnp.ones(2))
-        assert state.skipped == skipped
-        np.testing.assert_array_equal(params, [1 - (not skipped), 1])
-
-
-def test_dropping_masked_entries():
-    grads = jmask.masked_tensor(jnp.array([1.0, jnp.inf, jnp.nan]), [True, True, False])
-    tx = jmask.drop_nonfinite_rows()
-    grads, state = tx.update(grads, tx.init(None))
-    assert state.dropped == 1
-    assert grads.mask.tolist() == [True, False, False]
-
-
-def test_rows_left_out_keep_their_bits():
-    tx = optax.chain(jmask.drop_nonfinite_rows(), jmask.adam(0.1, weight_decay=0.1))
-    values = jnp.ones((5, D)).at[2, 1].set(jnp.nan).at[4].set(jnp.inf)
-    rows = jmask.RowSparse([5, 2, 5, 7, -1], values, (V, D))
-    params, state = with_updates(tx)({**gradient(0), "t": rows}, tx.init(PARAMS), PARAMS)
-    assert state[0].dropped == 1
-    for x, old in ((params["t"], TABLE), (state[1].mu["t"], jnp.zeros((V, D)))):
-        assert_equal(np.delete(x, [2, 7], 0), np.delete(old, [2, 7], 0))
-        assert (x[jnp.array([2, 7])] != old[jnp.array([2, 7])]).all()
-
-
 # --- microbatches --------------------------------------------------------------------------
-
-# Each third one is small.
-microbatch = lambda number: gradient(number, 3 if number % 3 == 2 else 4)
-
-
-@in_both_ways
-@pytest.mark.parametrize("mean", [True, False])
-@pytest.mark.parametrize("name", list(INNER)[:3])
-def test_equals_one_step_with_the_whole_batch(how, name, mean):
-    inner = INNER[name]
-    tx = jmask.multi_steps(inner, 3, gradient(0), use_grad_mean=mean)
-    step, at_once = how(tx), how(inner)
-    params, state = PARAMS, tx.init(PARAMS)
-    expected, expected_state = PARAMS, inner.init(PARAMS)
-    for number in range(6):
-        before = (params, state.inner_state)
-        params, state = step(microbatch(number), state, params)
-        if number % 3 < 2:
-            assert_equal((params, state.inner_state), before)
-            continue
-        batch = [microbatch(i) for i in range(number - 2, number + 1)]
-        total = jmask.tree.mean(batch) if mean else jmask.tree.add(*batch)
-        expected, expected_state = at_once(total, expected_state, expected)
-        assert_close((params, state.inner_state), (expected, expected_state))
-    assert state.mini_step == 0
 
 
 def test_a_third_in_float64():
@@ -281,38 +164,33 @@ def test_a_state_of_another_k():
         of_two.update(gradient(0), of_four.init(PARAMS), PARAMS)
 
 
-to_bits = lambda x: x.astype(jnp.int8).astype(x.dtype)
 # What looks at rows, their size or whether they are finite.
-LOOKING = functions("like", {**vars(jmask), **globals()})("""
+LOOKING = functions("", {**vars(jmask), **globals()})("""
     skip_nonfinite(sgd(0.5)); optax.chain(drop_nonfinite_rows(), sgd(0.5));
     optax.chain(clip_by_row_norm(0.5), sgd(0.5)); optax.chain(sgd(0.5), max_row_norm(0.5));
     sgd(0.5, clip_gradient=0.25); adagrad(0.1, clip_gradient=0.25); rowwise_adam(0.1);
-    ftrl(0.1); multi_steps(skip_nonfinite(adam(0.1)), 1, like);
     lazy(optax.chain(optax.clip(0.25), optax.adam(0.1)));
     lazy(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)));
-    lazy(optax.chain(optax.zero_nans(), optax.sgd(0.1))); lazy(optax.sign_sgd(0.1));
-    lazy(optax.chain(optax.stateless(lambda g, _: jax.tree.map(to_bits, g)), optax.sgd(0.1)));
+    lazy(optax.chain(optax.zero_nans(), optax.sgd(0.1)));
     optax.stateless(lambda g, p: jax.tree.map(lambda x: 0 * x + jmask.tree.norm(g["t"]), p))
 """)
 
 
 @in_both_ways
-@pytest.mark.parametrize("large", [0.75, 6e4])
 @pytest.mark.parametrize("name", LOOKING)
-def test_equal_ids_are_summed_before_they_are_looked_at(name, large, how):
-    """A gradient whose rows come in halves is the same, also where float16 has no such sum."""
-    dtype = jnp.float16 if large > 1 else jnp.float32
-    rows = jnp.asarray(large * np.array([[1, -1, 0.5], [0.25, 1, -1]]), dtype)
+def test_equal_ids_are_summed_before_they_are_looked_at(name, how):
+    """In float32, where float16 has no such sum: what the optimizer takes decides."""
+    rows = jnp.asarray(6e4 * np.array([[1, -1, 0.5], [0.25, 1, -1]]), jnp.float16)
     halves = jmask.RowSparse([7, 2, 7, 2], jnp.concatenate([rows, rows]), (V, D))
     sums = 2 * rows[::-1].astype(jnp.float32)
     whole = jmask.RowSparse([2, 7], sums, (V, D), coalesced=True)
-    params = {"t": TABLE.astype(dtype), "w": jnp.ones(4)}
-    tx, results = LOOKING[name]({"t": halves.astype(jnp.float32), "w": jnp.ones(4)}), []
+    params = {"t": TABLE.astype(jnp.float16), "w": jnp.ones(4)}
+    tx, results = LOOKING[name](), []
     for rows in (halves, whole):
-        grads = {"t": rows, "w": jnp.ones(4)}
-        new, state = how(tx)(grads, tx.init(params), params)
-        results.append((new, jax.tree.map(jnp.asarray, state)))
-    assert_equal(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]))
+        new, state = how(tx)({"t": rows, "w": jnp.ones(4)}, tx.init(params), params)
+        results.append(jax.tree.leaves((new, jax.tree.map(jnp.asarray, state))))
+    assert_equal(*results)
+    assert getattr(state, "skipped", 0) == 0
 
 
 @pytest.mark.parametrize("name", GUARDS)

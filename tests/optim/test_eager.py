@@ -10,7 +10,7 @@ import jmask
 from tests.autodiff.test_semantics_of_gradients import OPERATIONS
 from tests.compilations import compilations
 from tests.expressions import functions
-from tests.optim.test_promotion import NAMED
+from tests.optimizers import NAMED
 from tests.stored_tables import STEPS, of_lines
 
 pytestmark = pytest.mark.dtype_promotion

@@ -1,6 +1,7 @@
 """`jmask.explain` says what `value_and_grad` does, from shapes alone, and names lines."""
 
 import contextlib
+import functools
 import inspect
 import re
 import warnings
@@ -22,7 +23,7 @@ nn = later("flax.linen")
 nnx = later("flax.nnx")
 
 SHAPE = jax.ShapeDtypeStruct
-IDS = SHAPE((3,), "int32")
+IDS, LARGE = SHAPE((3,), "int32"), SHAPE((2**16, 4), "float32")
 
 
 @pytest.fixture(autouse=True)
@@ -161,31 +162,6 @@ def in_a_function_of_jax(table, ids):
     return jnp.sum(largest) + jnp.sum(table[ids])  # first
 
 
-@pytest.mark.parametrize("jitted", [False, True])
-@pytest.mark.parametrize(
-    ("loss", "primitive"),
-    [
-        (softmax, "dot_general"),
-        (penalty_first, "integer_pow"),
-        (in_scan, "dot_general"),
-        (in_remat, "dot_general"),
-        (in_a_function_of_jax, "sort"),
-    ],
-    ids=lambda x: getattr(x, "__name__", x),
-)
-def test_a_warning_names_both_lines(loss, primitive, jitted):
-    """It points to the use that needs all of the table, and names the lookup."""
-    gradient = jmask.grad(loss)
-    with pytest.warns(jmask.StorageFallbackWarning) as seen:
-        (jax.jit(gradient) if jitted else gradient)(TABLE, jnp.array([1, 2]))
-    (warning,) = seen
-    assert (warning.filename, warning.lineno) == (__file__, line_of(loss, "# last"))
-    at = f"looked up ({__file__}:{line_of(loss, '# first')}), but `{primitive}` needs all of it"
-    assert at in str(warning.message)
-    with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match=primitive):
-        gradient(TABLE, jnp.array([1, 2]))
-
-
 def with_sorted_columns(table, ids):
     changed = jnp.sort(table, 0)  # last
     return jnp.sum(changed[ids])  # first
@@ -204,29 +180,47 @@ def label_of_each_example(table, ids):
 def test_an_output_layer_is_no_table():
     """Its gradient is dense by nature: no warning, of whatever size."""
     with jmask.strict():
-        jax.eval_shape(jmask.grad(label_of_each_example), SHAPE((2**16, 4), "float32"), IDS)
+        jax.eval_shape(jmask.grad(label_of_each_example), LARGE, IDS)
 
 
-@pytest.mark.parametrize(
-    ("loss", "primitive"),
-    [(with_sorted_columns, "sort"), (with_rows_set, "scatter")],
-    ids=lambda x: getattr(x, "__name__", x),
-)
-def test_lookups_in_what_was_computed_from_all_of_a_table(loss, primitive):
-    """Explained for every size; warned of where the table is a megabyte or more."""
-    note = jmask.explain(loss, TABLE, IDS)["params"].note
-    last, first = (f"test_explain.py:{line_of(loss, word)})" for word in ("# last", "# first"))
-    assert "looked up (" in note
-    assert first in note
-    assert f"`{primitive}` needs all of it" in note
-    assert last in note
-    jmask.grad(loss)(TABLE, jnp.array([1, 2]))  # small: no warning
-    large = SHAPE((2**16, 4), "float32")
-    with pytest.warns(jmask.StorageFallbackWarning, match=f"`table`.*`{primitive}`") as seen:
-        jax.eval_shape(jmask.grad(loss), large, IDS)
-    assert [w.lineno for w in seen] == [line_of(loss, "# last")]
-    with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match=primitive):
-        jax.eval_shape(jmask.grad(loss), large, IDS)
+USES = {
+    softmax: "dot_general",
+    penalty_first: "integer_pow",
+    in_scan: "dot_general",
+    in_remat: "dot_general",
+    in_a_function_of_jax: "sort",
+    with_sorted_columns: "sort",
+    with_rows_set: "scatter",
+}
+OF_COMPUTED = (with_sorted_columns, with_rows_set)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("loss", USES, ids=lambda x: x.__name__)
+def test_both_lines_are_named(loss, jitted):
+    """Where a table is looked up, and the use that needs all of it, to which a warning points.
+
+    Lookups in what was computed from a table are warned of where it is a megabyte or more.
+    """
+    ids, primitive, gradient = jnp.array([1, 2]), USES[loss], jmask.grad(loss)
+    gradient = jax.jit(gradient) if jitted else gradient
+    first, last = (line_of(loss, f"# {word}") for word in ("first", "last"))
+    note = jmask.explain(loss, TABLE, ids)["params"].note
+    for part in (f":{first})", f":{last})", f"`{primitive}` needs all of it"):
+        assert part in note
+    table = TABLE
+    if loss in OF_COMPUTED:
+        gradient(TABLE, ids)
+        gradient, table = functools.partial(jax.eval_shape, gradient), LARGE
+    with pytest.warns(jmask.StorageFallbackWarning) as seen:
+        gradient(table, ids)
+    (warning,) = seen
+    assert (warning.filename, warning.lineno) == (__file__, last)
+    if loss not in OF_COMPUTED:
+        at = f"looked up ({__file__}:{first}), but `{primitive}` needs all of it"
+        assert at in str(warning.message)
+    with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match=f"`{primitive}`"):
+        jmask.grad(loss)(jnp.zeros(table.shape), ids)
 
 
 def test_reasons():

@@ -33,25 +33,6 @@ def notices(run):
     return [str(x.message) for x in found if x.category is jmask.StorageFallbackWarning]
 
 
-by_update = lambda tx, grads: tx.update(grads, tx.init(PARAMS), PARAMS)
-by_apply = lambda tx, grads: jmask.apply_gradients(tx, grads, tx.init(PARAMS), PARAMS)
-WAYS = (by_update, by_apply)
-
-
-def test_what_grad_has_said_is_not_said_again():
-    tx = jmask.lazy(optax.adam(0.1))
-
-    def step(params):
-        return by_update(tx, jmask.grad(tied)(params))
-
-    (notice,) = notices(lambda: step(PARAMS))
-    assert "`dot_general` needs all of it" in notice
-
-
-def test_optax_itself_says_nothing():
-    assert not notices(lambda: by_update(optax.adam(0.1), jax.grad(loss)(PARAMS)))
-
-
 CONVERSIONS = (np.asarray, np.array, jnp.asarray, jnp.array, np.linalg.norm)
 
 
@@ -96,59 +77,52 @@ def masked(params):
     return gradient | {"table": jmask.masked_tensor(rows, rows != 0)}
 
 
-GRADIENTS = {"few": jmask.grad(loss), "many": jmask.grad(many), "masked": masked}
+def notices_of(name, gradient, like, step):
+    """Those of a step, eagerly and under jit, with an optimizer of its own each time."""
+    for is_compiled in (False, True):
+        tx = NESTINGS[name](like)
+        take = lambda params, tx=tx: STEPS[step](tx, gradient(params), tx.init(params), params)
+        call = functools.partial(jax.eval_shape, take) if is_compiled else take
+        yield notices(lambda call=call: call(PARAMS))
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("kind", GRADIENTS)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    "gradient", [jmask.grad(loss), jmask.grad(many), masked], ids=["few", "many", "masked"]
+)
 @pytest.mark.parametrize("name", NESTINGS)
-def test_no_notice_from_inside(name, kind):
-    """By update and by apply, eagerly and under jit; each with an optimizer of its own."""
-    like = jax.eval_shape(GRADIENTS[kind], PARAMS)
-    for run in WAYS:
-        for compiled in (False, True):
-            tx = NESTINGS[name](like)
-
-            def step(params, tx=tx, run=run):
-                return run(tx, GRADIENTS[kind](params))
-
-            with jmask.strict():
-                jax.eval_shape(step, PARAMS) if compiled else step(PARAMS)
+def test_no_notice_from_inside(name, gradient, step):
+    like = jax.eval_shape(gradient, PARAMS)
+    assert [*notices_of(name, gradient, like, step)] == [[], []]
 
 
-def test_no_notice_of_small_tables():
+# The table, its size and what to call. What jmask has made dense it does not report once more.
+OF_JAX = r"a lazy optimizer got.*\['table'\]`.*\(3\.2 MB\).*jmask\.value_and_grad"
+NOTICED = (jax.grad(loss), OF_JAX), (jmask.grad(tied), "`dot_general` needs all of it")
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", NESTINGS)
+def test_one_notice_from_outside(name, step):
+    """Dense gradients are noticed once, however many lazy optimizers there are."""
+    grads = jax.grad(loss)(PARAMS)
+    for gradient, words in NOTICED:
+        for found in notices_of(name, gradient, grads, step):
+            (notice,) = found
+            assert re.search(words, notice, re.S), notice
+    tx = NESTINGS[name](grads)
+    with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match="MB"):
+        jax.eval_shape(lambda g, p: STEPS[step](tx, g, tx.init(p), p), grads, PARAMS)
+
+
+def test_no_notice():
+    """Of small tables, and by optax itself."""
     small, tx = {"table": jnp.ones((50, 16)), "layer": PARAMS["layer"]}, jmask.adam(0.1)
     assert not notices(lambda: tx.update(small, tx.init(small), small))
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("name", NESTINGS)
-def test_one_notice_from_outside(name):
-    """Dense gradients of `jax.grad` are noticed once, however many lazy optimizers there are.
-
-    The notice has the table, its size and what to call; it is an error under `strict()`.
-
-    Those that jmask has made dense have been reported, and are not once more.
-    """
-    of_jax = r"a lazy optimizer got.*\['table'\]`.*\(3\.2 MB\).*jmask\.value_and_grad"
-    of_jmask = "`dot_general` needs all of it"
-    for gradients, words in ((jax.grad(loss), of_jax), (jmask.grad(tied), of_jmask)):
-        like = jax.eval_shape(jax.grad(loss), PARAMS)
-        for run in WAYS:
-            tx = NESTINGS[name](like)
-
-            def step(params, tx=tx, run=run, gradients=gradients):
-                return run(tx, gradients(params))
-
-            for compiled in (False, True):
-                call = functools.partial(jax.eval_shape, step) if compiled else step
-                (notice,) = notices(lambda call=call: call(PARAMS))
-                assert re.search(words, notice, re.S), notice
-    if name in (*list(NESTINGS)[:4], "skip_nonfinite(lazy(adagrad(0.1)))"):
-        grads = jax.grad(loss)(PARAMS)
-        for run in WAYS:
-            with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match="MB"):
-                run(NESTINGS[name](None), grads)
+    tx, dense = optax.adam(0.1), jax.grad(loss)(PARAMS)
+    assert not notices(lambda: tx.update(dense, tx.init(PARAMS), PARAMS))
 
 
 # --- states of another dtype ------------------------------------------------------------
@@ -197,11 +171,10 @@ def test_every_optimizer(optimizer, step, is_jitted):
 def test_dense_gradients_of_named_optimizers():
     """They write slots in the dtype that they have; optax' own go on in the new one."""
     params = jnp.ones((V, D))
-    for optimizer in NAMED:
-        tx, before = OPTIMIZERS[optimizer](WIDE), OPTIMIZERS[optimizer](NARROW)
+    for make in NAMED.values():
         for step in STEPS.values():
             with pytest.raises(ValueError, match="is bfloat16, and `init`"):
-                step(tx, params, before.init(params), params)
+                step(make(WIDE), params, make(NARROW).init(params), params)
 
 
 def test_what_a_step_promotes_is_no_error():

@@ -4,19 +4,17 @@ import functools
 import subprocess
 import sys
 
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given
 
 import jmask
 from tests import numpy_optimizers
-from tests.compiled_step import with_optax
 from tests.expressions import functions
 from tests.oracle import assert_close
+from tests.stored_tables import STEPS as APPLY
 
 pytestmark = pytest.mark.sampled
 
@@ -66,36 +64,22 @@ _CASES = """
 """
 _BUILT = functions("", globals() | {name: case(name) for name in MODELS})(_CASES)
 NAMES, CASES = list(_BUILT), [build() for build in _BUILT.values()]
+# One of each optimizer, which all runs have.
+FIRST = [next(x for x in NAMES if x.startswith(f"{name}(")) for name in MODELS]
 
 
-def gradients(row, dtype, seed=0, rows=V):
-    """Steps of ids and values: duplicates, padding, an empty one, rows that cancel."""
-    rng = np.random.default_rng(seed)
+def gradients():
+    """Steps of ids and values: duplicates, padding, none, a single one, rows that cancel."""
+    rng = np.random.default_rng(0)
     for step in range(STEPS):
-        size = 0 if step == 7 else 8
-        ids = rng.integers(-1, rows + 1, size)
+        size = {7: 0, 9: 1}.get(step, 8)
+        ids = rng.integers(-1, V + 1, size)
         ids[ids == NEVER] = 3
-        values = rng.normal(size=(size, *row))
+        values = rng.normal(size=(size, 3))
         if step == 5:
             ids[:2], values[1] = 2, -values[0]
-        values[(ids < 0) | (ids >= rows)] = np.nan  # which reaches nothing
-        yield ids, np.asarray(values, dtype)
-
-
-def run(name, hyper, lazy, dtype, row=(3,), wrap=jax.jit):
-    """20 steps of jmask and of the model; returns both and the initial parameter."""
-    build, model_type = MODELS[name]
-    start = np.random.default_rng(9).normal(size=(V, *row)).astype(dtype)
-    model = model_type(start, hyper, lazy)
-    tx = build(**hyper, lazy_update=lazy)
-    param = jnp.asarray(start)
-    state = tx.init(param)
-
-    step = wrap(functools.partial(with_optax, tx))
-    for ids, values in gradients(row, dtype):
-        param, state = step(jmask.RowSparse(ids, values, param.shape), state, param)
-        model.step(ids, values)
-    return param, state, model, start
+        values[(ids < 0) | (ids >= V)] = np.nan  # which reaches nothing
+        yield ids, values
 
 
 def compare(param, state, model, tolerance):
@@ -103,146 +87,102 @@ def compare(param, state, model, tolerance):
     assert state.count == model.steps
     np.testing.assert_allclose(param, model.param, rtol=tolerance, atol=tolerance)
     for slot, expected in model.state.items():
-        if expected.size == len(param) and np.ndim(param) > 1:
-            # One number for each row: it stands at each index of all dimensions but the last.
-            expected = np.broadcast_to(expected, (*np.shape(param)[:-1], 1))
         np.testing.assert_allclose(
             getattr(state, slot), expected, rtol=tolerance, atol=tolerance, err_msg=slot
         )
 
 
+@pytest.mark.parametrize("step", APPLY)
 @pytest.mark.parametrize(
     ("name", "hyper", "lazy"),
     [
-        pytest.param(*case, lazy, id=f"{name} {'lazy' if lazy else 'dense'}")
+        pytest.param(
+            *case,
+            lazy,
+            id=f"{name} {'lazy' if lazy else 'dense'}",
+            marks=[pytest.mark.each] if lazy and name in FIRST else [],
+        )
         for case, name in zip(CASES, NAMES, strict=True)
         for lazy in (True, False)
         if lazy or "count" not in case[1]
     ],
 )
-def test_formulas(name, hyper, lazy):
+def test_formulas(name, hyper, lazy, step):
+    """By `update`, and by `apply_gradients` in one scatter; no dtype is promoted silently."""
     with jax.enable_x64(True):
-        param, state, model, start = run(name, hyper, lazy, np.float64)
+        build, model_type = MODELS[name]
+        start = np.random.default_rng(9).normal(size=(V, 3))
+        model, tx = model_type(start, hyper, lazy), build(**hyper, lazy_update=lazy)
+        param = jnp.asarray(start)
+        state, take = tx.init(param), jax.jit(functools.partial(APPLY[step], tx))
+        for ids, values in gradients():
+            param, state = take(jmask.RowSparse(ids, values, param.shape), state, param)
+            model.step(ids, values)
         compare(param, state, model, 1e-12)
         if lazy:
             np.testing.assert_array_equal(param[NEVER], start[NEVER])
 
 
+@pytest.mark.of_cpus
 @pytest.mark.parametrize(("name", "hyper"), CASES, ids=NAMES)
-class TestOnePass:
-    """`apply_gradients` is `update` and `apply_updates`, in one scatter."""
-
-    @staticmethod
-    def steps(name, hyper, row=(3,), dtype=np.float32, rows=V):
-        tx = MODELS[name][0](**hyper)
-        start = jnp.asarray(np.random.default_rng(9).normal(size=(rows, *row)), dtype)
-        for step in (jmask.apply_gradients, with_optax):
-            param, state, step = start, tx.init(start), jax.jit(functools.partial(step, tx))
-            for ids, values in gradients(row, dtype, rows=rows):
-                gradient = jmask.RowSparse(ids, values, start.shape)
-                param, state = step(gradient, state, param)
-            yield param, state
-        yield start
-
-    def test_equal(self, name, hyper):
-        with jax.enable_x64(True):
-            one, two, start = self.steps(name, hyper, dtype=np.float64)
-        assert_close(one, two, rtol=1e-12, atol=1e-13)
-        np.testing.assert_array_equal(one[0][NEVER], start[NEVER])
-
-    @pytest.mark.of_cpus
-    def test_one_scatter(self, name, hyper):
-        tx = MODELS[name][0](**hyper)
-        table = jnp.ones((V, 3))
-        gradient = jmask.RowSparse([3, 5], jnp.ones((2, 3)), (V, 3), coalesced=True)
-        step = jax.jit(lambda g, s, p: jmask.apply_gradients(tx, g, s, p))
-        program = step.lower(gradient, tx.init(table), table).as_text()
-        # A traced learning rate is an update of its own, and one table has room for none.
-        alone = name == "sgd" and callable(hyper["learning_rate"]) and "momentum" not in hyper
-        slots = 2 * ("adam" in name) + ("rowwise" in name) * ("adagrad" in name)
-        if name.startswith("rowwise") or "count" in hyper:
-            # What there is one of for each row is set, and entries are added to.
-            assert program.count('"stablehlo.scatter"') == 1 + slots + ("count" in hyper)
-            return
-        if name == "adamw" and (callable(hyper["learning_rate"]) or "nesterov" in hyper):
-            # Two corrections of bias beside a rate, or a third: there is room for two numbers.
-            assert program.count('"stablehlo.scatter"') == 3
-            return
-        assert program.count('"stablehlo.scatter"') == 1
-        assert ("stablehlo.gather" in program) == alone
+def test_one_scatter(name, hyper):
+    tx = MODELS[name][0](**hyper)
+    table = jnp.ones((V, 3))
+    gradient = jmask.RowSparse([3, 5], jnp.ones((2, 3)), (V, 3), coalesced=True)
+    step = jax.jit(lambda g, s, p: jmask.apply_gradients(tx, g, s, p))
+    program = step.lower(gradient, tx.init(table), table).as_text()
+    # A traced learning rate is an update of its own, and one table has room for none.
+    alone = name == "sgd" and callable(hyper["learning_rate"]) and "momentum" not in hyper
+    slots = 2 * ("adam" in name) + ("rowwise" in name) * ("adagrad" in name)
+    if name.startswith("rowwise") or "count" in hyper:
+        # What there is one of for each row is set, and entries are added to.
+        assert program.count('"stablehlo.scatter"') == 1 + slots + ("count" in hyper)
+        return
+    if name == "adamw" and (callable(hyper["learning_rate"]) or "nesterov" in hyper):
+        # Two corrections of bias beside a rate, or a third: there is room for two numbers.
+        assert program.count('"stablehlo.scatter"') == 3
+        return
+    assert program.count('"stablehlo.scatter"') == 1
+    assert ("stablehlo.gather" in program) == alone
 
 
-@pytest.mark.slow
-@pytest.mark.dtype_promotion
-def test_one_pass_of_other_ranks_and_dtypes():
-    for row, dtype in (((), np.float32), ((2, 2), np.float32), ((3,), jnp.bfloat16)):
-        for name in MODELS:
-            one, two, _ = TestOnePass.steps(name, {"learning_rate": 0.1}, row, dtype, rows=9)
-            tolerance = 1e-6 if dtype == np.float32 else 2e-2
-            assert_close(one, two, rtol=tolerance, atol=tolerance / 10)
-
-
-def test_one_pass_under_vmap():
-    tx, table = jmask.adagrad(0.1), jnp.ones((4, 2))
-    values = jnp.arange(1.0, 7).reshape(3, 1, 2)
-
-    def step(values):
-        gradient = jmask.RowSparse([1], values, (4, 2))
-        return jmask.apply_gradients(tx, gradient, tx.init(table), table)[0]
-
-    batch = jax.vmap(step)(values)
-    for one, expected in zip(values, batch, strict=True):
-        np.testing.assert_allclose(step(one), expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("row", [(), (2, 2)])
+@pytest.mark.parametrize("step", APPLY)
 @pytest.mark.parametrize("name", MODELS)
-def test_other_ranks_eagerly(name, row):
-    hyper = {"learning_rate": 0.1}
-    param, state, model, _ = run(name, hyper, True, np.float32, row, wrap=lambda f: f)
-    compare(param, state, model, 2e-5)
-
-
-@given(st.sampled_from(sorted(MODELS)), st.integers(0, 999), st.booleans())
-def test_one_step_of_random_rows(name, seed, lazy):
-    rng = np.random.default_rng(seed)
-    build, model_type = MODELS[name]
-    hyper = {"learning_rate": 0.1, "weight_decay": 0.1}
-    start = np.float32(rng.normal(size=(V, 2)))
-    ids = rng.integers(-2, V + 2, rng.choice([0, 1, 6]))
-    values = np.float32(rng.normal(size=(len(ids), 2)))
-    model = model_type(start, hyper, lazy)
-    model.step(ids, values)
-    tx = build(**hyper, lazy_update=lazy)
-    gradient = jmask.RowSparse(ids, values, start.shape)
-    param, state = jmask.apply_gradients(tx, gradient, tx.init(start), jnp.asarray(start))
-    compare(param, state, model, 2e-5)
-    if lazy:
-        others = np.setdiff1d(np.arange(V), ids)
-        np.testing.assert_array_equal(np.asarray(param)[others], start[others])
-
-
-@pytest.mark.parametrize("apply", [jmask.apply_gradients, with_optax], ids=["one", "two"])
-@pytest.mark.parametrize("name", MODELS)
-class TestWhatIsNotFinite:
+def test_what_is_not_finite(name, step):
     """A nan is never taken for a number, such as the zero of a threshold."""
+    table, rows = (
+        jnp.ones((V, 2)),
+        lambda x: jmask.RowSparse([1, 2], [[1.0, x], [1, 1]], (V, 2)),
+    )
+    for bad in (jnp.nan, jnp.inf, -jnp.inf):
+        tx = MODELS[name][0](0.1)
+        new, state = table, tx.init(table)
+        for _ in range(2):
+            new, state = APPLY[step](tx, rows(bad), state, new)
+        assert not np.isfinite(new[1, 1])
+        assert np.isfinite(new[2]).all()
+    tx = MODELS[name][0](lambda count: jnp.float32(jnp.nan))
+    new, _ = APPLY[step](tx, rows(1.0), tx.init(table), table)
+    assert np.isnan(new[1:3]).all()
+    assert np.isfinite(np.delete(new, [1, 2], 0)).all()
 
-    def test_gradient(self, name, apply):
-        tx, table = MODELS[name][0](0.1), jnp.ones((V, 2))
-        for bad in (jnp.nan, jnp.inf, -jnp.inf):
-            rows = jmask.RowSparse([1, 2], jnp.array([[1.0, bad], [1, 1]]), (V, 2))
-            state, new = tx.init(table), table
-            for _ in range(2):
-                new, state = apply(tx, rows, state, new)
-            assert not np.isfinite(new[1, 1])
-            assert np.isfinite(new[2]).all()
 
-    def test_rate(self, name, apply):
-        tx, table = MODELS[name][0](lambda count: jnp.float32(jnp.nan)), jnp.ones((V, 2))
-        rows = jmask.RowSparse([1], jnp.ones((1, 2)), (V, 2))
-        new, _ = apply(tx, rows, tx.init(table), table)
-        assert np.isnan(new[1]).all()
-        assert np.isfinite(np.delete(new, 1, 0)).all()
+@pytest.mark.dtype_promotion
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rate_that_is_injected(name):
+    """It is set between steps, which are compiled once, and does as a schedule does."""
+    rates, tables = optax.piecewise_constant_schedule(0.1, {2: 0.2}), []
+    gradient = jmask.RowSparse([1, 3, 1], jnp.ones((3, 2)), (V, 2))
+    build = MODELS[name][0]
+    for tx in (build(rates), optax.inject_hyperparams(build)(learning_rate=0.1)):
+        take = jax.jit(functools.partial(jmask.apply_gradients, tx))
+        table, state = jnp.ones((V, 2)), tx.init(jnp.ones((V, 2)))
+        for count in range(4):
+            if hasattr(state, "hyperparams"):
+                state.hyperparams["learning_rate"] = jnp.asarray(rates(count), jnp.float32)
+            table, state = take(gradient, state, table)
+        tables.append(table)
+    np.testing.assert_allclose(*tables, rtol=2e-5)
 
 
 def test_dense_and_sparse_leaves_together():
@@ -291,46 +231,6 @@ def test_one_pass_lowers_for_every_platform():
     assert_close(everywhere(*arguments).call(*arguments), step(*arguments), rtol=1e-6)
 
 
-# --- rates by schedule, and runs that are the same twice ---------------------------------
-
-PARAMS = {"users": jnp.ones((8, 2)), "items": 2 * jnp.ones((8, 2)), "w": jnp.ones(2)}
-IDS = {"users": jnp.array([1, 3, 1]), "items": jnp.array([0, 5, 5])}
-
-
-def loss(params, ids):
-    rows = params["users"][ids["users"]] * params["items"][ids["items"]] @ params["w"]
-    return jnp.sum(jnp.tanh(rows - 1))
-
-
-def with_rates(tx, rates):
-    """A step of each rate: of the schedule, or as it is put into the state."""
-    params, state, traces = PARAMS, tx.init(PARAMS), []
-
-    @jax.jit
-    def step(params, state, rate):
-        traces.append(1)
-        if hasattr(state, "hyperparams"):
-            state.hyperparams["learning_rate"] = rate
-        updates, state = tx.update(jmask.grad(loss)(params, IDS), state, params)
-        return optax.apply_updates(params, updates), state
-
-    for rate in rates:
-        params, state = step(params, state, rate)
-    assert len(traces) == 1
-    return params
-
-
-@pytest.mark.dtype_promotion
-@pytest.mark.parametrize("build", [build for build, _ in MODELS.values()])
-def test_schedules(build):
-    """A schedule is what it says in each step, by the count of the state."""
-    rates = jnp.array([0.1, 0.1, 0.02, 0.02])
-    scheduled = with_rates(build(optax.piecewise_constant_schedule(0.1, {2: 0.2})), rates)
-    injected = with_rates(optax.inject_hyperparams(build)(learning_rate=0.1), rates)
-    for name in PARAMS:
-        np.testing.assert_allclose(injected[name], scheduled[name], rtol=2e-5)
-
-
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np, jmask
 rng = np.random.default_rng(0)
@@ -355,19 +255,6 @@ def test_two_processes_give_the_same_bits(capsys):
     exec(PROGRAM, {})  # this process is the second
     assert capsys.readouterr().out == other.stdout
     assert len(other.stdout) > 4000
-
-
-@pytest.mark.of_cpus
-def test_duplicates_are_summed_in_their_order():
-    rng = np.random.default_rng(0)
-    values = np.float32(rng.normal(size=400) * 10.0 ** rng.integers(-6, 6, 400))
-    x = jmask.RowSparse(rng.permutation(400) % 3, values, (3,))
-    total = jax.jit(lambda x: x.coalesce())(x).values
-    for row in range(3):
-        expected = np.float32(0)
-        for value in values[np.asarray(x.indices) == row]:
-            expected += value
-        assert total[row] == expected
 
 
 def test_torch_has_no_optimizer_with_a_number_for_each_row():

@@ -11,11 +11,11 @@ import optax
 import pytest
 
 import jmask
-from tests import stored_tables
 from tests.optim.test_named_optimizers import CASES, MODELS, NAMES
 from tests.optimizers import OPTAX
 from tests.oracle import assert_close
 from tests.stored_tables import STEPS as APPLY
+from tests.stored_tables import of_lines, stored, unpacked
 
 pytestmark = pytest.mark.sampled
 
@@ -24,6 +24,7 @@ DTYPES = [jnp.bfloat16, jnp.float16]
 V, D = 40, 3
 # Row 7 three times and row 2 twice; padding; rows that share packed lines with others.
 IDS = np.array([7, 2, 7, 30, -1, 2, 7, 11], np.int32)
+TOUCHED = np.unique(IDS[IDS >= 0])
 
 
 LIFTED = OPTAX | {
@@ -51,70 +52,74 @@ def check_rounded_once(actual, exact, scale=1.0):
     assert (error <= half * 1.001 + 2e-6 * scale).all(), (error / half).max()
 
 
-@pytest.mark.parametrize("apply", APPLY)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.dtype_promotion
-class TestOneStep:
-    # The state of `adamw` is that of optax, which is among the lifted ones.
-    @pytest.mark.parametrize(
-        ("name", "hyper"),
-        [x for x in CASES if x[0] != "adamw"],
-        ids=[x for x in NAMES if not x.startswith("adamw")],
-    )
-    @pytest.mark.parametrize("state_dtype", [None, jnp.float32])
-    def test_named(self, name, hyper, state_dtype, dtype, apply):
-        """The state is as narrow as the parameters, or wide."""
-        build, kind = MODELS[name]
-        table, values = lookups_of(dtype)
-        model = kind(np.asarray(table, np.float64), hyper)
-        tx = build(**hyper, state_dtype=state_dtype)
-        gradient = jmask.RowSparse(IDS, values, (V, D))
-        state = tx.init(table)
-        new, new_state = jax.jit(lambda *a: APPLY[apply](tx, *a))(gradient, state, table)
-        model.step(IDS, np.asarray(values, np.float64))
-        touched = np.unique(IDS[IDS >= 0])
-        check_rounded_once(new[touched], model.param[touched])
-        for slot, expected in model.state.items():
-            stored = getattr(new_state, slot)
-            if jnp.issubdtype(stored.dtype, jnp.floating):
-                check_rounded_once(stored[touched], expected[touched])
-        others = np.setdiff1d(np.arange(V), touched)
-        np.testing.assert_array_equal(new[others], table[others])
-
-    @pytest.mark.parametrize("name", LIFTED)
-    def test_lifted(self, name, dtype, apply):
-        tx, (table, values) = LIFTED[name], lookups_of(dtype)
-        lifted = jmask.lazy(tx)
-        gradient = jmask.RowSparse(IDS, values, (V, D))
-        state = lifted.init(table)
-        new, new_state = jax.jit(lambda *a: APPLY[apply](lifted, *a))(gradient, state, table)
-        touched = np.unique(IDS[IDS >= 0])
-        with jax.enable_x64(True):
-            dense = np.zeros((V, D))
-            np.add.at(dense, IDS[IDS >= 0], np.asarray(values, np.float64)[IDS >= 0])
-            wide = jax.tree.map(
-                lambda x: x.astype(float) if x.ndim else x, (jnp.asarray(table), state)
-            )
-            updates, expected_state = tx.update(jnp.asarray(dense), wide[1], wide[0])
-            expected = np.asarray(optax.apply_updates(wide[0], updates))
-            slots = [np.asarray(x) for x in jax.tree.leaves(expected_state)]
-        check_rounded_once(new[touched], expected[touched])
-        for stored, slot in zip(jax.tree.leaves(new_state), slots, strict=True):
-            if stored.ndim:
-                check_rounded_once(stored[touched], slot[touched])
+in_16_bits = pytest.mark.parametrize("dtype", DTYPES)
+in_both_ways = pytest.mark.parametrize("apply", APPLY)
 
 
-@pytest.mark.parametrize("apply", APPLY)
-@pytest.mark.parametrize("form", ["array", "packed"])
+# The state of `adamw` is that of optax, which is among the lifted ones.
+@in_both_ways
+@in_16_bits
 @pytest.mark.parametrize(
-    "build", [jmask.sgd, lambda rate: jmask.lazy(optax.sgd(rate))], ids=["named", "lifted"]
+    ("name", "hyper"),
+    [x for x in CASES if x[0] != "adamw"],
+    ids=[x for x in NAMES if not x.startswith("adamw")],
 )
-def test_what_is_left_of_a_difference(build, form, apply):
-    """1 - 1.00293, where the sum rounded to bfloat16 is 1."""
+@pytest.mark.parametrize("state_dtype", [None, jnp.float32])
+def test_named(name, hyper, state_dtype, dtype, apply):
+    """The state is as narrow as the parameters, or wide; no dtype is promoted silently."""
+    build, kind = MODELS[name]
+    table, values = lookups_of(dtype)
+    model = kind(np.asarray(table, np.float64), hyper)
+    tx = build(**hyper, state_dtype=state_dtype)
+    gradient = jmask.RowSparse(IDS, values, (V, D))
+    state = tx.init(table)
+    new, new_state = jax.jit(lambda *a: APPLY[apply](tx, *a))(gradient, state, table)
+    model.step(IDS, np.asarray(values, np.float64))
+    check_rounded_once(new[TOUCHED], model.param[TOUCHED])
+    for slot, expected in model.state.items():
+        kept = getattr(new_state, slot)
+        if jnp.issubdtype(kept.dtype, jnp.floating):
+            check_rounded_once(kept[TOUCHED], expected[TOUCHED])
+    others = np.setdiff1d(np.arange(V), TOUCHED)
+    np.testing.assert_array_equal(new[others], table[others])
+
+
+@in_both_ways
+@in_16_bits
+@pytest.mark.parametrize("name", LIFTED)
+@pytest.mark.dtype_promotion
+def test_lifted(name, dtype, apply):
+    tx, (table, values) = LIFTED[name], lookups_of(dtype)
+    lifted = jmask.lazy(tx)
+    gradient = jmask.RowSparse(IDS, values, (V, D))
+    state = lifted.init(table)
+    new, new_state = jax.jit(lambda *a: APPLY[apply](lifted, *a))(gradient, state, table)
+    with jax.enable_x64(True):
+        dense = np.zeros((V, D))
+        np.add.at(dense, IDS[IDS >= 0], np.asarray(values, np.float64)[IDS >= 0])
+        wide = jax.tree.map(lambda x: x.astype(float) if x.ndim else x, (table, state))
+        updates, expected_state = tx.update(jnp.asarray(dense), wide[1], wide[0])
+        expected = np.asarray(optax.apply_updates(wide[0], updates))
+        slots = [np.asarray(x) for x in jax.tree.leaves(expected_state)]
+    check_rounded_once(new[TOUCHED], expected[TOUCHED])
+    for kept, slot in zip(jax.tree.leaves(new_state), slots, strict=True):
+        if kept.ndim:
+            check_rounded_once(kept[TOUCHED], slot[TOUCHED])
+
+
+@in_both_ways
+@pytest.mark.parametrize(("form", "rows"), [("array", V), ("array", 2), ("packed", V)])
+@pytest.mark.parametrize(
+    "tx",
+    [jmask.sgd(1.0), jmask.sgd(1.0, momentum=0.5), jmask.lazy(optax.sgd(1.0))],
+    ids=["ours", "momentum", "lazy"],
+)
+def test_what_is_left_of_a_difference(tx, form, rows, apply):
+    """1 - 1.00293, where the sum rounded to bfloat16 is 1; also of as many ids as rows."""
     values = jnp.array([[1.0], [0.00293]], jnp.bfloat16)
-    gradient = jmask.RowSparse(jnp.array([1, 1]), values, (V, 1))
-    table, tx = stored_tables.stored(form, jnp.ones((V, 1), jnp.bfloat16)), build(1.0)
-    gradient = stored_tables.of_lines(gradient, table) if form == "packed" else gradient
+    gradient = jmask.RowSparse(jnp.array([1, 1]), values, (rows, 1))
+    table = stored(form, jnp.ones((rows, 1), jnp.bfloat16))
+    gradient = of_lines(gradient, table) if form == "packed" else gradient
     new, _ = APPLY[apply](tx, gradient, tx.init(table), table)
     assert new.dtype == jnp.bfloat16
     assert new.reshape(-1)[1] == jnp.bfloat16(-float(values[1, 0]))
@@ -141,6 +146,8 @@ def test_a_state_stays_in_16_bits(name, dtype, apply):
     gradient = jmask.RowSparse(IDS, values, (V, D))
     state = tx.init(table)
     new, new_state = jax.jit(lambda *a: APPLY[apply](tx, *a))(gradient, state, table)
+    updates, _ = tx.update(gradient.coalesce(), state, table)
+    assert updates.dtype == dtype
     types = [[x.dtype for x in jax.tree.leaves(tree)] for tree in (state, new_state)]
     assert types[0] == types[1]
     summed = jnp.zeros((V, D)).at[IDS[IDS >= 0]].add(values[IDS >= 0].astype(jnp.float32))
@@ -151,15 +158,6 @@ def test_a_state_stays_in_16_bits(name, dtype, apply):
     assert_close(
         jax.tree.map(touched, (new, new_state)), expected, rtol=2 * bits, atol=2 * bits
     )
-
-
-@pytest.mark.dtype_promotion
-def test_unique_rows_keep_their_dtype():
-    table, values = lookups_of(jnp.bfloat16)
-    gradient = jmask.RowSparse(np.arange(8), values, (V, D), coalesced=True)
-    tx = jmask.lazy(optax.adam(0.1))
-    updates, _ = tx.update(gradient, tx.init(table), table)
-    assert updates.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("apply", APPLY)
@@ -182,12 +180,6 @@ def test_updates_with_duplicates_are_added_exactly(wide):
         assert new[1, 0] == values[1, 0]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_coalesce_keeps_the_dtype(dtype):
-    x = jmask.RowSparse([1, 1], jnp.ones((2, 1), dtype), (V, 1)).coalesce()
-    assert x.dtype == x.values.dtype == dtype
-
-
 # --- stochastic rounding on the way back ----------------------------------------------
 
 
@@ -201,84 +193,69 @@ def neighbours(x, dtype):
     return below, above
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-class TestStochasticRounding:
-    def test_a_neighbour_and_right_on_average(self, dtype):
-        rng = np.random.default_rng(0)
-        x = np.float32(rng.normal(size=40) * 10.0 ** rng.integers(-3, 3, 40))
-        below, above = neighbours(x, dtype)
-        draws = 20_000
-        many = jnp.broadcast_to(x, (draws, 40))
-        y = jax.jit(lambda k: jmask.stochastic_round(many, dtype, k))(jax.random.key(1))
-        assert y.dtype == dtype
-        y = np.asarray(y, np.float64)
-        assert ((y == below) | (y == above)).all()
-        assert ((y == below).any(0) & (y == above).any(0)).mean() > 0.9
-        # Within five standard errors of the mean, for each of the 40 numbers.
-        error = np.abs(y.mean(0) - x)
-        assert (error <= 5 * y.std(0) / np.sqrt(draws) + 1e-12).all()
-        # Rounding to nearest is off by much more.
-        nearest = np.abs(np.asarray(jnp.asarray(x).astype(dtype), np.float64) - x)
-        assert nearest.sum() > 10 * error.sum()
-
-    def test_what_needs_no_rounding(self, dtype):
-        largest = float(jnp.finfo(dtype).max)
-        x = jnp.array([0.0, -0.0, 1, -2.5, jnp.nan, jnp.inf, -jnp.inf, largest, 3.4e38, 1e-30])
-        for seed in range(3):
-            y = jmask.stochastic_round(x, dtype, jax.random.key(seed))
-            np.testing.assert_array_equal(np.float32(y[:8]), np.float32(x[:8].astype(dtype)))
-            assert y[8] >= largest
-            assert np.signbit(np.float32(y[1]))
-            assert 0 <= float(y[9]) <= 1e-7
-
-    def test_the_same_key_gives_the_same(self, dtype):
-        x = jnp.linspace(0, 1, 99)
-        one, two, other = (
-            jmask.stochastic_round(x, dtype, jax.random.key(k)) for k in (0, 0, 1)
-        )
-        np.testing.assert_array_equal(one, two)
-        assert (one != other).any()
+@in_16_bits
+def test_a_neighbour_and_right_on_average(dtype):
+    rng = np.random.default_rng(0)
+    x = np.float32(rng.normal(size=40) * 10.0 ** rng.integers(-3, 3, 40))
+    below, above = neighbours(x, dtype)
+    draws = 20_000
+    many = jnp.broadcast_to(x, (draws, 40))
+    y = jax.jit(lambda k: jmask.stochastic_round(many, dtype, k))(jax.random.key(1))
+    assert y.dtype == dtype
+    y = np.asarray(y, np.float64)
+    assert ((y == below) | (y == above)).all()
+    assert ((y == below).any(0) & (y == above).any(0)).mean() > 0.9
+    # Within five standard errors of the mean, for each of the 40 numbers.
+    error = np.abs(y.mean(0) - x)
+    assert (error <= 5 * y.std(0) / np.sqrt(draws) + 1e-12).all()
+    # Rounding to nearest is off by much more.
+    nearest = np.abs(np.asarray(jnp.asarray(x).astype(dtype), np.float64) - x)
+    assert nearest.sum() > 10 * error.sum()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-class TestTables:
-    ids = jnp.array([3, 1, 3, -1])
+@in_16_bits
+def test_what_needs_no_rounding(dtype):
+    """And the same key gives the same."""
+    largest = float(jnp.finfo(dtype).max)
+    x = jnp.array([0.0, -0.0, 1, -2.5, jnp.nan, jnp.inf, -jnp.inf, largest, 3.4e38, 1e-30])
+    for seed in range(3):
+        y = jmask.stochastic_round(x, dtype, jax.random.key(seed))
+        np.testing.assert_array_equal(np.float32(y[:8]), np.float32(x[:8].astype(dtype)))
+        assert y[8] >= largest
+        assert np.signbit(np.float32(y[1]))
+        assert 0 <= float(y[9]) <= 1e-7
+    keys = map(jax.random.key, (0, 0, 1))
+    one, two, other = (jmask.stochastic_round(jnp.linspace(0, 1, 99), dtype, k) for k in keys)
+    np.testing.assert_array_equal(one, two)
+    assert (one != other).any()
 
-    def gradient(self, rows=6):
-        values = jnp.array([[1e-3] * 4, [2e-3] * 4, [3e-3] * 4, [9.0] * 4])
-        return {"t": jmask.RowSparse(self.ids, values, (rows, 4)), "w": jnp.full(4, 1e-3)}
 
-    def params(self, dtype):
-        return {"t": jnp.ones((6, 4), dtype), "w": jnp.ones(4, dtype)}
+@pytest.mark.parametrize("form", ["array", "packed"])
+@in_16_bits
+def test_small_updates_add_up(dtype, form):
+    """1 - 1e-4 is 1 in these dtypes: to nearest nothing ever moves."""
+    tx, table = jmask.sgd(0.02), stored(form, jnp.ones((6, 4), dtype))
+    values = jnp.array([[1e-3] * 4, [2e-3] * 4, [3e-3] * 4, [9.0] * 4])
+    gradient = jmask.RowSparse(jnp.array([3, 1, 3, -1]), values, (6, 4))
+    gradient = of_lines(gradient, table) if form == "packed" else gradient
+    grads = {"t": gradient, "w": jnp.full(4, 1e-3), "wide": jnp.full(4, 1e-3)}
+    start = {"t": table, "w": jnp.ones(4, dtype), "wide": jnp.ones(4)}
 
-    def test_small_updates_add_up(self, dtype):
-        """1 - 1e-4 is 1 in these dtypes: to nearest nothing ever moves."""
-        tx, grads = jmask.sgd(0.02), self.gradient()
+    @jax.jit
+    def train(keys):
+        def body(carry, key):
+            return jmask.apply_gradients(tx, grads, carry[1], carry[0], key=key), None
 
-        def train(use_keys):
-            def body(carry, key):
-                params, state = carry
-                key = key if use_keys else None
-                return jmask.apply_gradients(tx, grads, state, params, key=key), None
+        params = jax.lax.scan(body, (start, tx.init(start)), keys, length=3000)[0][0]
+        rows = unpacked(params["t"], table, (6, 4)) if form == "packed" else params["t"]
+        return {**params, "t": rows}
 
-            start = (self.params(dtype), tx.init(self.params(dtype)))
-            keys = jax.random.split(jax.random.key(0), 3000)
-            return jax.jit(lambda: jax.lax.scan(body, start, keys)[0][0])()
-
-        to_nearest, at_random = train(False), train(True)
-        assert (to_nearest["t"] == 1).all()
-        for name, row, moved in (("t", 1, 2e-3), ("t", 3, 4e-3), ("w", slice(None), 1e-3)):
-            expected = 1 - 3000 * 0.02 * moved
-            mean = np.asarray(at_random[name][row], np.float64).mean()
-            assert abs(mean - expected) < 0.05, (name, row)
-        others = np.array([0, 2, 4, 5])
-        np.testing.assert_array_equal(at_random["t"][others], jnp.ones((4, 4), dtype))
-
-    def test_keys_leave_wide_parameters_alone(self, dtype):
-        params = {"t": jnp.ones((6, 4)), "w": jnp.ones(4, dtype)}
-        tx = jmask.sgd(0.02)
-        one, two = (
-            jmask.apply_gradients(tx, self.gradient(), tx.init(params), params, key=key)[0]
-            for key in (None, jax.random.key(0))
-        )
-        np.testing.assert_allclose(one["t"], two["t"], rtol=1e-7)
+    to_nearest, at_random = train(None), train(jax.random.split(jax.random.key(0), 3000))
+    assert (to_nearest["t"] == 1).all()
+    for name, row, moved in (("t", 1, 2e-3), ("t", 3, 4e-3), ("w", slice(None), 1e-3)):
+        expected = 1 - 3000 * 0.02 * moved
+        mean = np.asarray(at_random[name][row], np.float64).mean()
+        assert abs(mean - expected) < 0.05, (name, row)
+    np.testing.assert_array_equal(at_random["wide"], to_nearest["wide"])
+    others = np.array([0, 2, 4, 5])
+    np.testing.assert_array_equal(at_random["t"][others], jnp.ones((4, 4), dtype))

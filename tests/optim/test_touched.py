@@ -1,6 +1,5 @@
 """`jmask.touched`: the rows that moved since a step make the new tables of the old ones."""
 
-import functools
 import io
 
 import jax
@@ -11,40 +10,29 @@ import pytest
 from jax.sharding import AxisType
 
 import jmask
-from tests.compiled_step import IN_PLACE, Step, temporary_bytes
+from tests.compiled_step import Step, temporary_bytes, training_step
+from tests.expressions import named
 from tests.sampling import chosen
+from tests.stored_tables import STEPS
 
 pytestmark = pytest.mark.dtype_promotion
 
 V, D = 50, 4
-
-
-def chained(tx):
-    return optax.chain(tx, jmask.touched())
-
-
-CHAINS = {
-    "adam": chained(jmask.adam(0.1)),
-    "lazy": chained(jmask.lazy(optax.adamw(0.1))),
-    "one lazy": jmask.lazy(optax.chain(optax.adam(0.1), jmask.touched())),
-    "clipped sgd": optax.chain(jmask.clip_by_row_norm(1.0), jmask.sgd(0.1), jmask.touched()),
-    "rowwise": chained(jmask.rowwise_adagrad(0.1)),
-    "dense": optax.chain(jmask.densify(), optax.adam(0.1), jmask.touched()),
-    "guarded": jmask.skip_nonfinite(chained(jmask.adam(0.1))),
-}
-APPLY = {
-    "one call": jmask.apply_gradients,
-    "two calls": lambda tx, grads, state, params: _two(tx, grads, state, params),
-}
-
-
-def _two(tx, grads, state, params):
-    updates, state = tx.update(grads, state, params)
-    return jmask.apply_updates(params, updates), state
+CHAINS = named("", {**vars(jmask), **globals()})("""
+    adam | optax.chain(adam(0.1), touched())
+    lazy | optax.chain(lazy(optax.adamw(0.1)), touched())
+    one lazy | lazy(optax.chain(optax.adam(0.1), touched()))
+    clipped sgd | optax.chain(clip_by_row_norm(1.0), sgd(0.1), touched())
+    rowwise | optax.chain(rowwise_adagrad(0.1), touched())
+    dense | optax.chain(densify(), optax.adam(0.1), touched())
+    guarded | skip_nonfinite(optax.chain(adam(0.1), touched()))
+""")
+CHAINS = {name: make() for name, make in CHAINS.items()}
+BATCHES = np.random.default_rng(0).integers(0, V, (9, 3))
 
 
 def loss(params, ids):
-    rows = params["table"][ids] * params["scale"]
+    rows = jmask.embedding_lookup(params["table"], ids) * params["scale"]
     return jnp.sum(jnp.square(rows @ params["w"]))
 
 
@@ -54,28 +42,17 @@ def start():
     return {"table": table, "w": w, "scale": jnp.float32(1.5)}
 
 
-def batches(count=9):
-    rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.integers(0, V, 3)) for _ in range(count)]
-
-
-def train(tx, apply, params, scanned=False):
-    """States after each step, and the parameters."""
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, ids):
-        return apply(tx, jmask.grad(loss)(params, ids), state, params)
-
-    state, results = tx.init(params), [(params, tx.init(params))]
-    if scanned:
-        body = lambda carry, ids: (step(carry[1], carry[0], ids)[::-1], None)
-        (state, params), _ = jax.lax.scan(body, (state, params), jnp.stack(batches()))
-        return [*results, *[None] * 8, (params, state)]
-    params = jax.tree.map(jnp.copy, params)
-    for ids in batches():
-        params, state = step(params, state, ids)
-        results.append(jax.tree.map(jnp.copy, (params, state)))
+def train(tx, params, step="apply_gradients"):
+    """Parameters and state before the first step, and after each, which are donated."""
+    run, results = training_step(loss, tx, STEPS[step]), [(params, tx.init(params))]
+    for ids in BATCHES:
+        *now, _ = run(*jax.tree.map(jnp.copy, results[-1]), jnp.asarray(ids))
+        results.append(tuple(now))
     return results
+
+
+def moved(old, new):
+    return sorted(set(BATCHES[old:new].ravel().tolist()))
 
 
 def assert_same(have, want):
@@ -85,44 +62,36 @@ def assert_same(have, want):
 
 
 @pytest.mark.parametrize("name", chosen(["adam", "one lazy"], CHAINS))
-@pytest.mark.parametrize("apply", APPLY)
-def test_the_rows_make_the_new_tables_of_the_old(name, apply):
-    results = train(CHAINS[name], APPLY[apply], start())
-    for old in (0, 3, 9):
-        for new in (3, 9):
-            if new < old:
-                continue
-            ids = jmask.rows_since(results[new][1], old)
-            moved = {int(i) for x in batches()[old:new] for i in x}
-            expected = range(V) if name == "dense" and new > old else sorted(moved)
-            assert ids["table"].tolist() == list(expected)
-            rows = jmask.tree.take(results[new][0], ids)
-            assert rows["table"].nse == len(expected)
-            have = jax.jit(jmask.tree.put)(results[old][0], rows)
-            assert_same(have, results[new][0])
-            padded = jax.jit(lambda s, old=old: jmask.rows_since(s, old, size=40))(
-                results[new][1]
-            )
-            kept = sorted(expected)[:40]
-            assert padded["table"].tolist() == kept + [V] * (40 - len(kept))
-            if len(expected) <= 40:
-                again = jmask.tree.put(
-                    results[old][0], jmask.tree.take(results[new][0], padded)
-                )
-                assert_same(again, results[new][0])
+@pytest.mark.parametrize("step", STEPS)
+def test_the_rows_make_the_new_tables_of_the_old(name, step):
+    results = train(CHAINS[name], start(), step)
+    for old, new in ((0, 3), (0, 9), (3, 3), (3, 9), (9, 9)):
+        params, state = results[new]
+        expected = moved(old, new)
+        expected = list(range(V)) if name == "dense" and expected else expected
+        padded = jax.jit(lambda s, old=old: jmask.rows_since(s, old, size=40))(state)
+        kept = expected[:40]
+        assert padded["table"].tolist() == kept + [V] * (40 - len(kept))
+        exact = jmask.rows_since(state, old)
+        assert exact["table"].tolist() == expected
+        for ids in (exact, padded)[: 1 + (len(expected) <= 40)]:
+            rows = jmask.tree.take(params, ids)
+            assert rows["table"].nse == len(ids["table"])
+            assert_same(jax.jit(jmask.tree.put)(results[old][0], rows), params)
 
 
 def test_scan():
-    tx = CHAINS["lazy"]
-    scanned = train(tx, jmask.apply_gradients, start(), scanned=True)[-1]
-    looped = train(tx, jmask.apply_gradients, start())[-1]
-    np.testing.assert_array_equal(
-        jmask.rows_since(scanned[1], 4)["table"], jmask.rows_since(looped[1], 4)["table"]
-    )
+    tx, params = CHAINS["lazy"], start()
+
+    def body(carry, ids):
+        return jmask.apply_gradients(tx, jmask.grad(loss)(carry[0], ids), *carry[::-1]), None
+
+    (_, state), _ = jax.lax.scan(body, (params, tx.init(params)), jnp.asarray(BATCHES))
+    assert jmask.rows_since(state, 4)["table"].tolist() == moved(4, 9)
 
 
 def test_rows_travel_as_files():
-    results = train(CHAINS["adam"], jmask.apply_gradients, start())
+    results = train(CHAINS["adam"], start())
     rows = jmask.tree.take(results[9][0], jmask.rows_since(results[9][1], 6))
     file = io.BytesIO()
     np.savez(file, **jmask.to_arrays(rows)["table"])
@@ -135,44 +104,28 @@ def test_rows_travel_as_files():
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_sharded(kind):
-    mesh = jax.make_mesh((5,), ("x",), (kind,))
-    tx, params = CHAINS["adam"], start()
-    sharded = params | {"table": jmask.sharded(params["table"], mesh)}
-    step = jax.jit(
-        lambda params, state, ids: jmask.apply_gradients(
-            tx, jmask.grad(looked_up)(params, ids), state, params
-        ),
-        donate_argnums=(0, 1),
-    )
-    old, state = sharded, tx.init(sharded)
-    (touched,) = [x for x in state if hasattr(x, "last")]
+    mesh, params = jax.make_mesh((5,), ("x",), (kind,)), start()
+    params["table"] = jmask.sharded(params["table"], mesh)
+    results = train(CHAINS["adam"], params)
+    (touched,) = [x for x in results[0][1] if hasattr(x, "last")]
     assert touched.last["table"].sharding.spec[0] == "x"
-    new = jax.tree.map(jnp.copy, old)
-    for ids in batches():
-        new, state = step(new, state, ids)
-    ids = jmask.rows_since(state, 0)
-    assert ids["table"].tolist() == sorted({int(i) for x in batches() for i in x})
-    rows = jmask.tree.take(new, ids)
-    have = jmask.tree.put(old, rows)
+    ids = jmask.rows_since(results[9][1], 0)
+    assert ids["table"].tolist() == moved(0, 9)
+    new = results[9][0]
+    have = jmask.tree.put(params, jmask.tree.take(new, ids))
     assert_same(have["table"], new["table"])
     assert have["table"].sharding.is_equivalent_to(new["table"].sharding, 2)
 
 
-def looked_up(params, ids):
-    rows = jmask.embedding_lookup(params["table"], ids) * params["scale"]
-    return jnp.sum(jnp.square(rows @ params["w"]))
-
-
 def test_in_place():
-    step = Step(CHAINS["lazy"], apply=jmask.apply_gradients)
-    size = 10**6
+    step, size = Step(CHAINS["lazy"], apply=jmask.apply_gradients), 10**6
     compiled = step.compile(size)
     assert temporary_bytes(compiled, step.table_bytes(size), step.entries(size)) < 10**6
-    old, new = (jax.ShapeDtypeStruct((size, 16), jnp.float32) for _ in range(2))
+    table = jax.ShapeDtypeStruct((size, 16), jnp.float32)
     ids = jax.ShapeDtypeStruct((512,), jnp.int32)
     put = lambda old, new, ids: jmask.tree.put(old, jmask.tree.take(new, ids))
-    compiled = jax.jit(put, donate_argnums=0).lower(old, new, ids).compile()
-    temporary_bytes(compiled, size * 64, size * 16, IN_PLACE)
+    compiled = jax.jit(put, donate_argnums=0).lower(table, table, ids).compile()
+    temporary_bytes(compiled, size * 64, size * 16)
 
 
 def test_what_is_refused():

@@ -12,16 +12,10 @@ import pytest
 
 import jmask
 from jmask._kernels.lines import LANES, masked_lines
-from tests import stored_tables
 from tests.compiled_step import compiled_step, temporary_bytes, training_step
 from tests.expressions import functions
-from tests.later import later
-from tests.optimizers import OF_ALL_TABLES
 from tests.sampling import chosen
 from tests.stored_tables import STEPS, bits, numbers
-
-nnx, linen = later("flax.nnx"), later("flax.linen")
-train_state = later("flax.training.train_state")
 
 pytestmark = pytest.mark.sampled(15)
 
@@ -32,9 +26,6 @@ LINES = {
 }  # fmt: skip
 DTYPES = ["float32", "bfloat16", "float64", "complex64"]
 V = 21
-# One number for each row is one for each line: refused.
-BY_ROWS = ("rowwise adagrad", "rowwise adam", "adam per row")
-OPTIMIZERS = {name: tx for name, tx in OF_ALL_TABLES.items() if name not in BY_ROWS}
 
 
 def table_of(columns, dtype=jnp.float32):
@@ -59,8 +50,9 @@ def rows_of(lines, columns):
         itertools.product(LINES, DTYPES),
     ),
 )
+@pytest.mark.dtype_promotion
 def test_bits(columns, dtype):
-    """Packed, looked up, updated: every bit of other rows is where it was in the array."""
+    """Packed, looked up, updated as the array: other rows have every bit where it was."""
     with jax.enable_x64(dtype == "float64"):
         x = table_of(columns, dtype)
         lines = jmask.packed(x)
@@ -69,13 +61,14 @@ def test_bits(columns, dtype):
         # Rows 3 and 4 share a line where rows are narrow; the last line is not full.
         touched = np.array([0, 3, 4, 11, V - 1])
         look = lambda t: jmask.embedding_lookup(t, touched, width=columns)
-        for tx in (jmask.sgd(1.0), jmask.lazy(optax.sgd(1.0)), jmask.adagrad(1.0)):
+        for tx in (jmask.sgd(1.0), jmask.lazy(optax.adam(1.0)), jmask.adagrad(1.0)):
             step = training_step(lambda t: jnp.sum(jnp.real(look(t))), tx)
             after = rows_of(step(jnp.copy(lines), tx.init(lines))[0], columns)
             others = np.setdiff1d(np.arange(V), touched)
             np.testing.assert_array_equal(bits(after)[others], bits(x)[others])
-            finite = np.isfinite(x[touched])
-            assert (after[touched] != x[touched])[finite].all()
+            expected = step(jnp.copy(x), tx.init(x))[0]
+            np.testing.assert_allclose(after[touched], expected[touched], rtol=1e-2)
+            assert (after != x)[touched][np.isfinite(x[touched])].all()
 
 
 @pytest.mark.parametrize("width", [1, 8, 64])
@@ -150,6 +143,7 @@ LOSSES = functions("t", globals())("""
     jnp.sum(look(t, IDS, padding_id=3, mode="clip", max_norm=1.0) ** 3);
     jnp.sum(jnp.sin(bag(t, IDS, weights=BAG_WEIGHTS, combiner="mean")));
     jnp.sum(jnp.sin(bag(t, IDS, combiner="max"))); jnp.sum(jnp.sin(t.reshape(-1, 16)[IDS]));
+    jnp.sum(jnp.sin(look(t, IDS))) + jnp.sum(t[jnp.array([2, 0, 2])] ** 2);
     jnp.sum(jax.vmap(lambda ids: jnp.sin(look(t, ids)).prod(0))(IDS));
     jnp.sum(jnp.sin(look(t, IDS)) * look(t, IDS[::-1])) + jnp.sum(t.reshape(-1, 16)[4] ** 2);
     jax.lax.cond(IDS[0, 0] > 0, lambda: jnp.sum(look(t, IDS) ** 2), lambda: 0.0)
@@ -170,7 +164,8 @@ def test_gradient(name):
     with jmask.strict():
         value, gradient, *dense = both(lines)
     assert (gradient.shape, gradient.width) == (lines.shape, 16)
-    assert gradient.nse <= 2 * IDS.size + 1
+    # A line that is looked up whole is all of its 8 rows.
+    assert gradient.nse <= IDS.size + 3 * 8
     expected = jax.jit(jax.value_and_grad(loss))(lines)
     np.testing.assert_allclose(value, expected[0], rtol=1e-5, atol=1e-6)
     for found in dense:
@@ -184,15 +179,6 @@ def test_lines_that_are_computed_are_dense():
     with pytest.warns(jmask.StorageFallbackWarning, match="Look rows up first"):
         gradient = jmask.grad(loss)(lines)
     np.testing.assert_allclose(gradient, jax.grad(loss)(lines), rtol=1e-6)
-
-
-def test_rows_and_whole_lines():
-    """A line that is looked up whole is all of its rows."""
-    lines = jmask.packed(jnp.asarray(RNG.normal(size=(24, 16)), jnp.float32))
-    loss = lambda t: jnp.sum(jnp.sin(look(t, IDS))) + jnp.sum(t[jnp.array([2, 0, 2])] ** 2)
-    gradient = jmask.grad(loss)(lines)
-    assert (gradient.width, gradient.nse) == (16, 6 + 3 * 8)
-    np.testing.assert_allclose(gradient.todense(), jax.grad(loss)(lines), rtol=1e-5)
 
 
 def test_gradient_vmapped():
@@ -223,61 +209,16 @@ def test_sums_of_gradients():
 
 # --- optimizers --------------------------------------------------------------------------
 
-RUNS = [(12, name, step) for name in OPTIMIZERS for step in STEPS]
-OTHER_ROWS = itertools.product([1, 64, 100, 128], OPTIMIZERS, ["apply_gradients"])
 
-
-@pytest.mark.parametrize(("columns", "name", "step"), chosen(RUNS[::3], [*RUNS, *OTHER_ROWS]))
-@pytest.mark.dtype_promotion
-def test_trajectory(columns, name, step):
-    """That of the array, and rows not touched keep their bits, also beside touched ones."""
-    tx, x = OPTIMIZERS[name], numbers((columns,))
-    expected = stored_tables.trained_array(name, (columns,))
-    lines = jmask.packed(x)
-    actual = stored_tables.trained(lines, tx, STEPS[step], width=columns)
-    actual = actual._replace(params=stored_tables.unpacked(actual.params, lines, x.shape))
-    actual = actual._replace(state=stored_tables.unpacked(actual.state, lines, x.shape))
-    stored_tables.assert_same_run(actual, expected)
-    stored_tables.assert_other_rows_untouched(actual, x)
-
-
-@pytest.mark.parametrize("name", [*BY_ROWS, "max_row_norm", "unit_norm"])
-def test_what_works_by_rows_is_refused(name):
-    others = {
-        "max_row_norm": optax.chain(jmask.sgd(0.1), jmask.max_row_norm(1.0)),
-        "unit_norm": jmask.lazy(
-            optax.stateless(
-                lambda u, _: jax.tree.map(
-                    lambda x: x / jnp.linalg.norm(x, axis=1, keepdims=True), u
-                )
-            )
-        ),
-    }
-    tx, lines = (OF_ALL_TABLES | others)[name], jmask.packed(numbers())
+def test_what_works_by_rows_is_refused():
+    """As optimizers with a number for each row are: test_steps_of_all_kinds.py."""
+    unit = lambda x: x / jnp.linalg.norm(x, axis=1, keepdims=True)
+    tx = jmask.lazy(optax.stateless(lambda u, _: jax.tree.map(unit, u)))
+    lines = jmask.packed(numbers())
     gradient = jmask.grad(lambda t: jnp.sum(look(t, IDS) ** 2))(lines)
     for step in STEPS.values():
         with pytest.raises(ValueError, match="row by row, and the table is packed"):
             step(tx, gradient, tx.init(lines), lines)
-
-
-def test_bfloat16_rounded_stochastically():
-    x, tx = numbers().astype(jnp.bfloat16), jmask.sgd(1e-5)
-    lines = jmask.packed(x)
-    gradient = jmask.grad(
-        lambda t: jnp.sum(jmask.embedding_lookup(t, jnp.array([2, 3]), width=12))
-    )(lines)
-    keys = jax.random.split(jax.random.key(0), 200)
-
-    @jax.jit
-    def mean_step(keys):
-        step = lambda key: jmask.apply_gradients(tx, gradient, tx.init(lines), lines, key=key)
-        new = jax.vmap(lambda key: rows_of(step(key)[0], 12))(keys)
-        return jnp.mean(new.astype(jnp.float32) - x[None].astype(jnp.float32), axis=0)
-
-    moved = mean_step(keys)
-    assert moved[2:4].mean() == pytest.approx(-1e-5, rel=0.5)
-    assert not moved[:2].any()
-    assert not moved[4:].any()
 
 
 @pytest.mark.parametrize("columns", [8, 64, 100])
@@ -289,52 +230,3 @@ def test_written_in_place(columns, step):
     compiled = compiled_step(loss, tx, lines, ids, apply=STEPS[step])
     size = lines.size * 4
     assert temporary_bytes(compiled, 3 * size) < size / 10
-
-
-# --- in frameworks -----------------------------------------------------------------------
-
-
-def in_nnx(lines):
-    class Embed(nnx.Module):
-        def __init__(self):
-            self.lines = nnx.Param(lines)
-
-        def __call__(self, ids):
-            return look(self.lines[...], ids)
-
-    model = Embed()
-    optimizer = nnx.Optimizer(model, jmask.adam(0.1), wrt=nnx.Param)
-    grads = jmask.nnx.grad(lambda model: jnp.sum(model(IDS) ** 2))(model)
-    optimizer.update(model, grads)
-    return model.lines[...]
-
-
-def in_linen(lines):
-    class Embed(linen.Module):
-        @linen.compact
-        def __call__(self, ids):
-            return look(self.param("lines", lambda _: lines), ids)
-
-    model = Embed()
-    params = model.init(jax.random.key(0), IDS)
-    grads = jmask.grad(lambda p: jnp.sum(model.apply(p, IDS) ** 2))(params)
-    state = train_state.TrainState.create(apply_fn=None, params=params, tx=jmask.adam(0.1))
-    return state.apply_gradients(grads=grads).params["params"]["lines"]
-
-
-def by_optax(lines):
-    tx = jmask.adam(0.1)
-    grads = jmask.grad(lambda t: jnp.sum(look(t, IDS) ** 2))(lines)
-    updates, _ = tx.update(grads, tx.init(lines), lines)
-    new = optax.apply_updates(lines, updates)
-    return optax.incremental_update(new, lines, 1.0)
-
-
-@pytest.mark.parametrize("train", [in_nnx, in_linen, by_optax])
-@pytest.mark.dtype_promotion
-def test_in_frameworks(train):
-    """An array is a parameter of every framework."""
-    x, tx = numbers((16,)), jmask.adam(0.1)
-    gradient = jmask.grad(lambda t: jnp.sum(t[IDS] ** 2))(x)
-    expected, _ = jmask.apply_gradients(tx, gradient, tx.init(x), x)
-    np.testing.assert_allclose(rows_of(train(jmask.packed(x)), 16), expected, rtol=1e-5)

@@ -11,10 +11,17 @@ from jax.sharding import AxisType
 
 import jmask
 from tests.compiled_step import whole_table_operations
+from tests.expressions import functions
 
+lookup, bag = jmask.embedding_lookup, jmask.embedding_bag
 KINDS = ("int8", "int4", "float8_e4m3fn")
 LARGEST = {"int8": 127, "int4": 7, "float8_e4m3fn": 448}
 FLOAT8 = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float64)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
 
 
 def table_of(shape=(40, 9), dtype=np.float32):
@@ -37,7 +44,6 @@ def half_a_step(x, kind):
     return (sizes[above] - sizes[above - 1]) / 2 * scale
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(40, 9), (40, 16), (40, 2, 3), (40, 1)])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float64])
 def test_within_half_a_step(kind, shape, dtype):
@@ -57,63 +63,46 @@ def test_within_half_a_step(kind, shape, dtype):
             assert not have[3].any()
 
 
-def test_memory():
-    x = jnp.ones((1000, 64))
-    assert jmask.quantize_rows(x, "int8").nbytes == 1000 * (64 + 4)
-    assert jmask.quantize_rows(x, "float8_e4m3fn").nbytes == 1000 * (64 + 4)
-    assert jmask.quantize_rows(x, "int4").nbytes == 1000 * (32 + 4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_are_not_finite_read_as_nan(kind):
     x = table_of()
     x[5, 2], x[7, 0], x[8, 1] = np.nan, np.inf, -np.inf
-    q = jmask.quantize_rows(x, kind)
-    rows = np.asarray(jmask.embedding_lookup(q, np.arange(40)))
+    rows = np.asarray(jmask.embedding_lookup(jmask.quantize_rows(x, kind), np.arange(40)))
     assert np.isnan(rows).all(1).nonzero()[0].tolist() == [5, 7, 8]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+BAGS = jnp.array([[3, 0, 1], [1, 39, 0]])
+READS = functions("t", globals())("""
+    lookup(t, IDS); lookup(t, IDS, mode="zero"); lookup(t, IDS, mode="clip");
+    lookup(t, IDS, padding_id=0); lookup(t, IDS, padding_id=-1, max_norm=2.0);
+    bag(t, BAGS); bag(t, BAGS, combiner="mean"); bag(t, BAGS, combiner="sqrtn");
+    bag(t, BAGS, combiner="max"); bag(t, BAGS, weights=jnp.ones((2, 3)) / 3);
+    bag(t, jmask.pad_bags([[1, 2], [], [3]]))
+""")
+IDS = jnp.array([[3, 0, 41], [-1, 39, 0]])
+
+
 def test_lookups_and_bags(kind):
     """As of the table that it reads as: modes, padding, bounds, bags of all combiners."""
     q = jmask.quantize_rows(table_of(), kind)
-    table = jmask.embedding_lookup(q, jnp.arange(40))
-    ids = jnp.array([[3, 0, 41], [-1, 39, 0]])
-    for how in (
-        {},
-        {"mode": "zero"},
-        {"mode": "clip"},
-        {"padding_id": 0},
-        {"padding_id": -1, "max_norm": 2.0},
-    ):
-        function = jax.jit(lambda t, how=how: jmask.embedding_lookup(t, ids, **how))
-        np.testing.assert_allclose(function(q), function(table), rtol=1e-6)
+    table = lookup(q, jnp.arange(40))
+    for read in READS.values():
+        np.testing.assert_allclose(jax.jit(read)(q), jax.jit(read)(table), rtol=1e-5)
     with pytest.raises(IndexError, match="`ids"):
-        jmask.embedding_lookup(q, ids, mode="raise")
-    bags = jnp.array([[3, 0, 1], [1, 39, 0]])
-    for combiner in ("sum", "mean", "sqrtn", "max"):
-        bag = jax.jit(lambda t, c=combiner: jmask.embedding_bag(t, bags, combiner=c))
-        np.testing.assert_allclose(bag(q), bag(table), rtol=1e-5)
-    weighted = lambda t: jmask.embedding_bag(t, bags, weights=jnp.ones((2, 3)) / 3)
-    np.testing.assert_allclose(weighted(q), weighted(table), rtol=1e-5)
-    padded = jmask.pad_bags([[1, 2], [], [3]])
-    np.testing.assert_allclose(
-        jmask.embedding_bag(q, padded), jmask.embedding_bag(table, padded), rtol=1e-5
-    )
+        lookup(q, IDS, mode="raise")
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_only_the_rows_looked_up_are_dequantized(kind):
+    x = jnp.ones((1000, 64))
+    assert jmask.quantize_rows(x, kind).nbytes == 1000 * ((32 if kind == "int4" else 64) + 4)
     rows = 10**6
     q = jax.eval_shape(lambda: jmask.quantize_rows(jnp.zeros((rows, 16), jnp.float32), kind))
     ids = jax.ShapeDtypeStruct((64, 8), jnp.int32)
-    for function in (jmask.embedding_lookup, jmask.embedding_bag):
+    for function in (lookup, bag):
         compiled = jax.jit(function).lower(q, ids).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < 10**6
         assert whole_table_operations(compiled, rows) <= {"parameter", "bitcast"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("axis", [AxisType.Explicit, AxisType.Auto])
 def test_sharded(kind, axis):
     mesh = jax.make_mesh((8,), ("x",), (axis,))
@@ -123,13 +112,12 @@ def test_sharded(kind, axis):
         assert array.sharding.shard_shape(array.shape)[0] == 5
     expected = jmask.quantize_rows(x, kind)
     ids = jnp.array([[3, 0, 7], [39, 39, 0]])
-    for function in (jmask.embedding_lookup, jmask.embedding_bag):
+    for function in (lookup, bag):
         np.testing.assert_allclose(
             jax.jit(function)(q, ids), function(expected, ids), rtol=1e-6
         )
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_refused(kind):
     """With the way out; beside a quantized table that is closed over all is as always."""
     q, w, ids = jmask.quantize_rows(table_of(), kind), jnp.ones(9), jnp.array([1, 2])
@@ -152,12 +140,11 @@ def test_gradients_are_refused(kind):
     np.testing.assert_allclose(have["w"], want["w"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_served_with_batches_of_any_size(kind):
     """From a file; and pickled."""
     q, (size,) = jmask.quantize_rows(table_of(), kind), export.symbolic_shape("b")
     ids = jax.ShapeDtypeStruct((size, 3), jnp.int32)
-    for function in (jmask.embedding_lookup, jmask.embedding_bag):
+    for function in (lookup, bag):
         file = export.export(jax.jit(function))(q, ids).serialize()
         read, few = export.deserialize(file), jnp.arange(6, dtype=jnp.int32).reshape(2, 3)
         expected = function(q, few)

@@ -69,8 +69,7 @@ def test_a_batch_that_is_spread(mesh, name, lines):
     assert_close(compiled(*given), run(*alone(), ids))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_gradient_taken_inside(mesh, check_vma):
+def taken_inside(check_vma):
     """value_and_grad in the mapped function; the same RowSparse comes out of every device."""
 
     def step(table, ids):
@@ -82,26 +81,33 @@ def test_gradient_taken_inside(mesh, check_vma):
             value = jax.lax.psum(value, "data")
         return value, gradient
 
-    mapped = jax.jit(over_data(step, mesh=mesh, check_vma=check_vma))
-    with jmask.strict():
-        value, gradient = mapped(TABLE, IDS)
-    assert is_row_sparse(gradient)
-    np.testing.assert_allclose(value, expected()[0], rtol=1e-6)
-    np.testing.assert_allclose(dense_twin(gradient), expected()[1], rtol=1e-5, atol=1e-7)
-    assert not table_collectives(mapped.lower(TABLE, IDS).compile())
+    return lambda mesh: over_data(step, mesh=mesh, check_vma=check_vma)
 
 
-def test_gradient_of_a_mapped_function(mesh):
-    mapped = over_data(local_loss, mesh=mesh)
+GRADIENTS = {
+    "inside": taken_inside(True),
+    "inside, unchecked": taken_inside(False),
+    "of the mapped function": lambda mesh: jmask.value_and_grad(
+        over_data(local_loss, mesh=mesh)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradient(mesh, name):
+    """Rows of the batch cross the network; a dense gradient would be a table."""
+    take = jax.jit(GRADIENTS[name](mesh))
     with jmask.strict():
-        gradient = jax.jit(jmask.grad(mapped))(TABLE, IDS)
+        value, gradient = take(TABLE, IDS)
     assert is_row_sparse(gradient)
     assert gradient.nse == IDS.size
+    np.testing.assert_allclose(value, expected()[0], rtol=1e-6)
     np.testing.assert_allclose(dense_twin(gradient), expected()[1], rtol=1e-5, atol=1e-7)
-    stock = jax.jit(jax.grad(mapped)).lower(TABLE, IDS).compile()
-    assert table_collectives(stock), "the check sees what it forbids"
-    ours = jax.jit(jmask.grad(mapped)).lower(TABLE, IDS).compile()
-    assert not table_collectives(ours)
+    assert not table_collectives(take.lower(TABLE, IDS).compile())
+    stock = jax.jit(jax.grad(over_data(local_loss, mesh=mesh)))
+    assert table_collectives(stock.lower(TABLE, IDS).compile()), (
+        "the check sees what it forbids"
+    )
 
 
 @pytest.mark.dtype_promotion
@@ -166,21 +172,6 @@ def test_a_table_of_each_device(mesh, loss):
     mapped = jax.shard_map(gradient, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     expected = jax.vmap(jax.grad(loss))(tables)
     np.testing.assert_allclose(jax.jit(mapped)(tables), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_psum_over_a_mapped_axis():
-    """vmap with an axis name is the one-device form of the same."""
-
-    def gradient(ids):
-        return jmask.grad(lambda t: jax.lax.psum(jnp.sum(jnp.sin(t[ids])), "i"))(TABLE)
-
-    batch = IDS.reshape(2, 4)
-    ours = jax.vmap(lambda i: gradient(i).todense(), axis_name="i")(batch)
-    stock = jax.vmap(
-        lambda i: jax.grad(lambda t: jax.lax.psum(jnp.sum(jnp.sin(t[i])), "i"))(TABLE),
-        axis_name="i",
-    )(batch)
-    np.testing.assert_allclose(ours, stock, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("width", [32, 64])

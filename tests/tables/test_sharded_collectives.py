@@ -14,8 +14,6 @@ Large batches go to their owners alone, and are as exact whatever their ids are.
 import functools
 import math
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +28,7 @@ from tests.compiled_step import training_step
 from tests.optimizers import OPTIMIZERS
 from tests.oracle import assert_close
 from tests.sampling import chosen
-from tests.stored_tables import LAYOUTS, STEPS, batch_of, mesh_of, numbers, sharded
+from tests.stored_tables import LAYOUTS, STEPS, batch_of, mesh_of, sharded
 
 pytestmark = pytest.mark.sampled(15)
 
@@ -90,6 +88,9 @@ def test_step(layout, optimizer, step):
     assert 0 < bytes_moved(forward) <= 1.2 * forward_bytes(layout)
     assert bytes_moved(compiled) - bytes_moved(forward) <= 1.2 * ROUTED
     assert_in_place(compiled, tables, layout)
+    if layout == "8 devices":  # rows cross once in each direction
+        moved = [kind for kind, size in collectives(compiled) if size > N * 4]
+        assert moved == ["reduce-scatter", "all-gather"]
 
 
 @pytest.mark.parametrize("optimizer", COLLECTED)
@@ -102,17 +103,6 @@ def test_step_on_automatic_axes(layout, optimizer):
     assert bytes_moved(compiled) <= 6 * ROUTED
     assert_in_place(compiled, tables, layout)
     assert compiled.memory_analysis().temp_size_in_bytes < tables[0].nbytes / 8
-
-
-def test_one_crossing_of_rows():
-    """Of 4,096 ids of 32 columns on 8 devices: what arrives at one in a step, 0.65 MB."""
-    n, table = 4096, sharded(jnp.zeros((80_000, D)), "8 devices")
-    ids, tx = batch_of(np.arange(n, dtype=np.int32), "8 devices"), jmask.adam(0.1)
-    compiled = training_step(loss, tx).lower(table, tx.init(table), ids).compile()
-    arrive = {"reduce-scatter": 1 / 8, "all-reduce": 1 / 2}
-    moved = collectives(compiled)
-    assert [kind for kind, size in moved if size > n * 4] == ["reduce-scatter", "all-gather"]
-    assert sum(size * arrive.get(kind, 1) for kind, size in moved) <= 650_000
 
 
 def test_control_the_parser_sees_what_moves():
@@ -165,7 +155,7 @@ def test_ids_beyond_int32():
 
 # --- rows that go to their owners alone ------------------------------------------------------
 
-COUNT, MANY = 21, 2048  # ids of a batch, of which each of 8 devices has 256
+MANY = 2048  # ids of a batch, of which each of 8 devices has 256
 
 
 @pytest.fixture
@@ -179,7 +169,7 @@ def loss_and_rows(table, ids):
 
 
 @functools.cache
-def everything(layout, optimizer, step, count):
+def everything(layout, optimizer, step):
     """Lookup, gradient, update and what does not fit, compiled."""
     tx = OPTIMIZERS[optimizer]
 
@@ -196,6 +186,7 @@ def everything(layout, optimizer, step, count):
 BATCHES = {
     "even": lambda rng: rng.integers(0, 4000, MANY),
     "padding": lambda rng: np.where(rng.random(MANY) < 0.5, -1, rng.integers(0, 4000, MANY)),
+    "out of range": lambda rng: rng.integers(-3, 4003, MANY),
     "one id": lambda rng: np.full(MANY, 7),
     "of one shard": lambda rng: rng.integers(0, 400, MANY),
     "of one shard on one device": lambda rng: np.where(
@@ -227,33 +218,13 @@ def test_large_batches(layout, batch, optimizer, step):
     """As on one device, however unevenly ids fall on shards; what does not fit is counted."""
     x = np.random.default_rng(2).normal(size=(4000, 8)).astype(np.float32)
     ids = BATCHES[batch](np.random.default_rng(3)).astype(np.int32)
-    run = everything(layout, optimizer, step, MANY)
+    run = everything(layout, optimizer, step)
     *ours, excess = run(sharded(x, layout), batch_of(ids, layout))
     *wanted, none = run(jnp.asarray(x), jnp.asarray(ids))
     np.testing.assert_array_equal(ours[0], wanted[0])
     assert_close(ours[1], wanted[1], rtol=1e-4, atol=2e-5)
     assert (excess > 0) == (batch in OVERFLOWS)
     assert none == 0
-
-
-@hypothesis.given(
-    few=st.lists(st.integers(-3, COUNT + 3), min_size=1, max_size=8),
-    share=st.floats(0, 1),
-)
-def test_any_ids(few, share):
-    """Ids of a few rows and others: exact in each step."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "EXCHANGED_IDS", 1024)
-        rng = np.random.default_rng(len(few))
-        ids = np.where(
-            rng.random(MANY) < share, rng.choice(few, MANY), rng.integers(0, 21, MANY)
-        )
-        run = everything("8 devices", "sgd", "apply_gradients", COUNT)
-        rows, (new, _), _ = run(sharded(numbers(), "8 devices"), batch_of(ids, "8 devices"))
-        wanted, (one, _), _ = run(numbers(), jnp.asarray(ids))
-    wanted_rows = np.where((ids < COUNT)[:, None], wanted, 0)
-    np.testing.assert_array_equal(rows, wanted_rows)
-    np.testing.assert_allclose(np.asarray(new)[:COUNT], one, rtol=1e-4, atol=1e-4)
 
 
 def test_what_large_batches_move():

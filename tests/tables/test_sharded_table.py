@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import jmask
 from jmask._base.row_ids import id_of, position_of
-from tests import stored_tables
+from tests.compilations import compilations
+from tests.compiled_step import training_step
 from tests.optimizers import OF_ALL_TABLES as OPTIMIZERS
 from tests.oracle import assert_close
 from tests.sampling import chosen
@@ -23,7 +24,8 @@ V, D = 21, 12  # 21 rows divide by none of the numbers of devices but 1
 
 # --- trajectories ------------------------------------------------------------------------
 
-# Every value of every parameter in a few cases by default.
+# Ids come twice; the last is padding.
+IDS = np.array([[1, 3, 3], [20, 9, 2], [5, 20, -1]])
 DEFAULT = [
     (layout, list(OPTIMIZERS)[i % len(OPTIMIZERS)], list(STEPS)[(i + i // 3) % 2])
     for i, layout in enumerate([*LAYOUTS, *LAYOUTS])
@@ -31,22 +33,49 @@ DEFAULT = [
 EVERY = [(x, name, step) for x in LAYOUTS for name in OPTIMIZERS for step in STEPS]
 
 
+def loss(params, ids):
+    rows = jmask.embedding_lookup(params["table"], ids, padding_id=-1)
+    return jnp.sum(jnp.sin(rows) * params["dense"])
+
+
+def trained(table, ids, optimizer, step):
+    """Parameters, state and losses after three steps; how often they were compiled."""
+    tx = OPTIMIZERS[optimizer]
+    run, losses = training_step(loss, tx, STEPS[step]), []
+    params = {"table": jnp.copy(table), "dense": jnp.linspace(0.5, 1.5, D)[None, None]}
+    state = tx.init(params)
+    mesh = getattr(table.sharding, "mesh", None)
+    if mesh is not None:  # as a step returns it, so that the second is not compiled anew
+        everywhere = lambda x: isinstance(x.sharding, NamedSharding)
+        put = lambda x: x if everywhere(x) else jax.device_put(x, NamedSharding(mesh, P()))
+        params, state = jax.tree.map(put, (params, state))
+    with compilations() as compiled:
+        for _ in range(3):
+            donated = params["table"]
+            params, state, value = run(params, state, ids)
+            losses.append(float(value))
+    cut = lambda x: np.asarray(x)[:V] if jnp.shape(x)[:1] == table.shape[:1] else np.asarray(x)
+    found = jax.tree.map(cut, (params, state, losses))
+    return found, (params["table"], state), compiled.count("jit(step)"), donated
+
+
+@functools.cache
+def trained_array(optimizer):
+    return trained(numbers(), IDS, optimizer, "apply_gradients")[0]
+
+
 @pytest.mark.parametrize(("layout", "optimizer", "step"), chosen(DEFAULT, EVERY))
 @pytest.mark.dtype_promotion
 def test_trajectory(layout, optimizer, step):
     """As on one device; sharded before, between and after; compiled once; in place."""
-    x, ids = numbers(), batch_of(stored_tables.IDS, layout)
-    table = sharded(x, layout)
-    run = stored_tables.trained(table, OPTIMIZERS[optimizer], STEPS[step], ids=ids)
-    expected = stored_tables.trained_array(optimizer)
-    assert_sharded_alike((run.params["table"], run.state), table)
-    assert run.programs <= 1 + ("automatic" in layout)
-    if LAYOUTS[layout][3] == "explicit":
-        assert all(old.is_deleted() for old in run.donated)
-    cut = lambda x: np.asarray(x)[:V] if jnp.shape(x)[:1] == table.shape[:1] else x
-    run = run._replace(params=jax.tree.map(cut, run.params), state=jax.tree.map(cut, run.state))
-    stored_tables.assert_same_run(run, expected)
-    stored_tables.assert_other_rows_untouched(run, x)
+    table, ids = sharded(numbers(), layout), batch_of(IDS, layout)
+    found, tables, programs, donated = trained(table, ids, optimizer, step)
+    assert_close(found, trained_array(optimizer), rtol=2e-5, atol=2e-6)
+    assert_sharded_alike(tables, table)
+    assert programs <= 1 + ("automatic" in layout)
+    assert donated.is_deleted() or LAYOUTS[layout][3] != "explicit"
+    others = np.setdiff1d(np.arange(V), IDS)
+    np.testing.assert_array_equal(bits(found[0]["table"])[others], bits(numbers())[others])
 
 
 def assert_sharded_alike(tree, table):
@@ -82,40 +111,33 @@ def test_update_without_parameters(layout, count):
     assert_close(ours, run(numbers(), jnp.asarray(ids)), rtol=2e-5, atol=2e-6)
 
 
-GUARDS = {
-    "multi_steps": lambda tx, like: jmask.multi_steps(tx, 2, like),
-    "skip_nonfinite": lambda tx, like: jmask.skip_nonfinite(tx),
-    "both": lambda tx, like: jmask.skip_nonfinite(jmask.multi_steps(tx, 2, like)),
-}
+@pytest.mark.parametrize("name", ["adam", "rowwise adagrad"])
+@pytest.mark.parametrize("spec", [("x",), (None, "x"), (None, None, "x")], ids=str)
+@pytest.mark.parametrize("axes", ["automatic", "explicit"])
+@pytest.mark.dtype_promotion
+def test_stacks_over_a_mesh(axes, spec, name):
+    """Explicit axes over the rows of each table are refused; all else is the same."""
+    mesh, tx, table = (
+        mesh_of(4, axes=axes),
+        OPTIMIZERS[name],
+        numbers((32,))[:4].reshape(4, 8, 4),
+    )
+    out = NamedSharding(mesh, P(None, None)) if axes == "explicit" else None
 
+    def step(table, out):
+        at = jnp.array([0, 2, 0]), jnp.array([1, 3, 1])
+        loss = lambda t: jnp.sum(jnp.sin(t.at[at].get(out_sharding=out)))
+        return jmask.apply_gradients(tx, jmask.grad(loss)(table), tx.init(table), table)
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("layout", ["8 devices", "automatic axis"])
-@pytest.mark.parametrize("guard", GUARDS)
-def test_guards(guard, layout, step):
-    """Four steps, a nan in the third: those of one device, and tables stay where they were."""
-    batches = [(np.arange(8) + 3 * i) % V for i in range(4)]
-    look = lambda t, ids, scale: jnp.sum(scale * jnp.sin(jmask.embedding_lookup(t, ids)))
-
-    def run(table, put):
-        like = jax.eval_shape(jmask.grad(look), table, put(batches[0]), 1.0)
-        tx = GUARDS[guard](jmask.adam(0.1), like)
-
-        @jax.jit
-        def step_of(table, state, ids, scale):
-            return STEPS[step](tx, jmask.grad(look)(table, ids, scale), state, table)
-
-        state = tx.init(table)
-        for ids, scale in zip(batches, (1.0, 1.0, jnp.nan, 1.0), strict=True):
-            if guard != "multi_steps" or not np.isnan(scale):
-                table, state = step_of(table, state, put(ids), scale)
-        return table, state
-
-    table = sharded(numbers(), layout)
-    new, state = run(table, lambda ids: batch_of(ids, layout))
-    assert_sharded_alike((new, state), table)
-    expected, _ = run(numbers(), jnp.asarray)
-    np.testing.assert_allclose(np.asarray(new)[:V], expected, rtol=2e-5, atol=2e-6)
+    spec = P(*spec, *(None,) * (3 - len(spec)))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(table, NamedSharding(mesh, spec))
+        if axes == "explicit" and spec[1]:
+            with pytest.raises(ValueError, match=r"by the rows of each.*`tables\.reshape"):
+                step(placed, out)
+            return
+        found = jax.jit(step, static_argnums=1)(placed, out)
+    assert_close(found, step(table, None), rtol=1e-5, atol=1e-6)
 
 
 # --- where rows are ----------------------------------------------------------------------
