@@ -16,10 +16,11 @@ SHAPE = (4, 3)
 KINDS = ("dense", "row_sparse", "coo", "csr")
 POISON = (np.nan, np.inf, -np.inf, 1e30)
 
+_FAR = 2_000_000_000  # a column of padding: no array may be read there
 _ROWS = np.array([3, 0, 2, 4, 4])  # 4: padding
-_ENTRIES = np.array([[0, 2], [1, 1], [0, 0], [3, 2], [3, 0], [1, 2], [2, 1], [4, 3]])
+_ENTRIES = np.array([[0, 2], [1, 1], [0, 0], [3, 2], [3, 0], [1, 2], [2, 1], [4, _FAR]])
 _POINTERS = np.array([0, 2, 4, 5, 7])  # of the columns below; the last is padding
-_COLUMNS = np.array([0, 2, 1, 2, 1, 0, 2, 3])
+_COLUMNS = np.array([0, 2, 1, 2, 1, 0, 2, _FAR])
 
 
 def _pattern(rows, columns=slice(None)):
