@@ -7,31 +7,25 @@ function on the compressed valid entries alone: no mask and no poison ever reach
 import functools
 import gc
 import inspect
-import warnings
 import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
 import jmask.numpy as jnm
+from tests import masked_cases as cases
 from tests.expressions import functions
-from tests.sparse_arrays import csr
+from tests.masked_cases import KINDS, PATTERNS, SHAPE, build
 from tests.torch_names import REFERENCE_BINARY, REFERENCE_UNARY, TORCH_NAMES, name_here
 
 pytestmark = pytest.mark.sampled
 
-SHAPE = (2, 3)
-MASKS = {
-    "random": np.array([[1, 0, 1], [0, 0, 1]], bool),
-    "empty": np.zeros(SHAPE, bool),
-    "full": np.ones(SHAPE, bool),
-}
-OTHER = np.array([[1, 1, 0], [0, 1, 1]], bool)
-POISON = np.array([[np.nan, np.inf, -np.inf], [1e30, -5.0, np.nan]], np.float32)
+MASKS = dict(zip(("full", "empty", "some", "random"), cases.MASKS, strict=False))
+OTHER = cases.MASKS[4]
+POISON = np.resize(np.float32([np.nan, np.inf, -np.inf, 1e30, -5.0]), SHAPE)
 
 INTEGER = {
     *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "invert"),
@@ -62,7 +56,6 @@ UNARY = sorted(name for name, f in FUNCTIONS.items() if takes_one(f))
 BINARY = sorted(set(FUNCTIONS) - set(UNARY))
 # JAX has no derivative of nextafter.
 DIFFERENTIABLE = [n for n in FUNCTIONS if n not in {*INTEGER, "nextafter"}]
-STORAGES = ("default", "row_sparse", "coo", "csr")
 
 
 def test_all_functions_of_the_reference_are_there():
@@ -80,38 +73,7 @@ def numbers(name, seed=0):
 
 
 def poisoned(values, mask):
-    poison = POISON if values.dtype == np.float32 else np.full(SHAPE, 31, np.int32)
-    return np.where(mask, values, poison).astype(values.dtype)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def stored(values, mask, storage):
-    """The masked tensor on a storage; differentiable in `values`."""
-    if storage == "default":
-        return jmask.masked_tensor(values, mask)
-    if storage == "row_sparse":  # all rows, in order, and padding
-        values = jnp.concatenate([jnp.asarray(values), jnp.asarray(values)[:1]])
-        rows = jmask.RowSparse([0, 1, 2], values, SHAPE)
-        return jmask.masked_tensor(rows, jnp.concatenate([mask, mask[:1]]))
-    everywhere = np.argwhere(np.ones(SHAPE))
-    if storage == "coo":
-        data = BCOO((jnp.ravel(values), jnp.asarray(everywhere)), shape=SHAPE)
-    else:
-        pattern = csr(np.ones(SHAPE))
-        data = BCSR((jnp.ravel(values), pattern.indices, pattern.indptr), shape=SHAPE)
-    return jmask.masked_tensor(data, mask.ravel())
-
-
-to_dense = jax.jit(jmask.MaskedTensor.to_dense)
-
-
-def check(result, expected, mask):
-    dense = to_dense(result)
-    np.testing.assert_array_equal(dense.mask, mask)
-    assert dense.dtype == expected.dtype
-    np.testing.assert_allclose(
-        np.asarray(dense.data)[mask], np.asarray(expected)[mask], rtol=1e-6, atol=1e-7
-    )
+    return np.where(mask, values, POISON if values.dtype == np.float32 else 31)
 
 
 def operands(name):
@@ -120,105 +82,71 @@ def operands(name):
     return [numbers(name, seed) for seed in range(count)], [MASKS["random"], OTHER][:count]
 
 
+def check(result, expected, mask):
+    assert result.dtype == expected.dtype
+    cases.compare(result, np.ma.array(expected, mask=~mask), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")  # traced index arrays
-def test_values(name):
-    """On each storage, eagerly, under jit and under vmap."""
-    function, (xs, masks) = FUNCTIONS[name], operands(name)
-    expected = function.__wrapped__(*xs)
-    for first in MASKS.values():
-        masks, valid = [first, *masks[1:]], np.logical_and.reduce([first, *masks[1:]])
-        for storage in STORAGES:
-            tensors = [
-                stored(poisoned(x, m), m, storage) for x, m in zip(xs, masks, strict=True)
-            ]
-            result = function(*tensors)
-            assert result.stype == storage
-            check(result, expected, valid)
-        check(jax.jit(function)(*tensors), expected, valid)
-    batches = [jnp.stack([x, y]) for x, y in zip(xs, map(poisoned, xs, masks), strict=True)]
-    result = jax.vmap(lambda *xs: function(*map(jmask.masked_tensor, xs, masks)))(*batches)
-    check(jax.tree.map(lambda leaf: leaf[1], result), expected, valid)
-
-
-@pytest.mark.parametrize("name", BINARY)
 @pytest.mark.rank_promotion
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
-def test_operands_of_different_kinds(name):
-    """Masks broadcast with their data; an array has none."""
-    function, ((x, y), (mask, _)) = FUNCTIONS[name], operands(name)
-    expected, row = function.__wrapped__(x, y), function.__wrapped__(x, y[0])
-    right = jmask.masked_tensor(poisoned(y, OTHER), OTHER)
-    for storage in STORAGES:
-        masked = stored(poisoned(x, mask), mask, storage)
-        check(function(masked, right), expected, mask & OTHER)
-        check(function(masked, y), expected, mask)
-        check(function(x, stored(right.data, OTHER, storage)), expected, OTHER)
-        check(function(masked, y[0]), row, mask)
-        check(function(masked, right[0]), row, mask & OTHER[0])
+def test_values(name, kind):
+    """Eagerly, under jit and vmap, on one storage; with operands of others, and with arrays."""
+    function, (xs, masks) = FUNCTIONS[name], operands(name)
+    make = lambda x, mask: build(kind, jnp.asarray(x), jnp.asarray(mask))
+    expected, pattern = function.__wrapped__(*xs), PATTERNS[kind]
+    for first in MASKS.values():
+        masks, valid = [first, *masks[1:]], np.logical_and.reduce([first, *masks[1:]])
+        tensors = list(map(make, map(poisoned, xs, masks), masks))
+        result = function(*tensors)
+        assert result.stype == tensors[0].stype
+        check(result, expected, valid & pattern)
+    check(jax.jit(function)(*tensors), expected, valid & pattern)
+    of_data = lambda *xs: function(*map(make, xs, masks)).to_dense()
+    result = jax.vmap(of_data)(*(np.stack([x, x]) for x in map(poisoned, xs, masks)))
+    check(jax.tree.map(lambda x: x[1], result), expected, valid & pattern)
+    if name in UNARY:
+        return
+    (x, y), (mask, _) = xs, masks
+    masked, right = tensors[0], jmask.masked_tensor(poisoned(y, OTHER), OTHER)
+    row = function.__wrapped__(x, y[0])
+    check(function(masked, right), expected, mask & OTHER & pattern)
+    check(function(masked, y), expected, mask & pattern)
+    check(function(x, tensors[1]), expected, OTHER & pattern)
+    check(function(masked, y[0]), row, mask & pattern)
+    check(function(masked, right[0]), row, mask & OTHER[0] & pattern)
 
 
+@pytest.mark.parametrize("kind", KINDS[:3])
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_gradients(name):
+def test_gradients(name, kind):
     """Exact at valid entries, exactly 0 at masked ones, never nan: both modes, twice."""
     function, (xs, masks) = FUNCTIONS[name], operands(name)
     if function.__wrapped__(*xs).dtype != np.float32:
         return  # comparisons and tests: booleans have no derivative
-    weights = np.arange(1, 7, dtype=np.float32).reshape(SHAPE)
+    exist = [mask & PATTERNS[kind] for mask in masks]
+    weights = np.arange(1, 13, dtype=np.float32).reshape(SHAPE)
 
     def derivatives(function, xs):
         total = lambda *xs: jnp.sum(function(*xs) * weights)
         both = jax.value_and_grad(total, tuple(range(len(xs))))
         return jax.jvp(both, tuple(xs), tuple(map(np.ones_like, xs)))
 
-    valid = np.logical_and.reduce(masks)
+    def of_poisoned(*xs):
+        tensors = [build(kind, x, jnp.asarray(mask)) for x, mask in zip(xs, masks, strict=True)]
+        return function(*tensors).to_tensor(0)
+
+    found = derivatives(of_poisoned, list(map(poisoned, xs, masks)))
+    valid = np.logical_and.reduce(exist)
     of_clean = lambda *xs: jnp.where(valid, function.__wrapped__(*xs), 0)
-    expected = derivatives(of_clean, xs)
-    for storage in ("default", "coo", "row_sparse"):
-
-        def of_poisoned(*xs, storage=storage):
-            tensors = [stored(x, m, storage) for x, m in zip(xs, masks, strict=True)]
-            return function(*tensors).to_tensor(0)
-
-        found = derivatives(of_poisoned, list(map(poisoned, xs, masks)))
-        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-        jax.tree.map(close, found, expected)
-        for gradients in (found[0][1], found[1][1]):
-            assert not any(
-                np.asarray(g)[~m].any() for g, m in zip(gradients, masks, strict=True)
-            )
-
-
-@pytest.mark.parametrize("name", UNARY)
-def test_storage_is_kept_where_zero_is(name):
-    """f(0) = 0 decides, and equal rows are summed before a nonlinear function."""
-    function = FUNCTIONS[name]
-    x = jmask.RowSparse([2, 0, 2], jnp.array([[1.0, -2], [3, 4], [1, 1]]), (4, 2))
-    x = x.astype(jnp.int32) if name in INTEGER else x
-    with np.errstate(all="ignore"):
-        expected = np.asarray(function.__wrapped__(x.todense()))
-        keeps = not np.any(np.asarray(function.__wrapped__(np.zeros((), x.dtype))))
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        result = function(x)
-    assert isinstance(result, jmask.RowSparse) == keeps
-    assert bool(caught) != keeps
-    np.testing.assert_allclose(jmask.todense(result), expected, rtol=1e-6)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(close, found, derivatives(of_clean, xs))
+    for gradients in (found[0][1], found[1][1]):
+        assert not any(np.asarray(g)[~m].any() for g, m in zip(gradients, exist, strict=True))
 
 
 masked = jmask.masked_tensor
-
-
-@pytest.mark.parametrize(
-    ("function", "x", "expected"),
-    [
-        (lambda x: jnm.exp(masked(x, x < 0)), [-1.0, 50, 100], [np.exp(-1), 0, 0]),
-        (lambda x: masked(x, False) / 0.0, [2.0], [0]),
-        (lambda x: 1 / masked(x, x != 0), [0.0, 2.0], [0, -0.25]),
-    ],
-)
-def test_gradients_that_are_nan_elsewhere(function, x, expected):
-    gradient = jax.grad(lambda x: function(x).to_tensor(1.0).sum())(jnp.array(x))
-    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
