@@ -144,6 +144,9 @@ def _softmax(x):
     return powers / powers.sum()
 
 
+# Where derivatives are taken, and of these numbers the equal ones: differences to them are 0.
+POINT = cases.clean_numbers(5) + 0.01 * np.arange(1, 13, dtype=np.float32).reshape(SHAPE)
+AT = np.where(np.isin(np.arange(12), [0, 4, 5, 11]).reshape(SHAPE), POINT, 0)
 _quantile = lambda q: lambda v: np.quantile(v, q)
 # Reductions, and their models of the valid entries of a slice: over all, columns and rows.
 AXES = ((None, True), (0, False), (-1, True), ((-2, 1), False))
@@ -229,6 +232,7 @@ SMOOTH = {
     **{name: _reduced(*row) for name, row in REDUCTIONS.items()},
     **{name: _normalized(*row) for name, row in NORMALIZED.items()},
     **_pairs("""
+    prod of zeros | jnm.prod(x - _float(AT), axis=1) | along(np.prod, 1)(x - AT)
     quantile | jnm.quantile(x, q=0.3) | along(_quantile(0.3))(x)
     quantile rows | jnm.quantile(x, q=0.6, axis=1) | along(_quantile(0.6), 1)(x)
     quantiles | jnm.quantile(x, jnp.array([0.0, 0.25, 1.0]), axis=0) |
@@ -306,6 +310,9 @@ STEPS = {
         mask=np.arange(3)[:, None] >= x.count(0))
     argsort | jnm.argsort(x) |
         ma.array(np.argsort(x.filled(9), 1, "stable"), mask=np.arange(3) >= x.count(1, True))
+    corrcoef | jnm.masked_invalid(jnm.corrcoef(x)) | ma.corrcoef(x)
+    corrcoef of columns | jnm.masked_invalid(jnm.corrcoef(x, rowvar=False)) |
+        ma.corrcoef(x, rowvar=False)
     heaviside | jnm.heaviside(x, 0.5) | ma.array(np.heaviside(x.data, 0.5), mask=x.mask)
     copysign | jnm.copysign(2.0, x) | ma.array(np.copysign(2.0, x.data), mask=x.mask)
     isclose | jnm.isclose(x, 0.5, atol=0.3) | abs(x - 0.5) <= 0.3 + 0.5e-5
@@ -417,7 +424,7 @@ def test_against_numpy(name, kind):
 def test_derivatives(name, kind):
     """Forward and reverse mode, and of the second order; nothing of masked entries."""
     function, reference = SMOOTH[name]
-    clean = cases.clean_numbers(5) + 0.01 * np.arange(1, 13, dtype=np.float32).reshape(SHAPE)
+    clean = POINT
     weights = lambda x: 1 + np.arange(x.size).reshape(x.shape) / x.size
 
     def loss(data, mask):
