@@ -241,46 +241,6 @@ def test_booleans_add_as_or(kind):
         np.testing.assert_array_equal(jnm.logical_not(x), ~dense)
 
 
-A, B = np.float32([[1, 0], [2, 3], [0, 0]]), np.float32([[4, 5], [0, 6], [0, 7]])
-STORAGES = ["default", "row_sparse", "coo", "csr"]
-READERS = {
-    "add": lambda x, y: jnm.add(x, y),
-    "masked_tensor": lambda x, y: jmask.masked_tensor(y.data, jnm.greater(x, 1.5)),
-    "sparse_mask": lambda x, y: jmask.sparse_mask(x, y),
-    "masked_where": lambda x, y: jnm.masked_where(jnm.greater(x, 1.5), y),
-    "where": lambda x, y: jnm.where(jnm.greater(x, 1.5), y, y * 2),
-    "average": lambda x, y: jnm.average(y, 1, x),
-    "sum": lambda x, y: jnm.sum(y, 1, where=jnm.greater(x, 1.5)),
-}
-
-
-# Masks of rows on entries, of entries on rows, and one with as many values as entries.
-REFUSED = [("default", "row_sparse"), ("row_sparse", "coo"), ("row_sparse", "csr")]
-REFUSED += [("coo", "row_sparse"), ("csr", "row_sparse")]
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("name", READERS)
-@pytest.mark.parametrize("stype", STORAGES)
-@pytest.mark.parametrize("like", STORAGES)
-@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
-def test_a_tensor_is_read_where_another_one_stores(like, stype, name, wrap):
-    """What is valid in the result, and its entries, do not depend on whether storages agree."""
-    x, y = jmask.cast_storage(A, stype), jmask.masked_tensor(jmask.cast_storage(B, like))
-    stored = y.to_dense().mask
-    if name == "masked_tensor" and (stype, like) in REFUSED:
-        with pytest.raises(ValueError, match=r"`mask`.*(store positions|fits both)"):
-            wrap(READERS[name])(x, y)
-        return
-    got = wrap(READERS[name])(x, y)
-    if name == "masked_tensor":
-        expected = jmask.masked_tensor(jnp.array(B), (A > 1.5) & stored)
-    else:  # what a plain tensor does not store are zeros, also beside a masked one
-        expected = READERS[name](jnp.array(A), jmask.masked_tensor(y.to_tensor(0), stored))
-    np.testing.assert_array_equal(got.to_dense().mask, expected.mask)
-    np.testing.assert_allclose(got.to_tensor(0), expected.to_tensor(0))
-
-
 def test_positions_that_differ_are_said():
     """Masked tensors of one pattern keep their storage; others are dense, with the warning."""
     eye = jmask.masked_tensor(coo(np.eye(3)))

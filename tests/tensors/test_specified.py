@@ -1,4 +1,7 @@
-"""`todense` and `sparse_mask` against dense twins, and gradients in sparse arguments."""
+"""`todense`, and gradients in sparse arguments: at every entry, or at those specified.
+
+Which entries `sparse_mask` keeps is tested with other positions: `test_repeated_positions`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -61,46 +64,6 @@ def test_todense(kind):
 
 
 OTHER = np.array([[1, 1, 0, 0], [1, 0, 0, 0], [0, 1, 0, 1]], bool)
-
-
-@pytest.mark.parametrize("mask_kind", ["array", "coo", "rows", "masked", "masked csr"])
-@pytest.mark.parametrize("kind", EVERY_KIND)
-def test_sparse_mask(kind, mask_kind):
-    """The entries of x where the mask has some: zeros if x does not store them."""
-    x = tensor(kind, DENSE)
-    mask = tensor(mask_kind, np.where(OTHER, 7.0, 0)) if mask_kind != "array" else OTHER
-    specified = OTHER
-    if mask_kind == "rows":
-        specified = np.ones(SHAPE, bool)  # whole rows
-    expected = np.where(specified, DENSE, 0)
-    masked = "masked" in kind + mask_kind
-    eager = (EVERY_KIND.index(kind) + EVERY_KIND.index(mask_kind)) % 3 == 0
-    function = jmask.sparse_mask if eager else jax.jit(lambda *a: jmask.sparse_mask(*a))
-    # Rows and entries are the only positions that are not joined.
-    stores = ["rows" in k for k in (kind, mask_kind) if k not in ("array", "masked")]
-    if len({*stores}) < 2:
-        with jmask.strict():
-            result = function(x, mask)
-    else:
-        with pytest.warns(jmask.StorageFallbackWarning, match="`sparse_mask` made"):
-            result = function(x, mask)
-    np.testing.assert_allclose(jmask.todense(result), expected, rtol=1e-6)
-    assert isinstance(result, jmask.MaskedTensor) == masked
-    if masked:
-        exists = specified & (KEPT if "masked" in kind else True)
-        np.testing.assert_array_equal(result.to_dense().mask, exists)
-    pattern = x if mask_kind == "array" else mask
-    storage = pattern.storage if isinstance(pattern, jmask.MaskedTensor) else pattern
-    found = result.storage if masked else result
-    assert isinstance(found, type(storage))
-
-
-def test_nothing_stored():
-    empty = jmask.RowSparse.zeros(SHAPE)
-    mask = rows(DENSE)
-    assert not jmask.todense(jmask.sparse_mask(empty, mask)).any()
-    assert jmask.sparse_mask(mask, empty).nse == 0
-    assert jmask.sparse_mask(VALUES, empty).nse == 0
 
 
 total = lambda x: jnp.sum(x * WEIGHTS)
