@@ -356,25 +356,6 @@ def _attention_operands(seed):
     ]
 
 
-OPTIONS = {
-    "plain": {},
-    "causal": {"is_causal": True},
-    "window": {"local_window_size": (1, 0)},
-    "lengths": {"key_value_seq_lengths": np.array([2, 4], np.int32)},
-    "scale": {"scale": 0.1, "bias": np.float32(np.linspace(0, 1, 12)).reshape(1, 1, 3, 4)},
-    "mask": {"mask": np.tile([T, T, F, T], (1, 1, 3, 1))},
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_attention_without_masks_is_that_of_jax(name):
-    operands = _attention_operands(0)
-    expected = jax.nn.dot_product_attention(*operands, **OPTIONS[name])
-    attend = functools.partial(nn.dot_product_attention, **OPTIONS[name])
-    np.testing.assert_array_equal(attend(*operands), expected)
-    compare(jax.jit(attend)(*map(masked, operands)), np.ma.array(expected))
-
-
 def test_attention_with_a_masked_bias_or_mask():
     """Where they are masked there is no score."""
     operands, allowed = _attention_operands(2), np.tile([T, F, T, T], (1, 1, 3, 1))

@@ -175,7 +175,11 @@ def test_positions_of_another(data, other, way):
         with jmask.strict() if are_alike else pytest.warns(jmask.StorageFallbackWarning):
             kept = jmask.sparse_mask(x, pattern)
         assert stype(kept) == (storage if pattern is where else other_storage)
-        plain = [x_y(x, y) for x_y in (jnm.multiply, jnm.add, jnm.maximum, jnm.subtract)]
+        plain = [f(x, y) for f in (jnm.multiply, jnm.add, jnm.maximum, jnm.subtract)]
+        if storage == other_storage:  # which is kept, wherever its entries are
+            assert {stype(z) for z in plain} == {storage}
+        elif len(sparse) == 1:
+            assert stype(plain[0]) == sparse[0]
         m = jmask.MaskedTensor(x)
         maskeds = [
             *(jnm.add(y, m), jnm.masked_where(where, m), jnm.where(where, m, m * 2)),
