@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.sparse import BCOO
 
 import jmask
 import jmask.numpy as jnm
@@ -452,23 +451,6 @@ def test_derivatives(name, kind):
         assert (slope[~valid] == 0).all()
         assert (second[~valid] == 0).all()
         np.testing.assert_allclose(second, (after - before) / 2e-3, rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("name", [n for n in EVERY if n not in NAN | MOVES])
-def test_repeated_positions_are_one_entry(name):
-    """Masked tensors that store a position twice, once masked, and padding."""
-    function, _ = EVERY[name]
-    rng = np.random.default_rng(4)
-    ids, places = np.array([1, 3, 1, 4, 0]), np.array([[0, 2], [3, 1], [0, 2], [4, 3], [2, 0]])
-    rows = jmask.RowSparse(ids, jnp.asarray(rng.normal(size=(5, 3)), jnp.float32), SHAPE)
-    coo = BCOO((jnp.asarray(rng.normal(size=5), jnp.float32), jnp.asarray(places)), shape=SHAPE)
-    for x in (rows, coo):
-        stored = x.values if x is rows else x.data
-        x = jmask.masked_tensor(x, jnp.asarray(rng.random(stored.shape) < 0.7))
-        found, expected = function(x), function(x.to_dense())
-        as_ma = lambda y: jmask.to_numpy_ma(y) if isinstance(y, jmask.MaskedTensor) else y
-        cases.compare(found, jax.tree.map(as_ma, expected, is_leaf=is_tensor), name)
 
 
 EXTREMA = {

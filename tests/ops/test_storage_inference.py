@@ -196,11 +196,6 @@ def test_infinite_slopes_at_padding_are_not_met():
 # --- entries of BCOO and BCSR ------------------------------------------------------------
 
 
-def test_equal_positions_are_summed_before_a_nonlinear_function():
-    x = BCOO((jnp.array([1.0, 2]), jnp.array([[1, 1], [1, 1]])), shape=(2, 2))
-    np.testing.assert_array_equal(jnm.square(x).todense(), [[0, 0], [0, 9]])
-
-
 @pytest.mark.parametrize("kind", ["coo", "csr"])
 @pytest.mark.dtype_promotion
 def test_booleans_add_as_or(kind):
