@@ -10,7 +10,6 @@ import pytest
 from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
-import jmask.numpy as jnm
 from tests.sparse_arrays import coo, csr
 
 pytestmark = pytest.mark.sampled
@@ -115,24 +114,3 @@ def test_gradients(line):
     assert isinstance(g, kind)
     assert not isinstance(x, jmask.RowSparse) or getattr(g, "coalesced", True)
     np.testing.assert_allclose(jmask.todense(g), expected, rtol=1e-5)
-
-
-def test_in_trees_beside_arrays_with_aux():
-    params = {"x": coo(DENSE), "y": rows(DENSE), "w": jnp.ones((6, 4))}
-    params["m"] = tensor("masked", DENSE)
-    ids = jnp.array([1, 1, 5])
-
-    def loss(params, scale):
-        lookup = jnp.sum(params["w"][ids]) + jnp.sum(jmask.todense(params["x"]))
-        total = scale * (lookup + jnp.sum(params["y"].todense()) + jnm.sum(params["m"]))
-        return total.to_tensor(0), {"n": 3}
-
-    (value, aux), (g, of_scale) = jmask.value_and_grad(loss, (0, 1), has_aux=True)(params, 2.0)
-    assert aux == {"n": 3}
-    np.testing.assert_allclose(value, 2.0 * of_scale, rtol=1e-6)
-    assert isinstance(g["x"], jax.Array)
-    assert isinstance(g["y"], jmask.RowSparse)
-    assert isinstance(g["w"], jmask.RowSparse)  # a table that is only looked up
-    np.testing.assert_array_equal(g["x"], np.full(SHAPE, 2.0))
-    np.testing.assert_array_equal(g["y"].todense(), np.full(SHAPE, 2.0))
-    np.testing.assert_array_equal(g["m"].to_tensor(0), np.where(KEPT, 2.0, 0))
