@@ -4,7 +4,6 @@
     arrays of numpy.ma                                     as masked tensors
     masked tensors on row-sparse, COO and CSR storage      as on dense storage
     RowSparse, BCOO, BCSR                                  as of the array that they are
-    complex masked tensors                                 as numpy.ma computes, or refused
 
 Masked tensors on dense storage are held against numpy.ma in `test_masked_functions` and
 `test_elementwise`. The names of `jmask.numpy` and `jmask.nn` are found, not listed: a new one
@@ -28,9 +27,8 @@ from jmask import nn
 from jmask._tensors.masked_tensor import is_tensor
 from tests import masked_cases as cases
 from tests.expressions import functions, rows
-from tests.masked_cases import KINDS, MASKS, SHAPE, clean_numbers, compare
+from tests.masked_cases import KINDS, MASKS, SHAPE, clean_numbers
 from tests.ops.test_elementwise import BINARY, FUNCTIONS, INTEGER, UNARY
-from tests.ops.test_masked_functions import MOVES, NAN, SIZED, SMOOTH, STEPS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -179,7 +177,7 @@ REFUSED = {
     *("nanpercentile", "logsumexp", "logmeanexp"),
     "dot_product_attention",  # of which JAX drops the imaginary part
 }
-# JAX refuses these, and jmask does not: `test_complex_numbers` holds them against NumPy.
+# JAX refuses these, and jmask does not: `test_against_numpy` holds them against numpy.ma.
 EXTENDED = {"top_k", "standardize"}
 # Computed in 32 bits at least. JAX computes covariances and variances of 16 bits in 16 bits, by
 # a difference of squares in `standardize`: 3 % off, and jmask 0.3 %, which is one rounding.
@@ -325,44 +323,3 @@ def test_zeros_that_are_not_stored(name, kind):
         context = jmask.strict() if keeps else pytest.warns(jmask.StorageFallbackWarning)
     with context:
         check(outcome(EVERY[name], x), expected)
-
-
-# --- complex numbers beside NumPy ----------------------------------------------------------
-
-# They have no order; NumPy takes the real part first. `jmask.numpy.sort` is as JAX's.
-NO_ORDER = {
-    *("max", "amin", "median", "lower median", "quantile", "quantile rows", "quantiles"),
-    *("percentile", "ptp", "ptp columns", "logsumexp", "logmeanexp", "argmax", "argmin"),
-    *("heaviside", "copysign", "x.clip(-0.3, 0.6)"),
-    *(name for name in NAN if name[3:6] in ("max", "min", "med", "qua", "per")),
-}
-# numpy.ma drops the imaginary part, or has nothing like it; and what only moves entries.
-WITHOUT_MODEL = {"cumlogsumexp", "attention", *(n for n in SMOOTH if n[:5] == "m.cov"), *MOVES}
-COMPLEX = {
-    k: row for k, row in (SMOOTH | STEPS | NAN | SIZED).items() if k not in WITHOUT_MODEL
-}
-is_ma = lambda x: isinstance(x, np.ma.MaskedArray)
-as_tensor = lambda x: jmask.masked_tensor(x.data, ~np.ma.getmaskarray(x)) if is_ma(x) else x
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", COMPLEX)
-def test_complex_numbers(name, kind):
-    function, reference = COMPLEX[name]
-    # There are several logarithms, 2 pi apart.
-    same = np.ma.exp if name == "log_softmax" else lambda x: x
-    for seed in (0, 3):
-        x = masked(kind, "complex64", seed)
-        if name in NO_ORDER:
-            with pytest.raises((TypeError, ValueError), match=r"[Cc]omplex"):
-                function(x)
-            continue
-        found = jax.tree.map(lambda y: same(dense(y)), function(x), is_leaf=is_tensor)
-        hidden = ~(MASKS[seed] & cases.PATTERNS[kind])
-        expected = reference(
-            np.ma.array(numbers("complex64", seed), np.complex128, mask=hidden)
-        )
-        compare(
-            jax.tree.map(as_tensor, found, is_leaf=is_ma), jax.tree.map(same, expected), name
-        )
