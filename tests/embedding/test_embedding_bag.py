@@ -190,18 +190,6 @@ def test_max_of_what_is_not_finite(form):
     np.testing.assert_array_equal(gradient.values, expected)
 
 
-def test_max_forwards():
-    """The tangent of max is linear, and is the transpose of its gradient."""
-    case = Case("segments", "max", False, 2, "zero")
-    data = drawn("segments", np.random.default_rng(0), outside=True)
-    function = lambda t: call(case, t, data.weights, data.ids, data.places)
-    direction = normal(V, D)
-    out, tangent = jax.jvp(function, (TABLE,), (direction,))
-    np.testing.assert_array_equal(out, function(TABLE))
-    (gradient,) = jax.vjp(function, TABLE)[1](COTANGENT)
-    assert np.vdot(tangent, COTANGENT) == pytest.approx(np.vdot(direction, gradient), rel=1e-5)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("form", [{}, {"offsets": [0]}], ids=len)
 @pytest.mark.parametrize(("combiner", "sum_of"), [("sum", 4096), ("mean", 1), ("sqrtn", 64)])
@@ -275,20 +263,6 @@ def test_the_same_bags(combiner, name):
     """Lines of more dimensions, rows of every shape, row-sparse tables and bounded rows."""
     found, expected = SAME[name](combiner)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
-@pytest.mark.parametrize("form", [{}, {"offsets": [0, 2]}])
-def test_weights_of_a_bag_that_is_left_out(combiner, form):
-    """Where an id is out of range: constants, whose derivative is 0."""
-    ids = np.array([1, 7, 0, 2] if form else [[1, 7], [0, 2]])
-    bags = lambda weights: jmask.embedding_bag(
-        jnp.ones((3, 1)), ids, weights=weights, combiner=combiner, **form
-    )
-    assert np.isnan(bags(np.ones(ids.shape))).tolist() == [[True], [False]]
-    gradient = jax.grad(lambda weights: jnp.nansum(bags(weights)))(jnp.ones(ids.shape))
-    assert np.isfinite(gradient).all()
-    assert not gradient.ravel()[:2].any()
 
 
 @pytest.mark.parametrize("form", [{}, {"segment_ids": [0, 0, 1, 1, 1, 1]}])
