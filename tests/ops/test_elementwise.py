@@ -17,7 +17,7 @@ import pytest
 import jmask
 import jmask.numpy as jnm
 from tests import masked_cases as cases
-from tests.expressions import functions
+from tests.expressions import functions, rows
 from tests.masked_cases import KINDS, PATTERNS, SHAPE, build
 from tests.torch_names import REFERENCE_BINARY, REFERENCE_UNARY, TORCH_NAMES, name_here
 
@@ -169,28 +169,22 @@ MASKED = masked(
     jnp.array([[1.0, jnp.nan], [3.0, 4.0]]), jnp.array([[True, False], [True, True]])
 )
 ROWS = jmask.RowSparse([1], jnp.array([[3.0, 1.0]]), (2, 2))
-CLOSURES = {
-    code: (function, expected)
-    for code, expected in {
-        "jnm.elementwise(lambda v: v * y)(MASKED).to_tensor(0)": [[2, 0], [6, 8]],
-        "MASKED.at[0].apply(lambda v: v * y).to_tensor(0)": [[2, 0], [3, 4]],
-        "jmask.todense(jnm.elementwise(lambda v: v * y)(ROWS))": [[0, 0], [6, 2]],
-        "jnm.elementwise(lambda v, w: v * w)(MASKED, MASKED * 0 + y).to_tensor(0)": [
-            [2, 0],
-            [6, 8],
-        ],
-    }.items()
-    for function in functions("y", globals())(code).values()
-}
+# Of a number that is traced, and what they are of 2.
+CLOSURES = """
+    jnm.elementwise(lambda v: v * y)(MASKED).to_tensor(0) | [[2, 0], [6, 8]]
+    MASKED.at[0].apply(lambda v: v * y).to_tensor(0) | [[2, 0], [3, 4]]
+    jmask.todense(jnm.elementwise(lambda v: v * y)(ROWS)) | [[0, 0], [6, 2]]
+    jnm.elementwise(lambda v, w: v * w)(MASKED, MASKED * 0 + y).to_tensor(0) | [[2, 0], [6, 8]]
+"""
 
 
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
-@pytest.mark.parametrize("code", CLOSURES)
-def test_closures_hold_tracers(code):
-    function, expected = CLOSURES[code]
+@pytest.mark.parametrize("row", rows(CLOSURES), ids=" ".join)
+def test_closures_hold_tracers(row):
+    function, expected = (f for text in row for f in functions("y", globals())(text).values())
     with jax.checking_leaks():
-        np.testing.assert_array_equal(jax.jit(function)(2.0), expected)
-        np.testing.assert_array_equal(jax.vmap(function)(jnp.array([1.0, 2.0]))[1], expected)
+        np.testing.assert_array_equal(jax.jit(function)(2.0), expected(2.0))
+        np.testing.assert_array_equal(jax.vmap(function)(jnp.ones(2) * 2)[1], expected(2.0))
         slope = jax.grad(lambda y: function(y).sum())(2.0)
     np.testing.assert_allclose(slope, function(3.0).sum() - function(2.0).sum())
 
