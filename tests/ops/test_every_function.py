@@ -5,9 +5,9 @@
     masked tensors on row-sparse, COO and CSR storage      as on dense storage
     RowSparse, BCOO, BCSR                                  as of the array that they are
 
-Masked tensors on dense storage are held against numpy.ma in `test_masked_functions` and
-`test_elementwise`. The names of `jmask.numpy` and `jmask.nn` are found, not listed: a new one
-is called as f(x), or needs a call.
+Masked tensors on dense storage are held against numpy.ma in `test_masked_functions`. The names
+of `jmask.numpy` and `jmask.nn` are found, not listed: a new one is called as f(x), or needs a
+call.
 """
 
 import contextlib
@@ -277,10 +277,18 @@ DENSE = set(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", EVERY)
 def test_storages(name, dtype, kind):
+    """As on dense storage; entries of functions of entries are those of clean data."""
     for seed in (1, 3):
-        x = masked(kind, dtype, seed)
-        x = jnm.abs(x).astype(jnp.int32) if name in INTEGER else x
+        x, clean = masked(kind, dtype, seed), jnp.asarray(numbers(dtype, seed))
+        if name in INTEGER:
+            x, clean = (jnm.abs(y).astype(jnp.int32) for y in (x, clean))
         expected = outcome(EVERY[name], x.to_dense())
+        if name in FUNCTIONS and not isinstance(expected, Exception):
+            on_clean = functools.partial(EVERY[name].func, FUNCTIONS[name].__wrapped__)
+            hidden = ~(MASKS[seed] & cases.PATTERNS[kind])
+            check(
+                expected, [np.ma.array(y, mask=hidden) for y in outcome(on_clean, clean)], 1e-6
+            )
         if dtype == "complex64":
             check(outcome(EVERY[name], x), expected)
             continue

@@ -306,6 +306,7 @@ STEPS = {
     corrcoef | jnm.masked_invalid(jnm.corrcoef(x)) | ma.corrcoef(x)
     corrcoef of columns | jnm.masked_invalid(jnm.corrcoef(x, rowvar=False)) |
         ma.corrcoef(x, rowvar=False)
+    masks that broadcast | jnm.not_equal(x, _weights()[:1]) | x != WEIGHTS[:1]
     heaviside | jnm.heaviside(x, 0.5) | ma.array(np.heaviside(x.data, 0.5), mask=x.mask)
     copysign | jnm.copysign(2.0, x) | ma.array(np.copysign(2.0, x.data), mask=x.mask)
     isclose | jnm.isclose(x, 0.5, atol=0.3) | abs(x - 0.5) <= 0.3 + 0.5e-5
