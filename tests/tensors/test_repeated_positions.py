@@ -22,12 +22,12 @@ from jmask._tensors.storage import stype
 pytestmark = pytest.mark.sampled
 
 SHAPE = (4, 3)
-# Of rows, and of entries: repeated ones, none at all, and one that is padding.
-ROWS = {"repeated": [3, 1, 1, 3, 1, 4], "none": [], "unique": [0, 3, 4]}
+# Of rows, and of entries: repeated ones, none at all, and as many others; 4 is padding.
+ROWS = {"repeated": [3, 1, 1, 3, 1, 4], "none": [], "unique": [0, 3, 4, 4, 4, 4]}
 ENTRIES = {
     "repeated": [(0, 2), (1, 0), (1, 0), (1, 2), (3, 1), (3, 1), (3, 1)],
     "none": [],
-    "unique": [(0, 0), (1, 0), (3, 1)],
+    "unique": [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 2), (3, 1)],
 }
 STORAGES = ["row_sparse", "rows_of_coo", "coo", "csr"]
 # Arrays, and sparse tensors at positions of each kind.
