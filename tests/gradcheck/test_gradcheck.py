@@ -40,11 +40,15 @@ def sparse_mm(x, y):
     return matrix(x, True) @ matrix(y, True)
 
 
-PRODUCTS = {
-    "mixed": lambda x: mm(sparse_mm(x, x), x),
-    "all masked": lambda x: sparse_mm(sparse_mm(x, x), x),
-    "all plain": lambda x: mm(mm(x, x), x),
-}
+def products(mm, sparse_mm):
+    return {
+        "mixed": lambda x: mm(sparse_mm(x, x), x),
+        "all masked": lambda x: sparse_mm(sparse_mm(x, x), x),
+        "all plain": lambda x: mm(mm(x, x), x),
+    }
+
+
+PRODUCTS = products(mm, sparse_mm)
 # The verdicts in masked and in plain semantics, and what to try where they are False.
 VERDICTS = {
     "mixed": (False, False),
@@ -52,6 +56,7 @@ VERDICTS = {
     "all masked": (True, False),
     "all plain": (False, True),
 }
+TABLE = {name: (None, None, *verdicts) for name, verdicts in VERDICTS.items()}  # beside torch
 ADVICE = {True: "treats unspecified.*masked=False.*sparse_mask", False: "todense.*masked=True"}
 
 
