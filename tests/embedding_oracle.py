@@ -82,6 +82,7 @@ def combined(rows, bag, weights, combiner, cotangent):
         else:
             scale = w.sum() if combiner == "mean" else np.sqrt((w * w).sum())
             if scale == 0:
+                result.out[number] = 0 * out  # a nan is not hidden
                 continue
             of_scale = 1 if combiner == "mean" else w / scale
             in_scale = -(total * ct).sum() / scale**2 * of_scale

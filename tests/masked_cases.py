@@ -16,10 +16,11 @@ SHAPE = (4, 3)
 KINDS = ("dense", "row_sparse", "coo", "csr")
 POISON = (np.nan, np.inf, -np.inf, 1e30)
 
+_FAR = 2_000_000_000  # a column of padding: no array may be read there
 _ROWS = np.array([3, 0, 2, 4, 4])  # 4: padding
-_ENTRIES = np.array([[0, 2], [1, 1], [0, 0], [3, 2], [3, 0], [1, 2], [2, 1], [4, 3]])
+_ENTRIES = np.array([[0, 2], [1, 1], [0, 0], [3, 2], [3, 0], [1, 2], [2, 1], [4, _FAR]])
 _POINTERS = np.array([0, 2, 4, 5, 7])  # of the columns below; the last is padding
-_COLUMNS = np.array([0, 2, 1, 2, 1, 0, 2, 3])
+_COLUMNS = np.array([0, 2, 1, 2, 1, 0, 2, _FAR])
 
 
 def _pattern(rows, columns=slice(None)):
@@ -125,13 +126,6 @@ def assert_masked(x, data, valid):
 _to_dense = jax.jit(jmask.MaskedTensor.to_dense)
 
 
-def moved_by_numpy(positions, x):
-    """Data and mask from the numbers 1, 2, ... of entries; 0 is a zero that is valid."""
-    data = np.concatenate([[0], np.asarray(x.data).ravel()])
-    valid = np.concatenate([[True], np.asarray(x.mask).ravel()])
-    return data[positions], valid[positions]
-
-
 # 1, 2, ... in place of the entries.
 numbered = lambda x: np.arange(1, x.size + 1).reshape(x.shape)
 # The `is_leaf` of trees of masked tensors.
@@ -149,7 +143,3 @@ def valid_sum(tree):
 def gradient(function, x):
     """The gradient of `valid_sum(function(x))` to the data."""
     return jax.grad(lambda data: valid_sum(function(x.with_values(data))))(x.data)
-
-
-# The name of a function and its arguments.
-case_id = lambda case: "-".join(str(part).replace("\n", "") for part in case)

@@ -7,10 +7,8 @@ see from random projections: a single entry among large ones, a permutation, a r
 not linear.
 """
 
-import dataclasses
 import itertools
-from collections.abc import Callable
-from typing import Any
+from collections import namedtuple
 
 import jax
 import jax.numpy as jnp
@@ -38,17 +36,9 @@ PADDED = BCOO(
 TWICE = jmask.RowSparse([2, 0, 2], jnp.array([[1.0], [2.0], [3.0]]), (3, 1))
 
 
-@dataclasses.dataclass(frozen=True)
-class Wrong:
-    """A function with and without its fault; `says`: a regular expression for the message."""
-
-    wrong: Callable[..., Any]
-    right: Callable[..., Any]
-    args: tuple[Any, ...]
-    says: str
-    masked: bool = False
-    modes: tuple[str, ...] = ("rev",)
-    order: int = 1
+# A function with its fault and without; `says`: a regular expression for the message.
+_FIELDS = "wrong right args says masked modes order"
+Wrong = namedtuple("Wrong", _FIELDS, defaults=(False, ("rev",), 1))
 
 
 def with_vjp(right, pullback):

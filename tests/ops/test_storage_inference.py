@@ -19,7 +19,7 @@ import jmask
 import jmask.numpy as jnm
 from jmask import nn  # noqa: F401, of the expressions
 from tests.expressions import functions
-from tests.sparse_arrays import coo, csr
+from tests.sparse_arrays import coo
 
 pytestmark = pytest.mark.sampled
 
@@ -193,36 +193,10 @@ def test_infinite_slopes_at_padding_are_not_met():
     np.testing.assert_allclose(gradient, [slope, slope, 0], rtol=1e-5)
 
 
-# --- entries of BCOO and BCSR, positions that differ, arrays given by name -------------------
-
-KEPT = functions("m, x, y, d", globals())("""
-    m.sin(x); m.multiply(x, d); m.multiply(x, d[0]); m.add(x, y); m.subtract(x, x);
-    m.maximum(x, m.multiply(y, y)); m.where(d > 0, x, y); nn.leaky_relu(x, d)
-""")
+# --- entries of BCOO and BCSR ------------------------------------------------------------
 
 
-C, D = np.array([[0.0, 2, 0], [3, 0, -1]], np.float32), np.float32([[1.0, 4, 0], [0, 0, 5]])
-ENTRIES = {"coo": (coo(C, nse=5), coo(D)), "csr": (csr(C), csr(D))}
-
-
-@pytest.mark.parametrize("kind", ENTRIES)
-@pytest.mark.parametrize("name", KEPT)
-@pytest.mark.rank_promotion
-def test_entries_are_kept(kind, name):
-    function, (x, y), d = KEPT[name], ENTRIES[kind], jnp.asarray(D - 2)
-    for wrap in (lambda f: f, jax.jit):
-        with jmask.strict():
-            result = wrap(lambda x, y, d: function(jnm, x, y, d))(x, y, d)
-        assert type(result) is type(x)
-        np.testing.assert_allclose(result.todense(), function(jnp, C, D, d), rtol=1e-6)
-
-
-def test_equal_positions_are_summed_before_a_nonlinear_function():
-    x = BCOO((jnp.array([1.0, 2]), jnp.array([[1, 1], [1, 1]])), shape=(2, 2))
-    np.testing.assert_array_equal(jnm.square(x).todense(), [[0, 0], [0, 9]])
-
-
-@pytest.mark.parametrize("kind", ENTRIES)
+@pytest.mark.parametrize("kind", ["coo", "csr"])
 @pytest.mark.dtype_promotion
 def test_booleans_add_as_or(kind):
     """Equal positions are summed, and dense arrays made, also where JAX cannot add."""
@@ -239,46 +213,6 @@ def test_booleans_add_as_or(kind):
         np.testing.assert_array_equal(jmask.todense(result), expected)
     with pytest.warns(jmask.StorageFallbackWarning):
         np.testing.assert_array_equal(jnm.logical_not(x), ~dense)
-
-
-A, B = np.float32([[1, 0], [2, 3], [0, 0]]), np.float32([[4, 5], [0, 6], [0, 7]])
-STORAGES = ["default", "row_sparse", "coo", "csr"]
-READERS = {
-    "add": lambda x, y: jnm.add(x, y),
-    "masked_tensor": lambda x, y: jmask.masked_tensor(y.data, jnm.greater(x, 1.5)),
-    "sparse_mask": lambda x, y: jmask.sparse_mask(x, y),
-    "masked_where": lambda x, y: jnm.masked_where(jnm.greater(x, 1.5), y),
-    "where": lambda x, y: jnm.where(jnm.greater(x, 1.5), y, y * 2),
-    "average": lambda x, y: jnm.average(y, 1, x),
-    "sum": lambda x, y: jnm.sum(y, 1, where=jnm.greater(x, 1.5)),
-}
-
-
-# Masks of rows on entries, of entries on rows, and one with as many values as entries.
-REFUSED = [("default", "row_sparse"), ("row_sparse", "coo"), ("row_sparse", "csr")]
-REFUSED += [("coo", "row_sparse"), ("csr", "row_sparse")]
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("name", READERS)
-@pytest.mark.parametrize("stype", STORAGES)
-@pytest.mark.parametrize("like", STORAGES)
-@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
-def test_a_tensor_is_read_where_another_one_stores(like, stype, name, wrap):
-    """What is valid in the result, and its entries, do not depend on whether storages agree."""
-    x, y = jmask.cast_storage(A, stype), jmask.masked_tensor(jmask.cast_storage(B, like))
-    stored = y.to_dense().mask
-    if name == "masked_tensor" and (stype, like) in REFUSED:
-        with pytest.raises(ValueError, match=r"`mask`.*(store positions|fits both)"):
-            wrap(READERS[name])(x, y)
-        return
-    got = wrap(READERS[name])(x, y)
-    if name == "masked_tensor":
-        expected = jmask.masked_tensor(jnp.array(B), (A > 1.5) & stored)
-    else:  # what a plain tensor does not store are zeros, also beside a masked one
-        expected = READERS[name](jnp.array(A), jmask.masked_tensor(y.to_tensor(0), stored))
-    np.testing.assert_array_equal(got.to_dense().mask, expected.mask)
-    np.testing.assert_allclose(got.to_tensor(0), expected.to_tensor(0))
 
 
 def test_positions_that_differ_are_said():

