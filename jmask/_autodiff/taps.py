@@ -198,7 +198,7 @@ def gradients_of_tables(
     taps = zip(jax.tree.leaves(specs), of_lookups, jax.tree.leaves(cotangents), strict=True)
     for spec, i, cotangent in taps:
         table = tables[spec.table]
-        sharding = explicit_sharding(table)
+        sharding = explicit_sharding(table, cotangent)
         mesh = jax.sharding.get_abstract_mesh() if sharding is None else sharding.mesh
 
         def on_mesh(x: jax.Array, mesh: AbstractMesh | Mesh = mesh) -> jax.Array:

@@ -246,15 +246,14 @@ READS_SHAPES = ("adamw", "by_ndim", "within norms", "centralize")
 def is_compared(name, kind):
     """Entries are no rows where rows are read; dense ones of optax take no pairs.
 
-    A rate that optax injects has the dtype of parameters, which ids have not, and comes back
-    from a step with the explicit axes of a table, outside of which it is used.
+    A rate that optax injects has the dtype of parameters, which ids have not.
     """
     is_lifted = any(x in name for x in ("optax", "chain", "lazy", "densify", "inject"))
     return not (
         (kind in OF_ENTRIES and kind != "vector" and any(x in name for x in READS_ROWS))
         or (kind == "vector" and any(x in name for x in READS_SHAPES))
         or ("complex" in kind and (is_lifted or "adamw" in name))
-        or (name.startswith("inject") and kind in (*SHARDED, "row-sparse weight"))
+        or (name.startswith("inject") and kind == "row-sparse weight")
     )
 
 
