@@ -39,6 +39,7 @@ from jmask._base.fallback import (
 from jmask._base.row_ids import id_dtype
 from jmask._base.types import Argument, Function, Gradient, PyTree, Table, Transformation
 from jmask._base.validation import Model, leaf_name
+from jmask._kernels.rows import set_rows
 from jmask._kernels.stochastic_rounding import check_key, stochastic_round
 from jmask._lazy.checks import (
     ORDER,
@@ -485,5 +486,13 @@ def dense_parameters(params: PyTree, order: str = ORDER) -> PyTree:
     A model that holds functions becomes its parameters, with None for all else.
     """
     check_parameters(params, order)
-    as_array = lambda x: x.todense() if is_full(x) else x
+
+    def as_array(x: Table) -> jax.Array:
+        if not isinstance(x, RowSparse):
+            return x
+        rows = x.coalesce().flat()
+        # Written, not added to zeros: -0.0 stays.
+        zeros = jnp.zeros(rows.shape, rows.dtype)
+        return set_rows(zeros, rows.row_ids(), rows.values, "sorted").reshape(x.shape)
+
     return jax.tree.map(as_array, model_of(params).parameters, is_leaf=is_full)

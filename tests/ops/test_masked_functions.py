@@ -358,11 +358,17 @@ EVERY = SMOOTH | STEPS | ROUNDED | NAN | SIZED
 # JAX's. Of others numpy.ma drops the imaginary part, or has nothing like it.
 NO_ORDER = {
     *("max", "amin", "median", "lower median", "quantile", "quantile rows", "quantiles"),
-    *("percentile", "ptp", "ptp columns", "logsumexp", "logmeanexp", "argmax", "argmin"),
+    *("percentile", "ptp", "ptp columns", "argmax", "argmin"),
     *("heaviside", "copysign", "x.clip(-0.3, 0.6)"),
     *(name for name in NAN if name[3:6] in ("max", "min", "med", "qua", "per")),
 }
-REAL = {"cumlogsumexp", "attention", *(n for n in EVERY if "m.cov" in n or "corrcoef" in n)}
+REAL = {
+    "cumlogsumexp",
+    "logsumexp",
+    "logmeanexp",
+    "attention",
+    *(n for n in EVERY if "m.cov" in n or "corrcoef" in n),
+}
 COMPLEX = (SMOOTH | STEPS | NAN | SIZED).keys() - REAL - MOVES.keys()
 
 # What is not made dense; products are not of these storages but `row_sparse`.
