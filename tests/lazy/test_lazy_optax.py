@@ -276,6 +276,7 @@ ACCEPTED = functions("u, p, s", globals())("""
     u * jax.lax.fori_loop(0, 3, lambda i, c: c * 0.9, 1.0);
     jax.lax.fori_loop(0, 3, lambda i, c: c * 0.9 + u, u);
     jax.lax.cond(s > 0, lambda: u, lambda: 2 * u);
+    jax.lax.platform_dependent(u, rocm=lambda u: u, default=lambda u: 2 * u);
     jnp.where(u > 0, u, 0.1 * p); jnp.ones_like(u); u.astype(jnp.bfloat16).astype(u.dtype);
     jax.jit(lambda u, p, s: u * jnp.abs(p) + s * u)(u, p, s);
     u * jnp.concatenate([jnp.ones_like(u), 2 * jnp.ones_like(p)], -1).sum(-1, keepdims=True)

@@ -70,6 +70,10 @@ COUNTING = {
     "checkpoint": (jax.checkpoint(lambda x: 1.0 / x.size), NUMBER),
     "custom rule": (by_its_own_rule, NUMBER),
     "branch": (lambda x: lax.cond(x.sum() > 0, lambda: 1.0 / count(x), lambda: 1.0), NUMBER),
+    "branch by platform": (
+        lambda x: lax.platform_dependent(x, rocm=lambda x: 1.0 / count(x), default=jnp.sum),
+        NUMBER,
+    ),
     "fori_loop": (lambda x: lax.fori_loop(0, count(x), lambda _, c: c + 1.0, 0.0), NUMBER),
     "while_loop": (looped, NUMBER),
     "scan": (lambda x: lax.scan(lambda c, _: (c + 1, None), 0, jnp.zeros(count(x)))[0], "scan"),

@@ -1,5 +1,7 @@
 """Functions and optimizers outside jit compile nothing from the third call on."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from tests.autodiff.test_semantics_of_gradients import OPERATIONS
 from tests.compilations import compilations
 from tests.expressions import functions
 from tests.optimizers import NAMED
-from tests.stored_tables import STEPS, of_lines
+from tests.stored_tables import STEPS, of_lines, sharded
 
 pytestmark = pytest.mark.dtype_promotion
 
@@ -71,10 +73,20 @@ FUNCTIONS = functions("i", globals())("""
     jmask.stochastic_round(jnp.full(3, 0.1 * i), jnp.bfloat16, jax.random.key(i));
     jmask.apply_updates(jnp.ones((50, 3), jnp.bfloat16), rows(i), key=jax.random.key(i));
     jmask.tree.norm(rows(i)); jmask.tree.mean([rows(i), rows(i + 1)]);
-    jmask.tree.scale(2.0, rows(i))
+    jmask.tree.scale(2.0, rows(i)); jmask.quantize_rows(NARROW + i, "int8");
+    DEFERRED.catch_up(NARROW, DEFERRED.init(NARROW), ids_of(i));
+    DEFERRED.catch_up(NARROW, DEFERRED.init(NARROW));
+    jmask.vocabulary.rows_of(jmask.vocabulary.create(64, ways=4), ids_of(i));
+    jmask.vocabulary.rows_of(spread_keys(), ids_of(i));
+    jmask.embedding_lookup(spread(), ids_of(i)); jmask.exchange_overflow(spread(), ids_of(i));
+    DEFERRED.catch_up(spread(), DEFERRED.init(spread()), ids_of(i));
+    jmask.apply_updates(spread(), jmask.RowSparse([i, 7, i], jnp.ones((3, 12)), (56, 12)))
 """)
 NARROW, ADAM = jnp.ones((50, 3)), OPTIMIZERS["adam"]
-PACKED = jmask.packed(NARROW)
+PACKED, DEFERRED = jmask.packed(NARROW), jmask.deferred(optax.adam(0.1), window=8)
+# Explicit axes: what each device does is a program of its own.
+spread = functools.cache(lambda: sharded(jnp.ones((56, 12)), "8 devices"))
+spread_keys = lambda: jmask.vocabulary.create(64, ways=4, mesh=spread().sharding.mesh)
 packed_rows = lambda i: of_lines(rows(i), PACKED)
 ids_of = lambda i: jnp.array([i, 3, i])
 
