@@ -35,9 +35,9 @@ from jmask._base.forms import (
     is_recomputed_apart,
     name_of,
     recomputed_how,
-    run_on_platforms,
     scan_of,
     shard_map_of,
+    switch_like,
 )
 from jmask._base.jaxprs import forwarded
 from jmask._base.row_ids import id_dtype
@@ -264,7 +264,7 @@ def _cond(
         return build
 
     cases = [with_taps(x, trial.record) for x, trial in zip(branches, trials, strict=True)]
-    outs, ids = run_on_platforms(eqn, which, cases)
+    outs, ids = switch_like(eqn, which, cases)
     taps.record.append(ids)
     return outs
 

@@ -132,10 +132,10 @@ def branches_of(eqn: JaxprEqn) -> list[Opened]:
     return [opened(branch) for branch in eqn.params["branches"]]
 
 
-def run_on_platforms(eqn: JaxprEqn, which: Index, cases: Sequence[Function]) -> PyTree:
-    """Run one of several functions in the place of the branches of a `cond`.
+def switch_like(eqn: JaxprEqn, which: Index, cases: Sequence[Function]) -> PyTree:
+    """Run one of several functions, in the place of the branches of a `cond`.
 
-    Those of `lax.platform_dependent` are each for some platforms, and compiled for no other.
+    Branches of `lax.platform_dependent` are each for some platforms, and compiled for no other.
     """
     platforms = eqn.params.get("branches_platforms")
     if platforms is None:

@@ -328,6 +328,7 @@ def _scalars(step: LazyStep, forms: Sequence[FormOrReason]) -> list[Step | None]
 # --- rows as they are now -----------------------------------------------------------------
 
 
+# In one program, so that outside of jit it is compiled once.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _caught_up(
     form: Form,

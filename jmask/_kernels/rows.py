@@ -327,6 +327,7 @@ def is_routed(shards: Shards, ids: IdVector, order: Order) -> bool:
     return order == "routed" and spec_of(ids)[0] == entry(shards.rows)
 
 
+# In one program, so that outside of jit it is compiled once.
 @functools.partial(jax.jit, static_argnums=(0, 1, 5), inline=True)
 def _written_on_shards(
     shards: Shards, kind: Kind, table: TableArray, ids: IdVector, rows: RowArray, order: Order
@@ -418,6 +419,7 @@ def gather_unique_rows(table: TableArray, ids: IdVector, order: Order) -> RowArr
     return READ.bind(table, ids, order=order)[0]
 
 
+# In one program, so that outside of jit it is compiled once.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _gathered_on_shards(shards: Shards, table: TableArray, ids: IdVector) -> RowArray:
     """Return rows of unique ids that are on the shards that have them."""

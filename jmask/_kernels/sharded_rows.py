@@ -301,6 +301,7 @@ ad.primitive_jvps[LOOKUP], ad.primitive_transposes[LOOKUP] = _derivative, _trans
 # --- to the shards --------------------------------------------------------------------------
 
 
+# In one program, so that outside of jit it is compiled once.
 @functools.partial(jax.jit, inline=True)
 def routed(table: TableArray, ids: IdVector, values: RowArray) -> tuple[IdVector, RowArray]:
     """Bring the rows of a gradient to the shards that they live on, equal ids summed.
