@@ -17,6 +17,7 @@ kept in a ring of W: a row that waits for longer reads as nan.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -142,15 +143,18 @@ def advanced(
     added = [jnp.stack(products, axis=1)]
     if form.quotient is not None:
         a, b = form.quotient
-        # For rows caught up just before this step it is the first one.
         b1, b2 = (1 + step.changes.get((i, i), 0.0) for i in (a, b))
-        first = _spread(b1, b2, clock.astype(dtype)) * step.e
-        shift = [jnp.where(slot == clock % ring, first, shift[0])]
         factors = old[a, a], old[b, b]
+        root = jnp.sqrt(factors[1])[:, None]
+        # For rows caught up just before this step it is the first one, and for those of whom no
+        # step has moved the parameter yet: a rate may begin at 0.
+        first = _spread(b1, b2, clock.astype(dtype)) * step.e
+        is_first = functools.reduce(jnp.logical_and, [x == 0 for x in old_terms])
+        later = first / jnp.maximum(root[:, 0], jnp.finfo(dtype).tiny)
+        shift = [jnp.where(slot == clock % ring, first, jnp.where(is_first, later, shift[0]))]
         # What the step adds to T at each node, (W, terms).
         nodes = (1 + _nodes(form.terms))[None] / 2
         h, x = shift[0][:, None], jnp.asarray(nodes / (1 - nodes), dtype) * shift[0][:, None]
-        root = jnp.sqrt(factors[1])[:, None]
         values = step.c * (factors[0][:, None] * ((x + h) / (root * x + step.e)))
         # `dot` is less precise on accelerators. All columns are computed together, since XLA
         # compiles a kernel for each column that is computed by itself.
@@ -159,7 +163,8 @@ def advanced(
         terms = sum(columns, start=jnp.zeros((), dtype))
         is_used = (slot <= clock) | (clock >= ring)  # the others are fresh, and stay finite
         error = _error(form.terms, *factors, shift[0] / step.e)
-        terms = jnp.where((is_used & (error > ACCEPTED))[:, None], jnp.nan, terms)
+        is_wrong = is_used & (error > ACCEPTED) & (step.c != 0)
+        terms = jnp.where(is_wrong[:, None], jnp.nan, terms)
         added.append(moves * jnp.stack(old_terms, axis=1) + terms)
     if form.sign is not None:
         more = step.sign * jnp.sign(old[form.sign, form.sign])
