@@ -146,12 +146,11 @@ def advanced(
         b1, b2 = (1 + step.changes.get((i, i), 0.0) for i in (a, b))
         factors = old[a, a], old[b, b]
         root = jnp.sqrt(factors[1])[:, None]
-        # For rows caught up just before this step it is the first one, and for those of whom no
-        # step has moved the parameter yet: a rate may begin at 0.
-        first = _spread(b1, b2, clock.astype(dtype)) * step.e
-        is_first = functools.reduce(jnp.logical_and, [x == 0 for x in old_terms])
-        later = first / jnp.maximum(root[:, 0], jnp.finfo(dtype).tiny)
-        shift = [jnp.where(slot == clock % ring, first, jnp.where(is_first, later, shift[0]))]
+        # A sum that is empty takes its h from this step, whatever it was: that of the start step
+        # just before, and sums since which the rate was 0, as a warm-up begins.
+        is_empty = functools.reduce(jnp.logical_and, [x == 0 for x in old_terms])
+        first = _spread(b1, b2, clock.astype(dtype)) * step.e / jnp.maximum(root[:, 0], 1e-6)
+        shift = [jnp.where(is_empty, first, shift[0])]
         # What the step adds to T at each node, (W, terms).
         nodes = (1 + _nodes(form.terms))[None] / 2
         h, x = shift[0][:, None], jnp.asarray(nodes / (1 - nodes), dtype) * shift[0][:, None]
