@@ -2,6 +2,7 @@
 
 types           names for the types of arguments
 array_types     shapes, and dtypes to compute in
+side_table      what is known of objects, as long as they live
 shardings       where the entries of arrays are, by their types; code for each device
 validation      validation of public arguments and of the leaves of trees
 row_ids         row ids: canonical form, and the opaque dtype in which they travel

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from jmask._base.side_table import SideTable
 from jmask._base.types import Argument, DType, Function, PyTree, Shaped
 
 # --- shapes -------------------------------------------------------------------------------
@@ -30,8 +31,8 @@ def trailing(x: jax.Array, ndim: int) -> jax.Array:
     return x.reshape(x.shape + (1,) * (ndim - x.ndim))
 
 
-# By address, as JAX finds functions, which need not be hashable: each under `jax.jit`.
-_JITTED: dict[int, tuple["weakref.ref[Function]", Argument]] = {}
+# Each function under `jax.jit`.
+_JITTED = SideTable[Argument]()
 
 
 def shapes_from(function: Function, *args: PyTree) -> PyTree:
@@ -40,12 +41,12 @@ def shapes_from(function: Function, *args: PyTree) -> PyTree:
     That keeps 19 objects of each call as long as the function lives (jax 0.12), which steps
     outside of jit would add up.
     """
-    key, jitted = id(function), _JITTED
-    if key not in jitted:
-        reference = weakref.ref(function, lambda _: jitted.pop(key))
-        call: Function = reference
-        jitted[key] = reference, jax.jit(lambda *args: call()(*args))
-    return jitted[key][1].eval_shape(*args)
+    jitted = _JITTED.of(function)
+    if jitted is None:
+        call: Function = weakref.ref(function)
+        jitted = jax.jit(lambda *args: call()(*args))
+        _JITTED.note(function, jitted)
+    return jitted.eval_shape(*args)
 
 
 def is_known(*sizes: object) -> bool:

@@ -16,7 +16,6 @@ materialises all of them, and the compiler removes the array that nothing reads.
 import dataclasses
 import functools
 import math
-import weakref
 from collections.abc import Callable, Sequence
 
 import jax
@@ -28,6 +27,7 @@ from jax.typing import DTypeLike
 from jmask._base.array_types import is_known, joint_dtype, trailing, wide
 from jmask._base.lowering import CallPrimitive
 from jmask._base.shardings import varying_alike
+from jmask._base.side_table import SideTable
 from jmask._base.types import (
     Argument,
     ArrayFunction,
@@ -79,29 +79,12 @@ class GatheredRows:
 Rows = RowArray | GatheredRows
 
 
-class _Known:
-    """Remember how traced arrays are made, by identity, without keeping array or trace."""
+class _Known(SideTable[GatheredRows]):
+    """What makes traced arrays."""
 
-    # Tracers have no hash, and `==` of arrays is elementwise, so this is no WeakKeyDictionary:
-    # the key is the address, which the callback of the weak reference removes before it is used
-    # again.
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[jax.Array], GatheredRows]] = {}
-
-    def note(self, x: jax.Array, made_by: GatheredRows) -> None:
-        """Keep what makes a traced array, in place of what was known of it."""
+    def note(self, x: object, fact: GatheredRows) -> None:
         if isinstance(x, jax.core.Tracer):
-            key, known = id(x), self._known
-            known[key] = (weakref.ref(x, lambda _: known.pop(key, None)), made_by)
-
-    def of(self, x: jax.Array) -> GatheredRows | None:
-        """Return what makes an array, in the same trace, or None."""
-        reference, made_by = self._known.get(id(x), (None, None))
-        return made_by if reference is not None and reference() is x else None
-
-    def __len__(self) -> int:
-        return len(self._known)
+            super().note(x, fact)
 
 
 GATHERED = _Known()
