@@ -5,8 +5,8 @@
 | remat        | go in: what JAX recomputes reads tables from outside of it                  |
 | scan         | go in as constants, as carries that do not change, and array by array of a  |
 |              | stack; each tap has one more dimension, for the rounds                      |
-| cond, switch | go into each branch; all branches share taps, as many as one of them needs; |
-|              | so do those of `lax.platform_dependent`                                      |
+| cond, switch | go into each branch; all branches share taps, as many as one of them needs. |
+|              | Branches by platform (`lax.platform_dependent`) are branches, too           |
 | shard_map    | go in if the table is on every device; each device has taps of its own      |
 """
 

@@ -262,7 +262,7 @@ def _combiner(
     for source in (gradient, *(made if not by_rows else ())):
         chosen, needed = needed_for(wanted, equations, source)
         scalars = [v for v in needed if v not in table_of and v not in constants]
-        more, scalars = _of_fewer(scalars, jaxpr.eqns, constants)
+        more, scalars = _with_fewer_scalars(scalars, jaxpr.eqns, constants)
         if any(aval_of(v).ndim for v in scalars if v not in parts.filled):
             break
         if source is not gradient and gradient in needed:
@@ -279,7 +279,7 @@ def _combiner(
     return None if step.unordered else first
 
 
-def _of_fewer(
+def _with_fewer_scalars(
     scalars: list[Var], eqns: Sequence[JaxprEqn], constants: Mapping[Var, Argument]
 ) -> tuple[list[JaxprEqn], list[Var]]:
     """Return equations, and fewer scalars that they compute the given ones of.
@@ -335,7 +335,7 @@ def _update_of_rows(
     """Make the update of these leaves, whose equal ids are summed first; `updated` runs it."""
     tables, are_steps = [x.value for x in leaves], [x.kind == "param" for x in leaves]
     valid, table, count = leaves[0].valid, tables[0], len(tables)
-    is_masked = valid is not None
+    is_masked = valid is not None  # JAX keeps `new_rows`, which must not keep the mask
     # The gradient is opened once: what follows takes canonical ids, rows, and their order.
     ids, rows, order = gradient.row_ids(), gradient.rows(), gradient.order
     if steps is not None and table.dtype == gradient.dtype and not is_narrow(table.dtype):

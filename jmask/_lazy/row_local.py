@@ -141,7 +141,7 @@ class RowLocal:
 
     @functools.cached_property
     def sums_over_rows(self) -> bool:
-        """Whether a number of the update is a sum over rows."""
+        """Whether the update computes a sum over rows, as a global norm."""
         return any(
             any(map(axes_of_rows, eqn.invars)) and not any(map(axes_of_rows, eqn.outvars))
             for eqn in within(self.program.jaxpr.eqns)
@@ -262,17 +262,17 @@ def known_in(program: ClosedJaxpr, inputs: Sequence[Known]) -> dict[Var, Known]:
     jaxpr = program.jaxpr
     consts = [None] * len(program.consts)
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
-    run(jaxpr.eqns, known, _rule, _of_literal)
+    run(jaxpr.eqns, known, _rule, _known_of_literal)
     return known
 
 
 def _outputs(opened: Opened, inputs: Sequence[Known]) -> list[Known]:
     program = inlined(ClosedJaxpr(*opened))
     consts: list[Known] = [None] * len(program.consts)
-    return interpret(program.jaxpr, consts, inputs, _rule, _of_literal)
+    return interpret(program.jaxpr, consts, inputs, _rule, _known_of_literal)
 
 
-def _of_literal(x: Argument) -> Known:
+def _known_of_literal(x: Argument) -> Known:
     return x if np.ndim(x) == 0 else None
 
 
@@ -293,7 +293,7 @@ def _rule(eqn: JaxprEqn, inputs: list[Known]) -> list[Known]:
     elif name == "optimization_barrier":
         outputs = inputs
     elif name in ELEMENTWISE:
-        outputs = [_of_entries(name, eqn, inputs)]
+        outputs = [_evaluated(name, eqn, inputs)]
     elif any(map(axes_of_rows, (*eqn.invars, *eqn.outvars))):
         if name not in RULES:
             raise _refused(eqn, "mixes rows, counts them, or tells them apart by position")
@@ -315,7 +315,7 @@ def _without_rows(name: str, eqn: JaxprEqn, inputs: list[Known]) -> Known:
     return inputs[0] if name in ("broadcast_in_dim", "reshape", "squeeze") else None
 
 
-def _of_entries(name: str, eqn: JaxprEqn, inputs: list[Known]) -> Known:
+def _evaluated(name: str, eqn: JaxprEqn, inputs: list[Known]) -> Known:
     """Evaluate an elementwise equation at what its operands are in untouched rows."""
     if name == "reshard":  # the same numbers on other devices
         return inputs[0]

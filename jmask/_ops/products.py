@@ -33,13 +33,7 @@ from jax.experimental.sparse import BCOO, BCSR
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import (
-    adds_when_cast,
-    shapes_from,
-    sum_dtype,
-    trailing,
-    wide,
-)
+from jmask._base.array_types import adds_when_cast, shapes_from, sum_dtype, trailing, wide
 from jmask._base.fallback import report_fallback
 from jmask._base.row_ids import canonical
 from jmask._base.shardings import explicit_sharding, spec_of, without_repetition

@@ -158,7 +158,7 @@ def _check(name: str, table: jax.Array, ids: jax.Array, vocab: Vocabulary | None
 
 
 def _started(init: Initializer, key: jax.Array, ids: jax.Array, table: jax.Array) -> jax.Array:
-    """Return the rows (n, *row) of ids as `init` makes them, one by one."""
+    """Return rows (n, *row), each made by `init` with a key of its own."""
     shape = (1, *table.shape[1:])
     row = lambda i: init(jax.random.fold_in(key, i), shape, table.dtype)[0]
     return jax.vmap(row)(ids).astype(table.dtype)

@@ -172,7 +172,7 @@ def _found(
     has_row = is_known & (old_place < ways)
     busy = _busy(match, set_start, places)
 
-    # --- a place for the r-th new key of a set: the r-th in the order of being given away
+    # --- new key number r of a set takes the place that is number r in the order of eviction
     age = jnp.minimum(now - used, _MOST - 1)
     recent = jnp.where(busy, _MOST, jnp.where(counts == 0, 0, _MOST - age))
     often = jnp.where(busy, _MOST, counts)
