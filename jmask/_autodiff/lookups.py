@@ -44,7 +44,16 @@ from jmask._base.forms import aval_of, parameter
 from jmask._base.jaxprs import bound
 from jmask._base.row_ids import canonical, id_dtype, widen
 from jmask._base.shardings import sharding_of_type
-from jmask._base.types import Argument, Function, IdVector, Index, RowArray, Shape, Shaped
+from jmask._base.types import (
+    Argument,
+    Function,
+    IdArray,
+    IdVector,
+    Index,
+    RowArray,
+    Shape,
+    Shaped,
+)
 from jmask._kernels.gathered_rows import BAG_SUM, BagSum
 from jmask._kernels.lines import LOOKUP as ROWS_OF_LINES
 from jmask._kernels.lines import is_packed
@@ -242,6 +251,13 @@ class Windows:
         is_one = self.single == self.started == {0} and self.sizes == (1, *shape[1:])
         return is_one and tuple(self.offsets) == offsets
 
+    def ids(self, rows: int) -> IdArray:
+        """Return the ids (*batch,) of whole rows; out of range they are moved, or padding."""
+        starts = jnp.asarray(self.starts()[0])
+        if self.clips:
+            return jnp.clip(widen(starts, rows), 0, rows - 1)
+        return canonical(starts, rows)
+
     def begins(self, shape: Shape) -> list[Index]:
         """Return where windows begin along each dimension, moved to where they fit."""
         begins: list[Index] = [0] * len(shape)
@@ -372,7 +388,6 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup 
     if leading is None:
         return None
     is_whole_row = leading == 1 == sizes[0] and windows.started == {0}
-    ids_of_rows = lambda: canonical(jnp.asarray(windows.starts()[0]), shape[0])
 
     # 1. A table: the equation itself runs, and its result gets a tap.
     if isinstance(x, TableView):
@@ -384,7 +399,7 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup 
             if not windows.are_rows(shape):
                 return None
             tap = _sharded_tap(x, windows.batch, aval)
-            return with_tap(tap, result, lambda: ids_of_rows().reshape(windows.batch))
+            return with_tap(tap, result, lambda: windows.ids(shape[0]))
         leading = numbered_dimensions(shape, leading)  # of entries, if there are so many
 
     # 2. A view: rows are read. Single entries of a matrix that would make whole windows are no
@@ -414,8 +429,8 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup 
         return windows.placed(rows, leading)
 
     def ids() -> jax.Array:
-        if is_whole_row and not windows.clips:
-            return ids_of_rows().reshape(-1)
+        if is_whole_row:
+            return windows.ids(shape[0]).reshape(-1)
         return ids_at(positions(), shape[:leading])
 
     if isinstance(x, TableView):

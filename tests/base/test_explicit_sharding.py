@@ -131,6 +131,20 @@ def test_gradient(table, ids, read, in_context):
         assert tuple(rows.sharding.spec)[: ids.ndim] == tuple(jax.typeof(ids).sharding.spec)
 
 
+def test_ids_out_of_range():
+    """JAX's own lookup in a table that is spread by columns needs no word of its place."""
+    table, ids = TABLES["an array spread by columns"](), np.array([1, V + 3, V, 5, -V - 1])
+    weight = np.arange(1.0, 6.0, dtype=np.float32)[:, None]
+    for mode in ("clip", "fill"):
+        loss = lambda t, mode=mode: jnp.sum(
+            jnp.nan_to_num(jnp.take(t, ids, axis=0, mode=mode)) * weight
+        )
+        with jmask.strict():
+            gradient = jax.jit(jmask.grad(loss))(table)
+        assert is_row_sparse(gradient)
+        np.testing.assert_array_equal(gradient.todense(), jax.grad(loss)(jnp.asarray(TABLE)))
+
+
 @pytest.mark.parametrize("ids", IDS)
 @pytest.mark.parametrize("table", TABLES)
 def test_rows_that_are_shortened_or_refused(table, ids):
