@@ -36,7 +36,6 @@ from jmask._autodiff.taps import NONE, Tap, Taps
 from jmask._autodiff.view_rules import COMPUTING, views_of
 from jmask._autodiff.views import (
     Lookup,
-    Part,
     Positions,
     TableView,
     View,
@@ -166,7 +165,7 @@ class Forward:
                 width = same.shape[-1] if name == "reshape" else x.width
                 return [view_of_table(x.number, same, width)]
             axes = varies_of(aval)
-            reading = lambda p: ([Part(x)], functools.partial(varying_over, axes))
+            reading = lambda p: ([(x, p)], functools.partial(varying_over, axes))
             make, varies = lambda made: bound(eqn, [made(x)])[0], x.varies | axes
             return [
                 dataclasses.replace(x, reading=reading, make=make, varies=varies, whole=None)

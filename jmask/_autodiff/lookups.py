@@ -12,7 +12,6 @@ of its tables are read, and these have the taps.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -46,6 +45,7 @@ from jmask._base.row_ids import canonical, id_dtype, widen
 from jmask._base.shardings import sharding_of_type
 from jmask._base.types import (
     Argument,
+    ArrayFunction,
     Function,
     IdArray,
     IdVector,
@@ -129,7 +129,8 @@ def _rows_at(view: View, ids: IdVector, taps: Taps) -> tuple[RowArray, jax.Array
     """Return the rows of a view at canonical ids (n,), and where they are no padding."""
     last = np.asarray(view.shape[0] - 1, ids.dtype)
     exists = ids <= last
-    return read_at(view, Positions([jnp.minimum(ids, last)], ids.shape, exists), taps), exists
+    p = Positions(1, ids.shape, lambda: ([jnp.minimum(ids, last)], exists))
+    return read_at(view, p, taps), exists
 
 
 SPARSE_PRODUCTS = ("bcoo_dot_general", "bcsr_dot_general")
@@ -276,16 +277,20 @@ class Windows:
         """Return the positions of all rows in the windows, relative to where these begin."""
         more = [d for d in range(leading) if d not in self.single]
         entries = self.entries(leading)
-        along = [jnp.zeros((), id_dtype(n)) for n in shape[:leading]]
-        for axis, d in enumerate(more, len(self.batch)):
-            if self.sizes[d] > 1:
-                along[d] = lax.broadcasted_iota(id_dtype(shape[d]), entries, axis)
-        valid: Valid = None
-        for d, start in () if self.clips else self.starts().items():
-            start = widen(jnp.asarray(start), shape[d])
-            fits = (start >= 0) & (start <= shape[d] - self.sizes[d])
-            valid = fits if valid is None else valid & fits
-        return Positions(along, entries, None if valid is None else per_entry(valid, entries))
+
+        def made() -> tuple[list[jax.Array], Valid]:
+            along = [jnp.zeros((), id_dtype(n)) for n in shape[:leading]]
+            for axis, d in enumerate(more, len(self.batch)):
+                if self.sizes[d] > 1:
+                    along[d] = lax.broadcasted_iota(id_dtype(shape[d]), entries, axis)
+            valid: Valid = None
+            for d, start in () if self.clips else self.starts().items():
+                start = widen(jnp.asarray(start), shape[d])
+                fits = (start >= 0) & (start <= shape[d] - self.sizes[d])
+                valid = fits if valid is None else valid & fits
+            return along, None if valid is None else per_entry(valid, entries)
+
+        return Positions(leading, entries, made)
 
     def placed(self, rows: jax.Array, leading: int) -> jax.Array:
         """Return what is read (*entries, *window) as the equation has it."""
@@ -412,32 +417,24 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup 
             return None
     plan = varying(planned(x, leading, windows.entries(leading)) or [], varies_of(aval))
 
-    begins = lambda: windows.begins(shape)
-    at = functools.partial(window_of, x, sizes, begins, (1,) * x.ndim)
-
-    def positions() -> Positions:
-        p = windows.positions(shape, leading)
-        part, _ = at(p)
-        assert part.at is not None
-        along, valid = part.at()
-        return Positions(along, p.entries, valid)
-
-    def placed(rows: jax.Array) -> jax.Array:
-        entries = windows.entries(leading)
-        _, finish = at(Positions((None,) * leading, entries))
-        rows = finish(rows.reshape(*entries, *shape[leading:]))
-        return windows.placed(rows, leading)
+    def reading() -> tuple[Positions, ArrayFunction]:
+        """Return the positions of the rows, and what makes the result of these."""
+        inside = windows.positions(shape, leading)
+        begins = lambda: windows.begins(shape)
+        p, finish = window_of(x, sizes, begins, (1,) * x.ndim, inside)
+        of_entries = lambda rows: finish(rows.reshape(*p.entries, *shape[leading:]))
+        return p, lambda rows: windows.placed(of_entries(rows), leading)
 
     def ids() -> jax.Array:
         if is_whole_row:
             return windows.ids(shape[0]).reshape(-1)
-        return ids_at(positions(), shape[:leading])
+        return ids_at(reading()[0], shape[:leading])
 
     if isinstance(x, TableView):
-        return with_tap(plan[0], result, ids, placed)
+        return with_tap(plan[0], result, ids, lambda tap: reading()[1](tap))
 
     def run(taps: Taps) -> jax.Array:
-        p = positions()
+        p, placed = reading()
         rows = read_at(x, p, taps)
         if p.valid is not None and windows.fill is not None:
             fill = jnp.asarray(windows.fill, rows.dtype)

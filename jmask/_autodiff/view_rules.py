@@ -21,7 +21,6 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmask._autodiff.views import (
-    Part,
     Positions,
     Reading,
     Valid,
@@ -49,8 +48,8 @@ def sliced(
     """Return a window of a view, backwards along dimensions with a stride of -1."""
 
     def reading(p: Positions) -> Reading:
-        part, finish = window_of(x, shape, starts, strides or (1,) * x.ndim, p)
-        return [part], finish
+        q, finish = window_of(x, shape, starts, strides or (1,) * x.ndim, p)
+        return [(x, q)], finish
 
     return View(shape, x.dtype, reading)
 
@@ -61,9 +60,12 @@ def window_of(
     starts: Callable[[], Sequence[Index]],
     steps: Sequence[int],
     p: Positions,
-) -> tuple[Part, ArrayFunction]:
-    """Return how a window is read. Each entry of a batch may begin at a place of its own."""
-    begins, count, lead = functools.cache(starts), len(p.along), len(p.entries)
+) -> tuple[Positions, ArrayFunction]:
+    """Return where positions in a window are in `x`, and what cuts rows of `x` to the window.
+
+    Each entry of a batch may begin at a place of its own.
+    """
+    begins, count, lead = functools.cache(starts), p.count, len(p.entries)
 
     def at() -> tuple[list[jax.Array], Valid]:
         moved = []
@@ -92,7 +94,7 @@ def window_of(
                 rows = jnp.take_along_axis(rows, index, d, mode="clip")
         return rows
 
-    return Part(x, count, p.entries, at), finish
+    return Positions(count, p.entries, at), finish
 
 
 def transposed(x: View, order: Sequence[int]) -> View:
@@ -101,7 +103,7 @@ def transposed(x: View, order: Sequence[int]) -> View:
     order = [first[d] for d in order]
 
     def reading(p: Positions) -> Reading | None:
-        count, lead = len(p.along), len(p.entries)
+        count, lead = p.count, len(p.entries)
         # Dimensions of the operand before the last one that positions are along are read whole.
         before = [d for d in range(max(order[:count], default=-1)) if d not in order[:count]]
         total, entries = count + len(before), (*p.entries, *(x.shape[d] for d in before))
@@ -124,7 +126,7 @@ def transposed(x: View, order: Sequence[int]) -> View:
             along_row = (lead + axes.index(d) for d in order[count:])
             return rows.transpose([*range(lead), *along_row])
 
-        return [Part(x, total, entries, at)], finish
+        return [(x, Positions(total, entries, at))], finish
 
     shape = tuple(x.shape[d] for d in order)
     return View(shape, x.dtype, reading, transpose_of=(x, order))
@@ -136,10 +138,10 @@ def joined(xs: Sequence[View], axis: int) -> View:
     ends = list(itertools.accumulate(x.shape[axis] for x in parts))
 
     def reading(p: Positions) -> Reading:
-        count = len(p.along)
+        count = p.count
         if axis >= count:
             whole = lambda *rows: lax.concatenate(rows, axis - count + len(p.entries))
-            return [Part(x) for x in parts], whole
+            return [(x, p) for x in parts], whole
 
         def at(x: View, end: int) -> tuple[list[jax.Array], Valid]:
             size, q = x.shape[axis], p.along[axis]
@@ -156,9 +158,9 @@ def joined(xs: Sequence[View], axis: int) -> View:
                 result = jnp.where(is_later, later, result)
             return result
 
-        places = (functools.partial(at, *pair) for pair in zip(parts, ends, strict=True))
-        read = [Part(x, count, p.entries, at) for x, at in zip(parts, places, strict=True)]
-        return read, finish
+        places = [functools.partial(at, *pair) for pair in zip(parts, ends, strict=True)]
+        positions = (Positions(count, p.entries, place) for place in places)
+        return list(zip(parts, positions, strict=True)), finish
 
     size = ends[-1] if ends else 0
     shape = (*xs[0].shape[:axis], size, *xs[0].shape[axis + 1 :])
@@ -185,7 +187,7 @@ def reshaped(x: View, shape: Shape) -> View:
         return None if is_entry else j
 
     def reading(p: Positions) -> Reading | None:
-        count = len(p.along)
+        count = p.count
         j = dimensions_read(count)
         if j is None:
             return None
@@ -201,7 +203,7 @@ def reshaped(x: View, shape: Shape) -> View:
             return positions_of(number, x.shape[:j]), valid
 
         whole = lambda rows: rows.reshape(*p.entries, *shape[count:])
-        return [Part(x, j, several, at)], whole
+        return [(x, Positions(j, several, at))], whole
 
     return View(shape, x.dtype, reading)
 
@@ -212,7 +214,7 @@ def broadcasted(x: View, shape: Shape, dimensions: Sequence[int]) -> View:
         return x if x.shape == shape else reshaped(x, shape)
 
     def reading(p: Positions) -> Reading | None:
-        count, lead = len(p.along), len(p.entries)
+        count, lead = p.count, len(p.entries)
         inside = [d < count for d in dimensions]
         k = sum(inside)
         if not all(inside[:k]):
@@ -224,7 +226,7 @@ def broadcasted(x: View, shape: Shape, dimensions: Sequence[int]) -> View:
 
         to = [*range(lead), *(lead + d - count for d in dimensions[k:])]
         whole = lambda rows: lax.broadcast_in_dim(rows, (*p.entries, *shape[count:]), to)
-        return [Part(x, k, p.entries, at)], whole
+        return [(x, Positions(k, p.entries, at))], whole
 
     return View(shape, x.dtype, reading)
 
@@ -234,7 +236,7 @@ def element(x: View, number: jax.Array) -> View:
 
     def reading(p: Positions) -> Reading:
         at = lambda: ([number, *p.along], p.valid)
-        return [Part(x, len(p.along) + 1, p.entries, at)], lambda rows: rows
+        return [(x, Positions(p.count + 1, p.entries, at))], lambda rows: rows
 
     def make(made: Callable[[View], jax.Array]) -> jax.Array:
         return lax.dynamic_index_in_dim(made(x), number, 0, keepdims=False)
@@ -350,7 +352,7 @@ def _set_row(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
     x, rows = as_view(x), broadcasted(as_view(new), x.shape, range(1, x.ndim))
 
     def reading(p: Positions) -> Reading | None:
-        if not p.along:
+        if not p.count:
             return None
 
         def is_set() -> jax.Array:
@@ -363,7 +365,7 @@ def _set_row(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
         def finish(old: jax.Array, new: jax.Array) -> jax.Array:
             return jnp.where(trailing(is_set(), old.ndim), new, old)
 
-        return [Part(x, len(p.along), p.entries, at), Part(rows)], finish
+        return [(x, Positions(p.count, p.entries, at)), (rows, p)], finish
 
     return [View(x.shape, x.dtype, reading)]
 
@@ -388,7 +390,7 @@ def entrywise(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
             rest = iter(rows)
             return bound(eqn, [next(rest) if isinstance(x, View) else x for x in operands])[0]
 
-        return [Part(x) for x in operands if isinstance(x, View)], finish
+        return [(x, p) for x in operands if isinstance(x, View)], finish
 
     return [View(shape, aval_of(eqn.outvars[0]).dtype, reading)]
 
@@ -399,10 +401,10 @@ def _reduce(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View]:
     how = eqn.primitive.get_bind_params(eqn.params)
 
     def reading(p: Positions) -> Reading | None:
-        if len(p.along) > min(axes, default=0):
+        if p.count > min(axes, default=0):
             return None
-        along_row = tuple(d + len(p.entries) - len(p.along) for d in axes)
-        return [Part(x)], lambda rows: eqn.primitive.bind(rows, **how | {"axes": along_row})
+        along_row = tuple(d + len(p.entries) - p.count for d in axes)
+        return [(x, p)], lambda rows: eqn.primitive.bind(rows, **how | {"axes": along_row})
 
     return [View(_shape(eqn), aval_of(eqn.outvars[0]).dtype, reading)]
 
@@ -420,13 +422,13 @@ def _product(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
     how = eqn.primitive.get_bind_params(eqn.params)
 
     def reading(p: Positions) -> Reading | None:
-        if len(p.along) > len(free):
+        if p.count > len(free):
             return None
-        first = len(p.entries) + len(free) - len(p.along)
+        first = len(p.entries) + len(free) - p.count
         of_rows = tuple(range(first, first + len(contracted[which])))
         numbers = (of_rows, tuple(contracted[1 - which])), ((), ())
         new = how | {"dimension_numbers": numbers}
-        return [Part(rows_first)], lambda rows: eqn.primitive.bind(rows, other, **new)
+        return [(rows_first, p)], lambda rows: eqn.primitive.bind(rows, other, **new)
 
     return [View(_shape(eqn), aval_of(eqn.outvars[0]).dtype, reading)]
 

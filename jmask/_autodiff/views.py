@@ -11,8 +11,7 @@ its gradient is rows. What equations make of views is in `view_rules`.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -33,35 +32,44 @@ Valid = jax.Array | None
 """Where entries count; None for everywhere. A table has no gradient from the others."""
 
 
-class Positions(NamedTuple):
-    """Entries of an array, by indices along its first dimensions, in range."""
+@dataclasses.dataclass(eq=False)
+class Positions:
+    """Entries of an array, by indices along its first dimensions, in range.
 
-    # The indices, each (*entries,) or a number; unknown while a read is planned.
-    along: Sequence[Argument]
-    entries: Shape  # their shape
-    valid: Valid = None  # where they count
-    name: Hashable = None  # reads of one name are at the same positions
+    A read that is planned asks how many indices there are; a read that runs has them made, once
+    for all that is read at these positions.
+    """
+
+    count: int  # how many dimensions have indices
+    entries: Shape  # the shape of the indices
+    # Makes the indices, each (*entries,) or a number, and says where they count.
+    made: Callable[[], tuple[Sequence[jax.Array], Valid]]
 
     @classmethod
     def of_all(cls, shape: Shape) -> "Positions":
         """Return the positions of all entries along dimensions of these sizes."""
-        along = [lax.broadcasted_iota(id_dtype(n), shape, d) for d, n in enumerate(shape)]
-        return cls(along, shape)
+
+        def made() -> tuple[list[jax.Array], Valid]:
+            return [
+                lax.broadcasted_iota(id_dtype(n), shape, d) for d, n in enumerate(shape)
+            ], None
+
+        return cls(len(shape), shape, made)
+
+    @functools.cached_property
+    def _indices(self) -> tuple[Sequence[jax.Array], Valid]:
+        return self.made()
+
+    @property
+    def along(self) -> Sequence[jax.Array]:
+        return self._indices[0]
+
+    @property
+    def valid(self) -> Valid:
+        return self._indices[1]
 
 
-class Part(NamedTuple):
-    """Name another view that a view is read from, and the number of dimensions indexed.
-
-    `at` returns the indices and where they count; None stands for the positions of the view.
-    """
-
-    view: "View"
-    along: int = 0
-    entries: Shape = ()
-    at: Callable[[], tuple[Sequence[jax.Array], Valid]] | None = None
-
-
-Reading = tuple[Sequence[Part], ArrayFunction]
+Reading = tuple[Sequence[tuple["View", Positions]], ArrayFunction]
 """What is read of other views, and a function of it that returns (*entries, *row)."""
 
 
@@ -120,8 +128,8 @@ class TableView(View):
 
     def rows(self, p: Positions, taps: Taps) -> jax.Array:
         """Return rows, or entries of rows, with their tap."""
-        leading, lead = numbered_dimensions(self.shape, len(p.along)), len(p.entries)
-        first = p._replace(along=p.along[:leading])
+        leading, lead = numbered_dimensions(self.shape, p.count), len(p.entries)
+        first = Positions(leading, p.entries, lambda: (p.along[:leading], p.valid))
         ids = lambda: ids_at(first, self.shape[:leading])
         rows = taps.take(lambda: gathered(self.array, first), ids)
         for position in p.along[leading:]:  # of a table of so many entries
@@ -157,7 +165,7 @@ def as_view(x: Argument) -> View:
 def without_gradient(x: View) -> View:
     """Return the view behind a `stop_gradient`."""
     make = lambda made: lax.stop_gradient(made(x))
-    reading = lambda p: ([Part(x)], lax.stop_gradient)
+    reading = lambda p: ([(x, p)], lax.stop_gradient)
     return View(x.shape, x.dtype, reading, make, equations=x.equations, is_stopped=True)
 
 
@@ -180,14 +188,13 @@ class Reader:
 
     def __init__(self, taps: Taps | None = None) -> None:
         self.taps, self.plan = taps, list[Tap]()
-        self._known: dict[Hashable, Argument] = {}
+        self._known: dict[tuple[View, Positions], Argument] = {}
 
     def read(self, x: View, p: Positions) -> Argument:
         """Return entries (*entries, *rest of the shape); in a plan, whether it can."""
-        key = id(x), len(p.along), p.name
-        if key not in self._known:
-            self._known[key] = self._read(x, p)
-        return self._known[key]
+        if (x, p) not in self._known:
+            self._known[x, p] = self._read(x, p)
+        return self._known[x, p]
 
     def _read(self, x: View, p: Positions) -> Argument:
         if isinstance(x, TableView):
@@ -195,30 +202,24 @@ class Reader:
         reading = x.reading(p)
         if reading is None:
             return False
-        (parts, finish), taps, results = reading, self.taps, list[Argument]()
-        reader = Reader(taps and NONE) if x.is_stopped else self
-        for number, part in enumerate(parts):
-            q = p
-            if part.at is not None:
-                along, valid = ((None,) * part.along, None) if taps is None else part.at()
-                q = Positions(along, part.entries, valid, (id(x), number, p.name))
-            results.append(reader.read(part.view, q))
-        return all(results) if taps is None else finish(*results)
+        parts, finish = reading
+        reader = Reader(self.taps and NONE) if x.is_stopped else self
+        results = [reader.read(*part) for part in parts]
+        return all(results) if self.taps is None else finish(*results)
 
     def _of_table(self, x: TableView, p: Positions) -> Argument:
         if self.taps is not None:
             return x.rows(p, self.taps)
-        count = len(p.along)
-        can_be_read = count == 1 if x.width else count > 0
+        can_be_read = p.count == 1 if x.width else p.count > 0
         if can_be_read:
-            self.plan.append(x.tap_of_rows(numbered_dimensions(x.shape, count), p.entries))
+            self.plan.append(x.tap_of_rows(numbered_dimensions(x.shape, p.count), p.entries))
         return can_be_read
 
 
 def planned(x: View, count: int, entries: Shape) -> list[Tap] | None:
     """Return the taps of a read, or None if it does not read rows."""
-    reader = Reader()
-    return reader.plan if reader.read(x, Positions((None,) * count, entries)) else None
+    reader, p = Reader(), Positions(count, entries, lambda: ([], None))
+    return reader.plan if reader.read(x, p) else None
 
 
 def read_at(x: View, p: Positions, taps: Taps) -> jax.Array:
@@ -260,7 +261,7 @@ def ids_at(p: Positions, sizes: Shape) -> jax.Array:
 
 def gathered(x: jax.Array, p: Positions) -> jax.Array:
     """Return the entries (*entries, *rest of the shape) of an array at positions in range."""
-    count, lead = len(p.along), len(p.entries)
+    count, lead = p.count, len(p.entries)
     if not count:
         return jnp.broadcast_to(x, (*p.entries, *x.shape))
     first = tuple(range(count))
