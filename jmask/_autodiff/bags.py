@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmask._autodiff.lookups import WINDOWS, bag_of_table, windows_of
+from jmask._autodiff.lookups import WINDOWS, Sums, windows_of
 from jmask._autodiff.taps import NONE, Taps
 from jmask._autodiff.views import Lookup, TableView, View
 from jmask._base.array_types import is_known, trailing, wide
@@ -252,25 +252,28 @@ def _sum(eqn: JaxprEqn, name: str, args: Sequence[Argument], which: int) -> Look
     is_sum = summed and kept and sorted((*kept, *summed)) == list(range(len(x.entries)))
     if not is_sum or aval.dtype != dtype or math.prod(x.entries[d] for d in summed) < 2:
         return None
-    bags = math.prod(x.entries[d] for d in kept)
-    bag_of = lambda ids, weight: BagSum(x.table, ids, None, weight, None, bags, 0)
-    # Of the trial: no more than shapes.
-    positions: Argument = jax.ShapeDtypeStruct((bags, math.prod(x.entries) // bags), np.int32)
-    plan, _ = bag_of_table(bag_of(positions, None), aval).lookup(lambda: positions)
+    bags, entries = math.prod(x.entries[d] for d in kept), math.prod(x.entries)
+    by_bags = lambda a: a.transpose((*kept, *summed)).reshape(bags, -1)
 
-    def run(taps: Taps) -> jax.Array:
-        by_bags = lambda a: a.transpose((*kept, *summed)).reshape(bags, -1)
+    @functools.cache
+    def described() -> Entries:
         known: Entries = jax.tree.map(by_bags, x.described())
         weight = None if known.weight is None else known.weight.astype(dtype)
         if weights is not None:
             of_bags = weights().reshape(bags, -1).astype(dtype)
             weight = of_bags if weight is None else weight * of_bags
-        bag = bag_of(known.ids if known.read is None else known.read, weight)
-        (sums,) = BAG_SUM(dataclasses.replace(bag, table=x.table.array))
+        return known._replace(weight=weight)
+
+    def bag_of(ids: jax.Array) -> BagSum:
+        return BagSum(x.table.array, ids, None, described().weight, None, bags, 0)
+
+    def result() -> jax.Array:
+        known = described()
+        (sums,) = BAG_SUM(bag_of(known.ids if known.read is None else known.read))
         if known.outside is not None:  # all of a bag with such a row is nan
             nan = jnp.where(known.outside.any(1), jnp.asarray(math.nan, sums.dtype), 0)
             sums = sums + trailing(nan, sums.ndim)
-        _, tapped = bag_of_table(bag_of(known.ids, weight), aval).lookup(lambda: sums)
-        return tapped(taps).reshape(aval.shape)
+        return sums.reshape(aval.shape)
 
-    return plan, run
+    sums = Sums(x.table, bags, entries, aval, lambda: bag_of(described().ids))
+    return sums.of_table(result)

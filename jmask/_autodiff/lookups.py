@@ -38,7 +38,7 @@ from jmask._autodiff.views import (
     varying,
     with_tap,
 )
-from jmask._base.array_types import trailing
+from jmask._base.array_types import trailing, wide
 from jmask._base.forms import aval_of, parameter
 from jmask._base.jaxprs import bound
 from jmask._base.row_ids import canonical, id_dtype, widen
@@ -50,121 +50,76 @@ from jmask._base.types import (
     IdArray,
     IdVector,
     Index,
-    RowArray,
     Shape,
     Shaped,
 )
 from jmask._kernels.gathered_rows import BAG_SUM, BagSum
 from jmask._kernels.lines import LOOKUP as ROWS_OF_LINES
 from jmask._kernels.lines import is_packed
-from jmask._kernels.rows import SLOW_COPY, Gather, add_rows, slow_copy_of
+from jmask._kernels.rows import SLOW_COPY, Gather, slow_copy_of
 from jmask._kernels.sharded_rows import LOOKUP
 
 # --- sums of rows -------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class BagsOfTable:
-    """Sums of rows of a table: entry i adds `weight[i]` times row `ids[i]` to bag `bag[i]`."""
+class Sums:
+    """Sums of rows of a view, bag by bag."""
 
-    table: View
+    x: View
     bags: int
-    entries: int
+    entries: int  # how many rows are summed in all
     aval: Shaped
-    # When it runs: ids, bag, weight (n,), canonical; weight None for ones.
-    arrays: Callable[[], tuple[IdVector, jax.Array, jax.Array | None]]
+    call: Callable[[], BagSum]  # makes ids, bags and weights, when it runs
 
-    def lookup(self, sums: Callable[[], jax.Array]) -> Lookup:
-        """Return the lookup that sums are, with their tap."""
-        assert isinstance(self.table, TableView)
-        shape = self.bags, *self.table.shape[1:]
-        tap = self.table.tap(shape, self.entries, dtype=self.aval.dtype)
+    def of_table(self, result: Callable[[], jax.Array]) -> Lookup:
+        """Return the sums that `result` computes of a table, with their tap."""
+        assert isinstance(self.x, TableView)
+        tap = self.x.tap((self.bags, *self.x.shape[1:]), self.entries, dtype=self.aval.dtype)
         (tap,) = varying([dataclasses.replace(tap, kind="bags")], varies_of(self.aval))
-        return with_tap(tap, sums, self.arrays)
 
+        def ids() -> tuple[IdVector, jax.Array, jax.Array | None]:
+            """Return id, bag and weight of each entry, (entries,); None for weights of 1."""
+            call = self.call()
+            ids, bag = call.positions.reshape(-1), call.bag_of_entry
+            weight = None if call.weights is None else call.weights.reshape(-1)
+            if bag is None:
+                bag = lax.iota(jnp.int32, self.entries) // (self.entries // self.bags)
+            else:
+                padding = np.asarray(self.x.shape[0], ids.dtype)
+                ids = jnp.where(bag < self.bags, ids, padding)
+            return ids, bag, weight
 
-def bag_of_table(x: BagSum, aval: Shaped) -> BagsOfTable:
-    """Return what a bag sum of a table adds up."""
-    entries = math.prod(x.positions.shape)
+        return with_tap(tap, result, ids)
 
-    def arrays() -> tuple[IdVector, jax.Array, jax.Array | None]:
-        ids = x.positions.reshape(-1)
-        weight = None if x.weights is None else x.weights.reshape(-1)
-        if x.bag_of_entry is None:
-            bag = lax.iota(jnp.int32, entries) // (entries // x.bags)
-        else:
-            bag = x.bag_of_entry
-            ids = jnp.where(bag < x.bags, ids, np.asarray(x.table.shape[0], ids.dtype))
-        return ids, bag, weight
+    def of_rows(self) -> Lookup | None:
+        """Return the sums of rows that are read one by one; None if these are not rows."""
+        x, count, dtype = self.x, self.entries, id_dtype(self.entries)
+        plan = planned(x, 1, (count,))
 
-    return BagsOfTable(x.table, x.bags, entries, aval, arrays)
+        def run(taps: Taps) -> jax.Array:
+            call = self.call()
+            ids = call.positions.reshape(-1)
+            last = np.asarray(x.shape[0] - 1, ids.dtype)
+            p = Positions(1, (count,), lambda: ([jnp.minimum(ids, last)], ids <= last))
+            rows = read_at(x, p, taps).astype(self.aval.dtype)
+            which = jnp.where(ids <= last, lax.iota(dtype, count), np.asarray(count, dtype))
+            which = which.reshape(call.positions.shape)
+            (sums,) = BAG_SUM(dataclasses.replace(call, table=rows, positions=which))
+            return sums.astype(self.aval.dtype).reshape(self.aval.shape)
 
-
-def bag_lookup(
-    eqn: JaxprEqn, args: Sequence[Argument], array: Function, rows_only: bool
-) -> Lookup:
-    """Return a bag sum: of a table with a tap, of a view of the rows that they read."""
-    aval, x = aval_of(eqn.outvars[0]), BAG_SUM.call(eqn.params, args)
-    fields = ("positions", "bag_of_entry", "weights", "valid")
-    x = dataclasses.replace(x, **{f: array(getattr(x, f)) for f in fields})
-    view, entries = x.table, math.prod(x.positions.shape)
-    if isinstance(view, TableView) and not rows_only:
-        of_array = dataclasses.replace(x, table=view.array)
-        return bag_of_table(x, aval).lookup(lambda: BAG_SUM(of_array)[0])
-    if not isinstance(view, View) or not view.fits[1]:
-        of_array = dataclasses.replace(x, table=array(view))
-        return [], lambda taps: BAG_SUM(of_array)[0]
-
-    def run(taps: Taps) -> jax.Array:
-        rows, exists = _rows_at(view, x.positions.reshape(-1), taps)
-        padding = np.asarray(entries, id_dtype(entries))
-        which = jnp.where(exists, lax.iota(padding.dtype, entries), padding)
-        which = which.reshape(x.positions.shape)
-        return BAG_SUM(dataclasses.replace(x, table=rows, positions=which))[0]
-
-    return varying(planned(view, 1, (entries,)) or [], varies_of(aval)), run
-
-
-def _rows_at(view: View, ids: IdVector, taps: Taps) -> tuple[RowArray, jax.Array]:
-    """Return the rows of a view at canonical ids (n,), and where they are no padding."""
-    last = np.asarray(view.shape[0] - 1, ids.dtype)
-    exists = ids <= last
-    p = Positions(1, ids.shape, lambda: ([jnp.minimum(ids, last)], exists))
-    return read_at(view, p, taps), exists
+        return None if plan is None else (varying(plan, varies_of(self.aval)), run)
 
 
 SPARSE_PRODUCTS = ("bcoo_dot_general", "bcsr_dot_general")
 
 
-def sparse_product(
-    eqn: JaxprEqn, name: str, args: Sequence[Argument], rows_only: bool
-) -> Lookup | None:
+def sparse_product(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Sums | None:
     """Return X @ table for a sparse X, a bag of rows for each row of X.
 
     None if it is no sum of whole rows.
     """
-    (*sparse, x), aval = args, aval_of(eqn.outvars[0])
-    terms = _terms(eqn, name, sparse, x)
-    if terms is None:
-        return None
-    if isinstance(x, TableView) and not rows_only:
-        return terms.lookup(lambda: bound(eqn, [*sparse, x.array])[0])
-    plan = planned(x, 1, (terms.entries,))
-
-    def by_rows(taps: Taps) -> jax.Array:
-        ids, bag, weight = terms.arrays()
-        rows = _rows_at(x, ids, taps)[0].astype(aval.dtype)
-        rows = rows if weight is None else rows * trailing(weight.astype(rows.dtype), rows.ndim)
-        sums = jnp.zeros((terms.bags, *x.shape[1:]), aval.dtype)
-        return add_rows(sums, bag, rows).reshape(aval.shape)
-
-    return None if plan is None else (varying(plan, varies_of(aval)), by_rows)
-
-
-def _terms(
-    eqn: JaxprEqn, name: str, sparse: Sequence[Argument], table: View
-) -> BagsOfTable | None:
-    data, indices, *pointers = sparse
+    (data, indices, *pointers, table), aval = args, aval_of(eqn.outvars[0])
     (contract, contract_dense), batch = parameter(eqn, "dimension_numbers")
     shape, is_coo = parameter(eqn, "lhs_spinfo").shape, name == "bcoo_dot_general"
     batched = indices.ndim - (2 if is_coo else 1)
@@ -187,7 +142,7 @@ def _terms(
         along = [lax.broadcasted_iota(indices.dtype, entries, d) for d in range(batched)]
         return along + [jnp.broadcast_to(indices[..., d], entries) for d in range(stored)]
 
-    def arrays() -> tuple[IdVector, jax.Array, jax.Array]:
+    def call() -> BagSum:
         at, bag = places(), jnp.zeros(entries, jnp.int32)
         ids = canonical(at[contract[0]], rows)
         padding = np.asarray(rows, ids.dtype)
@@ -196,10 +151,10 @@ def _terms(
             inside = inside & (at[d] >= 0) & (at[d] < shape[d])
             bag = bag * np.int32(shape[d]) + at[d].astype(jnp.int32)
         ids, bag = jnp.where(inside, ids, padding), jnp.where(inside, bag, bags)
-        weight = jnp.broadcast_to(data, entries)
-        return ids.reshape(-1), bag.reshape(-1), weight.reshape(-1)
+        weight = jnp.broadcast_to(data, entries).astype(wide(aval.dtype)).reshape(-1)
+        return BagSum(table, ids.reshape(-1), bag.reshape(-1), weight, None, bags, 0)
 
-    return BagsOfTable(table, bags, math.prod(entries), aval_of(eqn.outvars[0]), arrays)
+    return Sums(table, bags, math.prod(entries), aval, call)
 
 
 # --- windows ------------------------------------------------------------------------------
@@ -364,22 +319,37 @@ def lookup_of(
     """
     if name not in LOOKUPS:
         return None
-    x, aval = args[0], aval_of(eqn.outvars[0])
-    if name == BAG_SUM.primitive.name:
-        return bag_lookup(eqn, args, array, rows_only)
-    if name in WINDOWS and isinstance(x, View):
-        return window_lookup(eqn, name, [x, array(args[1], is_constant=True)])
-    if name == LOOKUP.name and isinstance(x, TableView):
-        result = lambda: bound(eqn, [x.array, args[1]])[0]
-        return with_tap(_sharded_tap(x, args[1].shape, aval), result, lambda: args[1])
-    if name == ROWS_OF_LINES.name and isinstance(x, TableView):
-        ids, width, rows = args[1], aval.shape[-1], math.prod(args[1].shape)
-        tap = dataclasses.replace(x.tap((rows, width), rows, 2), width=width)
-        (tap,) = varying([tap], varies_of(aval))
-        return with_tap(tap, lambda: bound(eqn, [x.array, ids])[0], lambda: ids.reshape(-1))
-    if name in SPARSE_PRODUCTS and not any(isinstance(a, View) for a in args[:-1]):
-        return sparse_product(eqn, name, args, rows_only)
-    return None
+    which = len(args) - 1 if name in SPARSE_PRODUCTS else 0
+    x, aval = args[which], aval_of(eqn.outvars[0])
+    if not isinstance(x, View):
+        return None
+
+    # 1. Sums of rows.
+    if name == BAG_SUM.primitive.name or name in SPARSE_PRODUCTS:
+        args = [a if i == which else array(a) for i, a in enumerate(args)]
+        if name in SPARSE_PRODUCTS:
+            sums = sparse_product(eqn, name, args)
+        else:
+            bag = BAG_SUM.call(eqn.params, args)
+            sums = Sums(x, bag.bags, math.prod(bag.positions.shape), aval, lambda: bag)
+        if sums is None or rows_only or not isinstance(x, TableView):
+            return None if sums is None else sums.of_rows()
+        of_array = [x.array if i == which else a for i, a in enumerate(args)]
+        return sums.of_table(lambda: bound(eqn, of_array)[0])
+
+    # 2. Rows by their ids.
+    ids = array(args[1], is_constant=True)
+    if name in WINDOWS:
+        return window_lookup(eqn, name, [x, ids])
+    if not isinstance(x, TableView):
+        return None
+    result = lambda: bound(eqn, [x.array, ids])[0]
+    if name == LOOKUP.name:
+        return with_tap(_sharded_tap(x, ids.shape, aval), result, lambda: ids)
+    width, rows = aval.shape[-1], math.prod(ids.shape)
+    tap = dataclasses.replace(x.tap((rows, width), rows, 2), width=width)
+    (tap,) = varying([tap], varies_of(aval))
+    return with_tap(tap, result, lambda: ids.reshape(-1))
 
 
 def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup | None:
