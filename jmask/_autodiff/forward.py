@@ -33,7 +33,7 @@ from jmask._autodiff.lookups import (
 )
 from jmask._autodiff.nested import Flags, Needed
 from jmask._autodiff.taps import NONE, Tap, Taps
-from jmask._autodiff.view_rules import COMPUTING, views_of
+from jmask._autodiff.view_rules import COMPUTING, SAME_ARRAY, views_of
 from jmask._autodiff.views import (
     Lookup,
     Positions,
@@ -41,7 +41,6 @@ from jmask._autodiff.views import (
     View,
     planned,
     read_at,
-    varies_of,
     varying,
     view_of_table,
     without_gradient,
@@ -49,14 +48,11 @@ from jmask._autodiff.views import (
 from jmask._base.array_types import is_known
 from jmask._base.forms import CALLS, Opened, aval_of, called, name_of, within
 from jmask._base.jaxprs import bound, bound_to_differentiate, read
-from jmask._base.shardings import varying_over
 from jmask._base.types import Argument, Shaped
 
 # The user's line in a fallback warning must not be a line of this library.
 source_info_util.register_exclusion(str(Path(__file__).parents[1]))
 
-# A table by another type: each is bound to the table itself.
-_SAME_TABLE = ("pvary", "pcast", "reshard", "sharding_constraint")
 # `get` reads from a reference, `jax.new_ref(table)[ids]`.
 LOOKING_UP = (*LOOKUPS, "dynamic_slice", "get", "new_ref")
 
@@ -159,17 +155,10 @@ class Forward:
             arrays = [a for a in args if not isinstance(a, View)]
             rest = iter(bound(eqn, arrays) if arrays and not self.taps.is_trial else arrays)
             return [a if isinstance(a, View) else next(rest) for a in args]
-        if name in _SAME_TABLE or is_of_lines(eqn, name, x):
-            if isinstance(x, TableView):
-                same: Argument = aval if self.taps.is_trial else bound(eqn, [x.array])[0]
-                width = same.shape[-1] if name == "reshape" else x.width
-                return [view_of_table(x.number, same, width)]
-            axes = varies_of(aval)
-            reading = lambda p: ([(x, p)], functools.partial(varying_over, axes))
-            make, varies = lambda made: bound(eqn, [made(x)])[0], x.varies | axes
-            return [
-                dataclasses.replace(x, reading=reading, make=make, varies=varies, whole=None)
-            ]
+        if isinstance(x, TableView) and (name in SAME_ARRAY or is_of_lines(eqn, name, x)):
+            same: Argument = aval if self.taps.is_trial else bound(eqn, [x.array])[0]
+            width = same.shape[-1] if name == "reshape" else x.width
+            return [view_of_table(x.number, same, width)]
 
         # 3. Lookups.
         array = functools.partial(self.array, is_constant=not is_live)

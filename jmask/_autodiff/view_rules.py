@@ -33,6 +33,7 @@ from jmask._base.array_types import trailing
 from jmask._base.forms import aval_of, parameter
 from jmask._base.jaxprs import ARITHMETIC, bound
 from jmask._base.row_ids import id_dtype, numbered, positions_of, widen
+from jmask._base.shardings import varying_over
 from jmask._base.types import Argument, ArrayFunction, Index, Shape
 from jmask._kernels import tuning
 
@@ -343,6 +344,12 @@ def _tile(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
     return [reshaped(copies, _shape(eqn))]
 
 
+def _same(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View]:
+    (x,), axes = xs, varies_of(aval_of(eqn.outvars[0]))
+    reading = lambda p: ([(x, p)], functools.partial(varying_over, axes))
+    return [View(x.shape, x.dtype, reading)]
+
+
 def _set_row(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
     """Return a view with one row set: `t.at[0].set(0)`, of a padding row."""
     (x, place, new), numbers = xs, parameter(eqn, "dimension_numbers")
@@ -443,8 +450,12 @@ COMPUTING: dict[str, Rule] = {
     "dot_general": _product,
 }
 """The rules of equations that compute: few rows are looked up before, by themselves."""
+SAME_ARRAY = ("pvary", "pcast", "reshard", "sharding_constraint")
+"""Equations that say where an array is, and on which devices it differs."""
 _reshape: Rule = lambda eqn, xs: [reshaped(xs[0], _shape(eqn))]
-RULES: dict[str, Rule] = COMPUTING | {
+RULES: dict[str, Rule] = {
+    **COMPUTING,
+    **dict.fromkeys(SAME_ARRAY, _same),
     "broadcast_in_dim": _broadcast,
     "concatenate": lambda eqn, xs: [joined([*map(as_view, xs)], parameter(eqn, "dimension"))],
     "dynamic_slice": _dynamic_slice,
