@@ -386,7 +386,11 @@ def _positions(argnums: int | Sequence[int], args: tuple[PyTree, ...]) -> tuple[
                 f"`argnums` names argument {number}, but the function was called with "
                 f"{len(args)} positional arguments."
             )
-    return tuple(int(number) % len(args) for number in numbers)
+    positions = tuple(int(number) % len(args) for number in numbers)
+    repeated = [n for n in positions if positions.count(n) > 1]
+    if repeated:
+        raise ValueError(f"`argnums` names argument {repeated[0]} twice, got {argnums!r}.")
+    return positions
 
 
 def _check_argument(fun: Function, number: int, argument: PyTree) -> None:
