@@ -143,27 +143,24 @@ def value_and_grad(
         for n in numbers:
             refuse_quantized(args[n])
         with on_explicit_mesh([args[i] for i in numbers]):
-            # 1. The program of the loss, forwards, of the leaves. Which are tables is read from
-            # it.
+            # 1. The loss, traced forwards as a program of the leaves. It says which are tables.
             models = {n: Model(args[n], is_tensor, allow_int) for n in numbers}
-            inputs = [models[i].parameters if i in models else x for i, x in enumerate(args)]
-            of_parameters = function_of_parameters(fun, models)
-            read = Reading(of_parameters, numbers, tuple(inputs), kwargs, has_aux)
-            read.report_dense()
+            program = LossProgram(fun, models, args, kwargs, has_aux)
+            program.report_dense()
 
             # 2. The program with a tap at each lookup. Tables are constants of it.
-            arrays = read.leaves.arrays(read.jaxpr)
+            arrays = program.leaves.arrays(program.jaxpr)
 
             def tapped_loss(
                 zeros: PyTree, others: dict[int, jax.Array]
             ) -> tuple[jax.Array, PyTree]:
-                taps = Taps(read.taps, zeros)
-                loss, *rest = read.run([others.get(i, x) for i, x in enumerate(arrays)], taps)
+                taps, inputs = Taps(program.taps, zeros), enumerate(arrays)
+                loss, *rest = program.run([others.get(i, x) for i, x in inputs], taps)
                 return loss, (rest, taps.record)
 
             # 3. JAX differentiates: in the taps, and in each leaf that is no table.
-            zeros = jax.tree.map(lambda tap: tap.zeros(), read.taps)
-            others = {i: arrays[i] for i in sorted(read.real - read.tables)}
+            zeros = jax.tree.map(lambda tap: tap.zeros(), program.taps)
+            others = {i: arrays[i] for i in sorted(program.real - program.tables)}
             differentiated = jax.value_and_grad(
                 tapped_loss, (0, 1), has_aux=True, holomorphic=holomorphic
             )
@@ -171,10 +168,10 @@ def value_and_grad(
                 (_, (rest, ids)), (cotangents, dense) = differentiated(zeros, others)
 
                 # 4. The cotangents of a table's taps are the rows of its gradient.
-                sparse = gradients_of_tables(arrays, read.taps, ids, cotangents)
+                sparse = gradients_of_tables(arrays, program.taps, ids, cotangents)
             every = [(dense | sparse).get(i) for i in range(len(arrays))]
-            pairs = zip(numbers, read.leaves.gradients(every), strict=True)
-            value, gradients = read.result(rest), tuple(models[n].gradient(x) for n, x in pairs)
+            pairs = zip(models.values(), program.leaves.gradients(every), strict=True)
+            value, gradients = program.result(rest), tuple(m.gradient(x) for m, x in pairs)
 
         # 5. All reads of the tables come before what writes them.
         gradients = after_reading(value[0] if has_aux else value, gradients)
@@ -230,29 +227,16 @@ def grad(
     return grad_of_fun
 
 
-def function_of_parameters(fun: Function, models: dict[int, Model]) -> Function:
-    """Return `fun` as a function of the parameters of models, by their position."""
-    if not any(model.others for model in models.values()):
-        return fun
-
-    @functools.wraps(fun)
-    def parameter_function(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        whole = (models[i].with_parameters(x) if i in models else x for i, x in enumerate(args))
-        return fun(*whole, **kwargs)
-
-    return parameter_function
-
-
-class Reading:
-    """A loss as a program of the leaves that are differentiated, and what is read from it.
+class LossProgram:
+    """A loss as a program of the leaves that are differentiated, and what is found in it.
 
     The program returns the loss, then all that is computed of what the function returns. What
     is not (strings and numbers in `aux`) is kept here.
 
     Attributes:
         leaves, jaxpr: the inputs of the program, and the program.
-        needed: the variables that a gradient goes through.
-        real: the inputs that a gradient is taken in.
+        live: the inputs that a gradient comes to.
+        real: the inputs that a gradient is taken in: all but placeholders that none comes to.
         tables: the inputs in `real` whose gradient is row-sparse.
         taps: of the lookups of tables, as the record of `Taps`.
         needs: of each input that might have been a table.
@@ -261,16 +245,18 @@ class Reading:
     def __init__(
         self,
         fun: Function,
-        numbers: tuple[int, ...],
+        models: dict[int, Model],
         args: tuple[PyTree, ...],
         kwargs: Options,
         has_aux: bool,
     ) -> None:
-        for number in numbers:
-            _check_argument(fun, number, args[number])
-        self._fun, self._numbers, self._args, self._kwargs = fun, numbers, args, kwargs
-        self._checked, self._has_aux = checked_loss(fun, numbers, has_aux), has_aux
-        self.leaves = Leaves([args[n] for n in numbers])
+        self._fun, self._models, self._args, self._kwargs = fun, models, args, kwargs
+        self._parameters = {n: model.parameters for n, model in models.items()}
+        for number, parameters in self._parameters.items():
+            _check_argument(fun, number, parameters)
+        self._has_aux = has_aux
+        self._checked = checked_loss(self._of_parameters(), list(models), has_aux)
+        self.leaves = Leaves(list(self._parameters.values()))
         self._structure: PyTreeDef
         self._static: dict[int, PyTree] = {}
         program = self._traced()
@@ -279,29 +265,39 @@ class Reading:
         avals = [aval_of(v) for v in self.jaxpr.invars]
         self._avals, self._needed = avals, Needed()
         self._wanted = [True] + [False] * (len(self.jaxpr.outvars) - 1)
-        self.needed = self._needed.within(self.jaxpr, self._wanted)
-        live = {i for i, v in enumerate(self.jaxpr.invars) if v in self.needed}
-        self.real = set(range(len(avals))) - (self.leaves.placeholders - live)
+        needed = self._needed.within(self.jaxpr, self._wanted)
+        self.live = {i for i, v in enumerate(self.jaxpr.invars) if v in needed}
+        self.real = set(range(len(avals))) - (self.leaves.placeholders - self.live)
         self.needs: dict[int, list[Need]] = {}
         self.tables = {i for i in self.real - self.leaves.of_tensors if avals[i].shape}
         # Tables may be computed with each other: what is dense is an array of the next round.
         # Each round drops a table, or is the last.
-        while True:
+        self.taps: PyTree = []
+        dense = self.tables
+        while dense:
             taps, found = Taps(), list[Need]()
-            needs: dict[int, list[Need]] = {i: [] for i in self.tables}
-            if self.tables:
-                self.run(avals, taps, found)
-            for need in found:
-                needs[need.table].append(need)
-            self.taps, self.needs = taps.record, needs | self.needs
+            self.run(avals, taps, found)
+            needs = {i: [need for need in found if need.table == i] for i in self.tables}
+            self.taps = taps.record
+            self.needs |= needs
             dense = {i for i in self.tables if not self._is_sparse(i, needs[i])}
-            if not dense:
-                break
             self.tables = self.tables - dense
+
+    def _of_parameters(self) -> Function:
+        """Return the function of the parameters of models, in the places of these."""
+        if not any(model.others for model in self._models.values()):
+            return self._fun
+
+        @functools.wraps(self._fun)
+        def of_parameters(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            models = {n: m.with_parameters(args[n]) for n, m in self._models.items()}
+            return self._fun(*(models.get(i, x) for i, x in enumerate(args)), **kwargs)
+
+        return of_parameters
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         # All other arguments are closed over, so they may be anything, as in JAX.
-        new = dict(zip(self._numbers, self.leaves.rebuilt(arrays), strict=True))
+        new = dict(zip(self._models, self.leaves.rebuilt(arrays), strict=True))
         args = (new.get(i, x) for i, x in enumerate(self._args))
         result = self._checked(*args, **self._kwargs)
         results, self._structure = jax.tree.flatten(result)
@@ -363,8 +359,8 @@ class Reading:
         def name(i: int) -> str:
             names = [
                 leaf_name(argument_name(self._fun, number), path)
-                for number in self._numbers
-                for path, _ in jax.tree.leaves_with_path(self._args[number], is_leaf=is_tensor)
+                for number, tree in self._parameters.items()
+                for path, _ in jax.tree.leaves_with_path(tree, is_leaf=is_tensor)
             ]
             return names[self.leaves.owners[i]]
 

@@ -21,7 +21,7 @@ import jax
 
 from jmask._autodiff.taps import Tap
 from jmask._autodiff.uses import reason
-from jmask._autodiff.value_and_grad import Reading, function_of_parameters
+from jmask._autodiff.value_and_grad import LossProgram
 from jmask._base.fallback import Place, collected, in_bytes
 from jmask._base.types import DType, Function, KeyPath, PyTree, PyTreeDef, Shape
 from jmask._base.validation import abstract_leaf, checked_choice
@@ -170,7 +170,6 @@ def explain(
     platform = jax.default_backend() if platform is None else platform
     checked_choice(platform, "platform", PLATFORMS)
     model = model_of(params)
-    loss_fn, params = function_of_parameters(loss_fn, {0: model}), model.parameters
     # Shapes become tracers; all else reaches the function as it is, as under value_and_grad.
     structure: PyTreeDef
     others, structure = jax.tree.flatten((batch, kwargs))
@@ -179,17 +178,19 @@ def explain(
 
     def read(params: PyTree, traced: dict[int, jax.Array]) -> None:
         args, keywords = structure.unflatten([traced.get(i, x) for i, x in enumerate(others)])
-        reading = Reading(loss_fn, (0,), (params, *args), keywords, has_aux)
-        taps = jax.tree.leaves(reading.taps)
+        params_and_rest = model.with_parameters(params)
+        models = {0: model_of(params_and_rest)}
+        program = LossProgram(loss_fn, models, (params_and_rest, *args), keywords, has_aux)
+        taps = jax.tree.leaves(program.taps)
         for i, (path, leaf) in enumerate(jax.tree.leaves_with_path(params)):
-            its_taps = [x for x in taps if x.table == i] if i in reading.tables else None
-            why = reason(reading.jaxpr, reading.needs.get(i, []), math.inf)
+            its_taps = [x for x in taps if x.table == i] if i in program.tables else None
+            why = reason(program.jaxpr, program.needs.get(i, []), math.inf)
             note = "" if why is None else _with_place(*why[:2])
-            note = note if reading.jaxpr.invars[i] in reading.needed else UNUSED
+            note = note if i in program.live else UNUSED
             steps.append(_step(path, leaf, its_taps, note, platform))
 
     with collected() as reports:
-        jax.eval_shape(read, jax.tree.map(abstract_leaf, params), shapes)
+        jax.eval_shape(read, jax.tree.map(abstract_leaf, model.parameters), shapes)
     notes = [_with_place(report.message, report.place) for report in reports]
     explanation = Explanation(tuple(steps), tuple(dict.fromkeys(notes)))
     if not hasattr(sys, "ps1"):
