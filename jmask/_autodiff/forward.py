@@ -126,7 +126,7 @@ class Forward:
         enters = is_call(name)
 
         # 0. Rows that wait for their sum. They may wait in a call, too.
-        if [x for x in views if isinstance(x, bags.Rows)]:
+        if any(isinstance(x, bags.Rows) for x in views):
             made = None if enters or not is_live else bags.made_of_rows(eqn, name, args, scope)
             if isinstance(made, bags.Rows):
                 return [made]

@@ -98,6 +98,12 @@ def window_of(
     return Positions(count, p.entries, at), finish
 
 
+def part_along(x: View, d: int, begin: int, size: int) -> View:
+    """Return so many entries of a view along one dimension, from `begin` on."""
+    starts = [begin * (i == d) for i in range(x.ndim)]
+    return sliced(x, (*x.shape[:d], size, *x.shape[d + 1 :]), lambda: starts)
+
+
 def transposed(x: View, order: Sequence[int]) -> View:
     """Return a transpose of a view; one of a transpose is one of what that was made of."""
     x, first = x.transpose_of or (x, range(x.ndim))
@@ -289,10 +295,8 @@ def _split(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View]:
     for v in eqn.outvars:
         shape = tuple(aval_of(v).shape)
         size = shape[axis] if len(shape) == x.ndim else 1
-        starts = tuple(begin * (d == axis) for d in range(x.ndim))
-        window = (*x.shape[:axis], size, *x.shape[axis + 1 :])
-        part = sliced(x, window, functools.partial(tuple, starts))
-        parts.append(part if window == shape else reshaped(part, shape))
+        part = part_along(x, axis, begin, size)
+        parts.append(part if part.shape == shape else reshaped(part, shape))
         begin += size
     return parts
 
@@ -312,9 +316,7 @@ def _pad(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
     for d, (low, high) in enumerate((int(low), int(high)) for low, high, _ in config):
         cut = x.shape[d] + min(low, 0) + min(high, 0)
         if cut != x.shape[d]:
-            starts = tuple(max(-low, 0) * (i == d) for i in range(x.ndim))
-            window = (*x.shape[:d], cut, *x.shape[d + 1 :])
-            x = sliced(x, window, functools.partial(tuple, starts))
+            x = part_along(x, d, max(-low, 0), cut)
         sides = [(*x.shape[:d], max(n, 0), *x.shape[d + 1 :]) for n in (low, high)]
         first, last = (broadcasted(as_view(padding), side, ()) for side in sides)
         x = joined([first, x, last], d)
