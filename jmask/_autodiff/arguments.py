@@ -33,7 +33,15 @@ from jmask._base.types import (
     Tensor,
     TensorLike,
 )
-from jmask._base.validation import leaf_name, shown
+from jmask._base.validation import (
+    KEEP_ARRAYS,
+    abstract_leaf,
+    is_on_host,
+    leaf_name,
+    not_an_array,
+    not_on_device,
+    shown,
+)
 from jmask._kernels.gathered_rows import GATHERED
 from jmask._kernels.rows import plus_zero, zero_after_reading
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
@@ -50,6 +58,59 @@ from jmask._tensors.storage import (
     unique_positions,
     with_stored_values,
 )
+
+_KEEP_ARRAYS = (
+    f"{KEEP_ARRAYS}; jmask.nnx.value_and_grad and jmask.nnx.grad take a whole model of flax nnx"
+)
+
+
+def argument_positions(
+    argnums: int | Sequence[int], args: tuple[PyTree, ...]
+) -> tuple[int, ...]:
+    """Return the positions from 0 of the arguments to differentiate."""
+    numbers: tuple[Argument, ...]
+    numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+    for number in numbers:
+        if not isinstance(number, int | np.integer):
+            # Of flax.nnx: a position, and a filter of what is differentiated there.
+            is_filter = hasattr(number, "argnum") and hasattr(number, "filter")
+            instead = "; jmask.nnx.value_and_grad takes it" if is_filter else ""
+            raise TypeError(f"`argnums` must be integers, got {argnums!r}{instead}.")
+        if not -len(args) <= number < len(args):
+            raise ValueError(
+                f"`argnums` names argument {number}, but the function was called with "
+                f"{len(args)} positional arguments."
+            )
+    positions = tuple(int(number) % len(args) for number in numbers)
+    repeated = [n for n in positions if positions.count(n) > 1]
+    if repeated:
+        raise ValueError(f"`argnums` names argument {repeated[0]} twice, got {argnums!r}.")
+    return positions
+
+
+def check_argument(fun: Function, number: int, argument: PyTree) -> None:
+    """Refuse a differentiated argument with leaves that have no gradient, by name."""
+    for path, leaf in jax.tree.leaves_with_path(argument, is_leaf=is_tensor):
+        array = None if is_tensor(leaf) else abstract_leaf(leaf)
+        is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+        is_real = array is not None and jnp.issubdtype(array.dtype, jnp.inexact)
+        in_host_memory = is_on_host(array)
+        if is_tensor(leaf) or (is_real and not is_shape and not in_host_memory):
+            continue
+        name = leaf_name(argument_name(fun, number), path)
+        if in_host_memory:
+            raise not_on_device(name)
+        if array is None:
+            raise not_an_array(name, leaf, _KEEP_ARRAYS)
+        if not is_real:
+            raise TypeError(
+                f"{name} is {array.dtype}, and grad requires real- or complex-valued inputs: "
+                f"pass it as another argument, or {_KEEP_ARRAYS}."
+            )
+        raise TypeError(
+            f"{name} is a ShapeDtypeStruct, which holds no numbers: use jmask.explain, or "
+            "jax.eval_shape(jmask.grad(f), ...)."
+        )
 
 
 def checked_loss(fun: Function, numbers: Sequence[int], has_aux: bool) -> Function:

@@ -15,10 +15,16 @@ from typing import Literal, ParamSpec, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from jmask._autodiff.arguments import Leaves, after_reading, argument_name, checked_loss
+from jmask._autodiff.arguments import (
+    Leaves,
+    after_reading,
+    argument_name,
+    argument_positions,
+    check_argument,
+    checked_loss,
+)
 from jmask._autodiff.forward import Forward, Need
 from jmask._autodiff.nested import Needed
 from jmask._autodiff.taps import Taps, gradients_of_tables
@@ -28,23 +34,11 @@ from jmask._base.fallback import LARGE
 from jmask._base.forms import aval_of
 from jmask._base.shardings import on_explicit_mesh, sharding_of_type
 from jmask._base.types import Argument, Function, Options, PyTree, PyTreeDef
-from jmask._base.validation import (
-    KEEP_ARRAYS,
-    Model,
-    abstract_leaf,
-    check_flag,
-    is_on_host,
-    leaf_name,
-    not_an_array,
-    not_on_device,
-)
+from jmask._base.validation import Model, check_flag, leaf_name
 from jmask._tables.quantized import refuse_quantized
 from jmask._tensors.masked_tensor import is_tensor
 from jmask._tensors.specified import counts_everywhere
 
-_KEEP_ARRAYS = (
-    f"{KEEP_ARRAYS}; jmask.nnx.value_and_grad and jmask.nnx.grad take a whole model of flax nnx"
-)
 P = ParamSpec("P")
 # Rows from which an array that is sliced with fixed bounds counts as a table, whose gradient is
 # worth storing by rows: a stack of eight weights of layers is sliced so too, and its users
@@ -139,7 +133,7 @@ def value_and_grad(
 
     @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def value_and_grad_of_fun(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, PyTree]:
-        numbers = _positions(argnums, args)
+        numbers = argument_positions(argnums, args)
         for n in numbers:
             refuse_quantized(args[n])
         with on_explicit_mesh([args[i] for i in numbers]):
@@ -253,7 +247,7 @@ class LossProgram:
         self._fun, self._models, self._args, self._kwargs = fun, models, args, kwargs
         self._parameters = {n: model.parameters for n, model in models.items()}
         for number, parameters in self._parameters.items():
-            _check_argument(fun, number, parameters)
+            check_argument(fun, number, parameters)
         self._has_aux = has_aux
         self._checked = checked_loss(self._of_parameters(), list(models), has_aux)
         self.leaves = Leaves(list(self._parameters.values()))
@@ -366,49 +360,3 @@ class LossProgram:
 
         dense = {i: needs for i, needs in self.needs.items() if i not in self.tables}
         report_dense(self.jaxpr, name, dense)
-
-
-def _positions(argnums: int | Sequence[int], args: tuple[PyTree, ...]) -> tuple[int, ...]:
-    numbers: tuple[Argument, ...]
-    numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
-    for number in numbers:
-        if not isinstance(number, int | np.integer):
-            # Of flax.nnx: a position, and a filter of what is differentiated there.
-            is_filter = hasattr(number, "argnum") and hasattr(number, "filter")
-            instead = "; jmask.nnx.value_and_grad takes it" if is_filter else ""
-            raise TypeError(f"`argnums` must be integers, got {argnums!r}{instead}.")
-        if not -len(args) <= number < len(args):
-            raise ValueError(
-                f"`argnums` names argument {number}, but the function was called with "
-                f"{len(args)} positional arguments."
-            )
-    positions = tuple(int(number) % len(args) for number in numbers)
-    repeated = [n for n in positions if positions.count(n) > 1]
-    if repeated:
-        raise ValueError(f"`argnums` names argument {repeated[0]} twice, got {argnums!r}.")
-    return positions
-
-
-def _check_argument(fun: Function, number: int, argument: PyTree) -> None:
-    """Refuse a differentiated argument with leaves that have no gradient, by name."""
-    for path, leaf in jax.tree.leaves_with_path(argument, is_leaf=is_tensor):
-        array = None if is_tensor(leaf) else abstract_leaf(leaf)
-        is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
-        is_real = array is not None and jnp.issubdtype(array.dtype, jnp.inexact)
-        in_host_memory = is_on_host(array)
-        if is_tensor(leaf) or (is_real and not is_shape and not in_host_memory):
-            continue
-        name = leaf_name(argument_name(fun, number), path)
-        if in_host_memory:
-            raise not_on_device(name)
-        if array is None:
-            raise not_an_array(name, leaf, _KEEP_ARRAYS)
-        if not is_real:
-            raise TypeError(
-                f"{name} is {array.dtype}, and grad requires real- or complex-valued inputs: "
-                f"pass it as another argument, or {_KEEP_ARRAYS}."
-            )
-        raise TypeError(
-            f"{name} is a ShapeDtypeStruct, which holds no numbers: use jmask.explain, or "
-            "jax.eval_shape(jmask.grad(f), ...)."
-        )
