@@ -30,7 +30,6 @@ from jmask._autodiff.views import Lookup, TableView, View
 from jmask._base.array_types import is_known, trailing, wide
 from jmask._base.forms import aval_of, name_of, parameter
 from jmask._base.jaxprs import bound_to_differentiate, read
-from jmask._base.row_ids import canonical, widen
 from jmask._base.shardings import sharding_of_type
 from jmask._base.types import Argument, Atom, Shape
 from jmask._kernels.gathered_rows import BAG_SUM, BagSum, pays_in_blocks
@@ -114,7 +113,7 @@ def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Argument], lookup: Lookup) 
     if jax.sharding.get_abstract_mesh().manual_axes or sharding_of_type(aval) is not None:
         return None
     if not (
-        windows.are_rows(x.shape)
+        windows.are_rows()
         and x.ndim > 1
         and is_known(*windows.batch)
         and pays_in_blocks(aval.shape, x.dtype)
@@ -124,14 +123,11 @@ def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Argument], lookup: Lookup) 
         return None
 
     def described() -> Entries:
-        start: Argument = windows.starts()[0]
-        rows = x.shape[0]
-        in_range = widen(jnp.clip(start, 0, rows - 1), rows)
+        ids, rows = windows.ids(), x.shape[0]
         if windows.clips:
-            return Entries(in_range)
-        ids = canonical(start, rows)
+            return Entries(ids)
         if fill is None:
-            return Entries(ids, in_range)
+            return Entries(ids, dataclasses.replace(windows, clips=True).ids())
         return Entries(ids, None, None if fill == 0 else ids == np.asarray(rows, ids.dtype))
 
     return Rows(

@@ -164,7 +164,8 @@ def sparse_product(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Sums |
 class Windows:
     """Windows of an array that an equation reads, one for each of the entries `batch`."""
 
-    sizes: Shape  # of a window along each dimension of the array
+    shape: Shape  # of the array
+    sizes: Shape  # of a window along each dimension of it
     single: frozenset[int]  # the dimensions that the result does not have, of size 1
     batch: Shape  # the shape of the entries
     offsets: Sequence[int]  # the dimensions of the result that the others of a window are
@@ -174,12 +175,13 @@ class Windows:
     clips: bool = True  # whether windows that do not fit are moved; others do not count
     fill: Argument = None  # what those are instead, or None: nothing is said of them
 
-    def leading(self, shape: Shape) -> int | None:
+    def leading(self) -> int | None:
         """Return how many dimensions number the rows that it reads of an array.
 
         The trailing dimensions that each window covers whole are a row. None if entries of a
         matrix would be rows of their own, as in a lookup of columns.
         """
+        shape = self.shape
         leading = len(shape)
         while leading > 1:
             d = leading - 1
@@ -200,38 +202,26 @@ class Windows:
                     return None
         return leading
 
-    def are_rows(self, shape: Shape) -> bool:
+    def are_rows(self) -> bool:
         """Decide whether they are whole rows (*batch, *row) of an array, by one id each."""
-        lead = len(self.batch)
-        offsets = tuple(range(lead, lead + len(shape) - 1))
-        is_one = self.single == self.started == {0} and self.sizes == (1, *shape[1:])
-        return is_one and tuple(self.offsets) == offsets
+        lead, row = len(self.batch), self.shape[1:]
+        is_one = self.single == self.started == {0} and self.sizes == (1, *row)
+        return is_one and tuple(self.offsets) == tuple(range(lead, lead + len(row)))
 
-    def ids(self, rows: int) -> IdArray:
+    def ids(self) -> IdArray:
         """Return the ids (*batch,) of whole rows; out of range they are moved, or padding."""
-        starts = jnp.asarray(self.starts()[0])
+        starts, rows = jnp.asarray(self.starts()[0]), self.shape[0]
         if self.clips:
             return jnp.clip(widen(starts, rows), 0, rows - 1)
         return canonical(starts, rows)
 
-    def begins(self, shape: Shape) -> list[Index]:
-        """Return where windows begin along each dimension, moved to where they fit."""
-        begins: list[Index] = [0] * len(shape)
-        for d, start in self.starts().items():
-            if not isinstance(start, int):  # a slice has static bounds, which fit
-                start = jnp.clip(widen(start, shape[d]), 0, shape[d] - self.sizes[d])
-            begins[d] = start
-        return begins
+    def positions(self, leading: int) -> Positions:
+        """Return the positions of all rows in the windows, relative to where these begin.
 
-    def entries(self, leading: int) -> Shape:
-        """Return the shape of the entries: of windows, and of rows in each of them."""
-        more = (self.sizes[d] for d in range(leading) if d not in self.single)
-        return (*self.batch, *more)
-
-    def positions(self, shape: Shape, leading: int) -> Positions:
-        """Return the positions of all rows in the windows, relative to where these begin."""
+        The entries are windows, and the rows in each of them.
+        """
         more = [d for d in range(leading) if d not in self.single]
-        entries = self.entries(leading)
+        entries, shape = (*self.batch, *(self.sizes[d] for d in more)), self.shape
 
         def made() -> tuple[list[jax.Array], Valid]:
             along = [jnp.zeros((), id_dtype(n)) for n in shape[:leading]]
@@ -257,11 +247,12 @@ class Windows:
 
 def windows_of(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Windows:
     """Return the windows that a `gather`, a `slice` or a `dynamic_slice` reads."""
+    shape = args[0].shape
     if name not in WINDOWS:
         starts = parameter(eqn, "start_indices") if name == "slice" else args[1:]
         sizes, every = tuple(aval_of(eqn.outvars[0]).shape), range(len(starts))
         at = lambda: dict(enumerate(starts))
-        return Windows(sizes, frozenset(), (), every, at, frozenset(every))
+        return Windows(shape, sizes, frozenset(), (), every, at, frozenset(every))
     gather, indices = gather_of(eqn), args[1]
     numbers = gather.dimension_numbers
     batch = tuple(indices.shape[:-1])
@@ -281,6 +272,7 @@ def windows_of(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Windows:
     fills = gather.mode == lax.GatherScatterMode.FILL_OR_DROP
     fill = np.nan if gather.fill_value is None else gather.fill_value
     return Windows(
+        shape,
         tuple(gather.slice_sizes),
         frozenset((*numbers.collapsed_slice_dims, *batching)),
         batch,
@@ -359,7 +351,7 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup 
     is_strided = name == "slice" and set(parameter(eqn, "strides") or (1,)) != {1}
     if name not in WINDOWS and (is_strided or not isinstance(x, TableView)):
         return None  # it is a view, which is read where it is looked up
-    leading = None if 0 in shape else windows.leading(shape)
+    leading = None if 0 in shape else windows.leading()
     if leading is None:
         return None
     is_whole_row = leading == 1 == sizes[0] and windows.started == {0}
@@ -371,10 +363,10 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup 
         types: list[Argument] = [aval, getattr(x.array, "aval", x.array)]
         places = [sharding_of_type(each) for each in types]
         if any(place is not None and any(place.spec) for place in places):
-            if not windows.are_rows(shape):
+            if not windows.are_rows():
                 return None
             tap = _sharded_tap(x, windows.batch, aval)
-            return with_tap(tap, result, lambda: windows.ids(shape[0]))
+            return with_tap(tap, result, windows.ids)
         leading = numbered_dimensions(shape, leading)  # of entries, if there are so many
 
     # 2. A view: rows are read. Single entries of a matrix that would make whole windows are no
@@ -385,19 +377,22 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup 
         is_matrix = leading == len(shape) > 1 and math.prod(sizes) > 1
         if is_cut or leading > len(shape) or is_matrix:
             return None
-    plan = varying(planned(x, leading, windows.entries(leading)) or [], varies_of(aval))
+    entries = windows.positions(leading).entries
+    plan = varying(planned(x, leading, entries) or [], varies_of(aval))
+
+    def starts() -> list[Index]:
+        known = windows.starts()
+        return [known.get(d, 0) for d in range(x.ndim)]
 
     def reading() -> tuple[Positions, ArrayFunction]:
         """Return the positions of the rows, and what makes the result of these."""
-        inside = windows.positions(shape, leading)
-        begins = lambda: windows.begins(shape)
-        p, finish = window_of(x, sizes, begins, (1,) * x.ndim, inside)
+        p, finish = window_of(x, sizes, starts, (1,) * x.ndim, windows.positions(leading))
         of_entries = lambda rows: finish(rows.reshape(*p.entries, *shape[leading:]))
         return p, lambda rows: windows.placed(of_entries(rows), leading)
 
     def ids() -> jax.Array:
         if is_whole_row:
-            return windows.ids(shape[0]).reshape(-1)
+            return windows.ids().reshape(-1)
         return ids_at(reading()[0], shape[:leading])
 
     if isinstance(x, TableView):

@@ -66,7 +66,15 @@ def window_of(
 
     Each entry of a batch may begin at a place of its own.
     """
-    begins, count, lead = functools.cache(starts), p.count, len(p.entries)
+    count, lead = p.count, len(p.entries)
+
+    @functools.cache
+    def begins() -> list[Index]:
+        """Return where the window begins, moved to where it fits, as static bounds do."""
+        return [
+            s if isinstance(s, int) else jnp.clip(widen(jnp.asarray(s), n), 0, n - k)
+            for s, n, k in zip(starts(), x.shape, shape, strict=True)
+        ]
 
     def at() -> tuple[list[jax.Array], Valid]:
         moved = []
@@ -276,17 +284,10 @@ def _slice(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View]:
 
 
 def _dynamic_slice(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
-    (x, *begins), shape = xs, _shape(eqn)
-    if not isinstance(x, View) or any(isinstance(begin, View) for begin in begins):
+    x, *starts = xs
+    if not isinstance(x, View) or any(isinstance(start, View) for start in starts):
         return None
-
-    def starts() -> list[jax.Array]:  # moved to where the slice fits
-        return [
-            jnp.clip(widen(jnp.asarray(s), n), 0, n - k)
-            for s, n, k in zip(begins, x.shape, shape, strict=True)
-        ]
-
-    return [sliced(x, shape, starts)]
+    return [sliced(x, _shape(eqn), lambda: starts)]
 
 
 def _split(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View]:
