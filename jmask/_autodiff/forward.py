@@ -25,7 +25,6 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jmask._autodiff import bags, nested
 from jmask._autodiff.lookups import (
-    LOOKUPS,
     gather_of,
     is_of_lines,
     lookup_of,
@@ -46,15 +45,12 @@ from jmask._autodiff.views import (
     without_gradient,
 )
 from jmask._base.array_types import is_known
-from jmask._base.forms import CALLS, Opened, aval_of, called, name_of, within
+from jmask._base.forms import PLAIN_CALLS, Opened, aval_of, called, name_of, within
 from jmask._base.jaxprs import bound, bound_to_differentiate, read
 from jmask._base.types import Argument, Shaped
 
 # The user's line in a fallback warning must not be a line of this library.
 source_info_util.register_exclusion(str(Path(__file__).parents[1]))
-
-# `get` reads from a reference, `jax.new_ref(table)[ids]`.
-LOOKING_UP = (*LOOKUPS, "dynamic_slice", "get", "new_ref")
 
 
 class Need(NamedTuple):
@@ -123,7 +119,7 @@ class Forward:
         if not views:
             return self._bound(eqn, name, args)
         aval = next(map(aval_of, eqn.outvars), None)  # what prints has no result
-        enters = is_call(name)
+        enters = name in PLAIN_CALLS
 
         # 0. Rows that wait for their sum. They may wait in a call, too.
         if any(isinstance(x, bags.Rows) for x in views):
@@ -265,11 +261,6 @@ class Forward:
             return False
         largest = max((math.prod(self.leaves[t].shape) for t in x.tables), default=0)
         return 8 * math.prod(x.shape) <= largest and self._reading_of_all(x) is not None
-
-
-def is_call(name: str) -> bool:
-    """Decide whether an equation is a call of a program, without rules of its derivative."""
-    return name in CALLS and not name.startswith("custom")
 
 
 def _is_slow(eqn: JaxprEqn) -> bool:

@@ -26,7 +26,7 @@ from jmask._autodiff.taps import Tap, Taps
 from jmask._autodiff.view_rules import element
 from jmask._autodiff.views import TableView, View, view_of_table
 from jmask._base.forms import (
-    CALLS,
+    PLAIN_CALLS,
     REMATS,
     Opened,
     aval_of,
@@ -88,7 +88,7 @@ class Needed:
 
     def _inputs(self, eqn: JaxprEqn, flags: Flags) -> list[bool]:
         name = name_of(eqn)
-        if name in (*CALLS, *REMATS) and not name.startswith("custom"):
+        if name in (*PLAIN_CALLS, *REMATS):
             return self._of(called(eqn)[0], flags)
         if name == "cond":
             branches = [self._of(branch, flags) for branch, _ in branches_of(eqn)]

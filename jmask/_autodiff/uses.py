@@ -16,10 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jmask._autodiff.forward import LOOKING_UP, Need, is_call
+from jmask._autodiff.forward import Need
+from jmask._autodiff.lookups import LOOKUPS
 from jmask._base.array_types import is_known
 from jmask._base.fallback import LARGE, Place, in_bytes, place_among, report_fallback
 from jmask._base.forms import (
+    PLAIN_CALLS,
     aval_of,
     bodies_of,
     holds_jaxprs,
@@ -32,6 +34,8 @@ from jmask._base.forms import (
 from jmask._base.jaxprs import interpret
 from jmask._base.types import Shape
 
+# `get` reads from a reference, `jax.new_ref(table)[ids]`.
+LOOKING_UP = (*LOOKUPS, "dynamic_slice", "get", "new_ref")
 MULTIPLIED = "multiplied by a one-hot matrix, which reads all of it"
 # What `custom_root` is: nobody sees what it runs.
 _OPAQUE = "call_hi_primitive"
@@ -188,7 +192,7 @@ def _labelled(jaxpr: Jaxpr, needs: Sequence[Need]) -> tuple[list[JaxprEqn], list
         shapes: list[Shape | None] = [getattr(aval_of(v), "shape", None) for v in eqn.outvars]
         if is_computed and name in LOOKING_UP:
             lookups.append(Need(table, eqns, 0, 0, True))
-        elif is_computed and has_rows and name not in _NOT_ROWS and not is_call(name):
+        elif is_computed and has_rows and name not in _NOT_ROWS and name not in PLAIN_CALLS:
             keep = [x is not None and len(x) > 1 and x[0] >= rows for x in shapes]
             return ["computed" if kept else "" for kept in keep]
         for body, _ in bodies_of(eqn):

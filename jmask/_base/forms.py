@@ -26,11 +26,9 @@ from jax.sharding import PartitionSpec
 
 from jmask._base.types import Argument, Atom, Function, Index, Options, PyTree, Shaped
 
-# Equations that do no more than run a jaxpr.
-CALLS = (
-    *("jit", "pjit", "closed_call", "core_call"),
-    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
-)
+# Equations that do no more than run a jaxpr; the second have a derivative of their own.
+PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call")
+CALLS = (*PLAIN_CALLS, "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 # The same, recomputed in the backward pass: the name differs between JAX versions.
 REMATS = ("remat2", "remat", "checkpoint")
 
