@@ -23,8 +23,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.sharding import PartitionSpec as P
 
 from jmask._autodiff.taps import Tap, Taps
-from jmask._autodiff.view_rules import element
-from jmask._autodiff.views import TableView, View, view_of_table
+from jmask._autodiff.views import Positions, Reading, TableView, View, view_of_table
 from jmask._base.forms import (
     PLAIN_CALLS,
     REMATS,
@@ -199,7 +198,7 @@ def _scan(
     def step(carry: list[Argument], xs: PyTree) -> tuple[list[Argument], PyTree]:
         number, plain, arrays = xs
         inside = taps.inside(specs, arrays)
-        elements = {i: element(x, number) for i, x in stacks.items()}
+        elements = {i: _element(x, number) for i, x in stacks.items()}
         inputs = [*consts, *_merged(kept, carry), *_merged(elements, plain)]
         if taps.is_trial:
             inputs = _in_trial(inputs, jaxpr)
@@ -218,6 +217,29 @@ def _scan(
         outs = [*_merged(kept, carry), *ys]
     taps.record.append(record)
     return [kept.get(i, x) for i, x in enumerate(outs)]
+
+
+def _element(x: View, number: jax.Array) -> View:
+    """Return one array of a stack of them, by its number."""
+
+    def reading(p: Positions) -> Reading:
+        at = lambda: ([number, *p.along], p.valid)
+        return [(x, Positions(p.count + 1, p.entries, at))], lambda rows: rows
+
+    def make(made: Callable[[View], jax.Array]) -> jax.Array:
+        return lax.dynamic_index_in_dim(made(x), number, 0, keepdims=False)
+
+    return View(
+        x.shape[1:],
+        x.dtype,
+        reading,
+        make,
+        x.tables,
+        x.equations,
+        is_lookup=True,
+        varies=x.varies,
+        computed_by=x.computed_by,
+    )
 
 
 # --- cond ---------------------------------------------------------------------------------

@@ -246,29 +246,6 @@ def broadcasted(x: View, shape: Shape, dimensions: Sequence[int]) -> View:
     return View(shape, x.dtype, reading)
 
 
-def element(x: View, number: jax.Array) -> View:
-    """Return one array of a stack of them, by its number."""
-
-    def reading(p: Positions) -> Reading:
-        at = lambda: ([number, *p.along], p.valid)
-        return [(x, Positions(p.count + 1, p.entries, at))], lambda rows: rows
-
-    def make(made: Callable[[View], jax.Array]) -> jax.Array:
-        return lax.dynamic_index_in_dim(made(x), number, 0, keepdims=False)
-
-    return View(
-        x.shape[1:],
-        x.dtype,
-        reading,
-        make,
-        x.tables,
-        x.equations,
-        is_lookup=True,
-        varies=x.varies,
-        computed_by=x.computed_by,
-    )
-
-
 # --- rules of equations that move entries ---------------------------------------------------
 
 Rule = Callable[[JaxprEqn, Sequence[Argument]], list[View] | None]
