@@ -218,7 +218,7 @@ class Forward:
 
     def _made(self, x: View, is_constant: bool) -> Argument:
         abstract = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        if not is_constant:
+        if x.tables and not is_constant:
             lookup = x.whole if isinstance(x, bags.Rows) else self._reading_of_all(x)
             if lookup is not None:
                 return self._looked_up(lookup, abstract, of=x)
@@ -228,7 +228,8 @@ class Forward:
             return abstract
         assert x.make is not None
         assert is_constant or not x.tables, "a table with taps is needed as a whole"
-        return lax.stop_gradient(x.make(functools.partial(self.array, is_constant=True)))
+        made = x.make(functools.partial(self.array, is_constant=is_constant))
+        return lax.stop_gradient(made) if is_constant else made
 
     def _reading_of_all(self, x: View) -> Lookup | None:
         """Return how all of a view is read with the fewest rows of tables, at most half."""

@@ -41,7 +41,7 @@ from jmask._base.forms import (
 from jmask._base.jaxprs import forwarded
 from jmask._base.row_ids import id_dtype
 from jmask._base.shardings import on_every_device, varying_axes, varying_over
-from jmask._base.types import Argument, Atom, PyTree
+from jmask._base.types import Argument, ArrayFunction, Atom, PyTree
 
 if TYPE_CHECKING:  # it runs these rules
     from jmask._autodiff.forward import Forward
@@ -226,7 +226,7 @@ def _element(x: View, number: jax.Array) -> View:
         at = lambda: ([number, *p.along], p.valid)
         return [(x, Positions(p.count + 1, p.entries, at))], lambda rows: rows
 
-    def make(made: Callable[[View], jax.Array]) -> jax.Array:
+    def make(made: ArrayFunction) -> jax.Array:
         return lax.dynamic_index_in_dim(made(x), number, 0, keepdims=False)
 
     return View(

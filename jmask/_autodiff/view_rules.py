@@ -474,7 +474,7 @@ def views_of(eqns: Sequence[JaxprEqn], name: str, xs: Sequence[Argument]) -> lis
     first = (x.computed_by for x in operands if x.computed_by)
     computed_by = next(first, () if is_move else tuple(eqns))
 
-    def make(number: int, made: Callable[[View], jax.Array]) -> jax.Array:
+    def make(number: int, made: ArrayFunction) -> jax.Array:
         return bound(eqn, [made(x) if isinstance(x, View) else x for x in xs])[number]
 
     views = [

@@ -82,7 +82,7 @@ class View:
     # Positions -> how they are read; None if they are not by rows of tables.
     reading: Callable[[Positions], Reading | None]
     # (how operands are made) -> the array.
-    make: Callable[[Callable[["View"], jax.Array]], jax.Array] | None = None
+    make: Callable[[ArrayFunction], jax.Array] | None = None
     tables: frozenset[int] = frozenset()  # the numbers of the leaves that it has a gradient for
     equations: int = 0  # how many make it, each counted wherever it is used
     # Whether its rows depend on run-time values, as with `dynamic_slice`.
@@ -164,7 +164,7 @@ def as_view(x: Argument) -> View:
 
 def without_gradient(x: View) -> View:
     """Return the view behind a `stop_gradient`."""
-    make = lambda made: lax.stop_gradient(made(x))
+    make = lambda made: lax.stop_gradient(made(x, is_constant=True))
     reading = lambda p: ([(x, p)], lax.stop_gradient)
     return View(x.shape, x.dtype, reading, make, equations=x.equations, is_stopped=True)
 

@@ -46,8 +46,28 @@ LOOKUPS = IN_PLACE | functions("y, ids", globals())("""
     y[:, ids[0] % y.shape[1]] if y.ndim > 2 else y[ids];
     jmask.embedding_lookup(y, ids % y.shape[0])
 """)
+# Arrays that are needed as a whole, of a table that has no gradient there.
+ARRAYS = functions("t, w", globals())("""
+    lax.stop_gradient(t); lax.stop_gradient(2 * t) * w[None];
+    lax.stop_gradient(t)[::2] * w[None];
+    jnp.concatenate([lax.stop_gradient(t), w[None]]); lax.stop_gradient(t * w[None])
+""")
 PROGRAMS = [(m, n, look) for m in MOVES for n in (None, *MOVES) for look in LOOKUPS]
 SILENT = [x for x in PROGRAMS if x[-1] in IN_PLACE]
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_array_without_gradient(name):
+    """It is made as it is, and not read row by row; other gradients go through it."""
+    made = ARRAYS[name]
+    loss = lambda t, w, ids: jnp.sum(jnp.sin(made(t, w)), 0).prod() * jnp.sum(t[ids] ** 2)
+    t, w = jnp.arange(24.0).reshape(8, 3) / 7, jnp.array([0.3, 2.0, 0.7])
+    args = t, w, jnp.array([3, 1, 3])
+    gradients = jmask.grad(loss, (0, 1))(*args)
+    assert isinstance(gradients[0], jmask.RowSparse)
+    for gradient, expected in zip(gradients, jax.grad(loss, (0, 1))(*args), strict=True):
+        np.testing.assert_allclose(jmask.todense(gradient), expected, rtol=1e-5)
+    assert str(jax.make_jaxpr(jmask.grad(loss, (0, 1)))(*args)).count("gather[") == 1
 
 
 def program(first, second, look):
