@@ -33,7 +33,7 @@ from jmask._base.array_types import trailing
 from jmask._base.forms import aval_of, parameter
 from jmask._base.jaxprs import ARITHMETIC, bound
 from jmask._base.row_ids import id_dtype, numbered, positions_of, widen
-from jmask._base.shardings import varying_over
+from jmask._base.shardings import sharding_of_type, varying_over
 from jmask._base.types import Argument, ArrayFunction, Index, Shape
 from jmask._kernels import tuning
 
@@ -324,8 +324,13 @@ def _tile(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
     return [reshaped(copies, _shape(eqn))]
 
 
-def _same(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View]:
+def _same(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
     (x,), axes = xs, varies_of(aval_of(eqn.outvars[0]))
+    # Rows are read where the view is looked up. Where other axes are explicit there, as in a
+    # lookup by `.at[ids].get(out_sharding=...)`, JAX refuses what the view was computed of.
+    before, after = (sharding_of_type(aval_of(v)) for v in (eqn.invars[0], eqn.outvars[0]))
+    if (before and before.mesh) != (after and after.mesh):
+        return None
     reading = lambda p: ([(x, p)], functools.partial(varying_over, axes))
     return [View(x.shape, x.dtype, reading)]
 
@@ -475,7 +480,8 @@ def views_of(eqns: Sequence[JaxprEqn], name: str, xs: Sequence[Argument]) -> lis
     computed_by = next(first, () if is_move else tuple(eqns))
 
     def make(number: int, made: ArrayFunction) -> jax.Array:
-        return bound(eqn, [made(x) if isinstance(x, View) else x for x in xs])[number]
+        with eqn.ctx.manager:  # of its mesh, and not of that where it is needed
+            return bound(eqn, [made(x) if isinstance(x, View) else x for x in xs])[number]
 
     views = [
         dataclasses.replace(

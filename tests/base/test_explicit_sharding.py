@@ -131,6 +131,17 @@ def test_gradient(table, ids, read, in_context):
         assert tuple(rows.sharding.spec)[: ids.ndim] == tuple(jax.typeof(ids).sharding.spec)
 
 
+@pytest.mark.parametrize("table", TABLES)
+def test_lookup_in_what_is_computed(table):
+    """JAX looks it up where axes are automatic, and it was computed where they are explicit."""
+    table, ids = TABLES[table](), ids_of("on every device")
+    loss = lambda t: jnp.sum(jnp.sin(by_hand(2 * t, ids)))
+    with context(True):
+        gradient = jax.jit(jmask.grad(loss))(table)
+    dense = jax.grad(lambda t: jnp.sum(jnp.sin((2 * t)[np.asarray(ids)])))(jnp.asarray(TABLE))
+    np.testing.assert_allclose(jmask.todense(gradient), dense, rtol=1e-5)
+
+
 def test_ids_out_of_range():
     """JAX's own lookup in a table that is spread by columns needs no word of its place."""
     table, ids = TABLES["an array spread by columns"](), np.array([1, V + 3, V, 5, -V - 1])
