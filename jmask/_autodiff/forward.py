@@ -192,7 +192,7 @@ class Forward:
     def _looked_up(
         self, lookup: Lookup, abstract: Argument, is_live: bool = True, of: View | None = None
     ) -> Argument:
-        """Return rows; in a trial note their taps, and return what is `abstract`."""
+        """Return rows; in a trial note their taps, and return their abstract value."""
         plan, run = lookup
         if not self.taps.is_trial:
             return run(self.taps if is_live else NONE)
@@ -211,10 +211,10 @@ class Forward:
         """
         if not isinstance(x, View):
             return x
-        key = id(x), is_constant
-        if key not in self.taps.made:
-            self.taps.made[key] = x, self._made(x, is_constant)
-        return self.taps.made[key][1]
+        made = self.taps.made
+        if (x, is_constant) not in made:
+            made[x, is_constant] = self._made(x, is_constant)
+        return made[x, is_constant]
 
     def _made(self, x: View, is_constant: bool) -> Argument:
         abstract = jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Literal
 
 import jax
@@ -135,7 +135,8 @@ class Taps:
             another nested program; of a run in their places the ids.
         rows_only: whether a bag is to be read row by row, as in a branch.
         is_without: whether there are none, as where no gradient comes from.
-        made: arrays that were made of views already, at this level of traces.
+        made: arrays that were made already at this level of traces, by their view, and
+            whether no gradient is taken of them.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Taps:
         is_without: bool = False,
     ) -> None:
         self.record: list[PyTree] = []
-        self.made: dict[tuple[int, bool], tuple[object, jax.Array]] = {}
+        self.made: dict[tuple[Hashable, bool], jax.Array] = {}
         self.rows_only, self.is_without = rows_only, is_without
         self.is_trial = specs is None and not is_without
         self._given: Iterator[PyTree] = iter(zip(specs or (), arrays or (), strict=True))
