@@ -226,7 +226,7 @@ class Windows:
         def made() -> tuple[list[jax.Array], Valid]:
             along = [jnp.zeros((), id_dtype(n)) for n in shape[:leading]]
             for axis, d in enumerate(more, len(self.batch)):
-                if self.sizes[d] > 1:
+                if self.sizes[d] != 1:
                     along[d] = lax.broadcasted_iota(id_dtype(shape[d]), entries, axis)
             valid: Valid = None
             for d, start in () if self.clips else self.starts().items():

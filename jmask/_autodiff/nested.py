@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from jmask._autodiff.taps import Tap, Taps
 from jmask._autodiff.views import Positions, Reading, TableView, View, view_of_table
+from jmask._base.array_types import is_known
 from jmask._base.forms import (
     PLAIN_CALLS,
     REMATS,
@@ -191,7 +192,7 @@ def _scan(
     passed = forwarded(jaxpr)
     kept = {i: x for i, x in enumerate(init) if isinstance(x, View) and passed[i] == first + i}
     stacks = {i: x for i, x in enumerate(scanned) if isinstance(x, View)}
-    wanted, length = forward.needed.outputs_of_scan(eqn, flags), scan.how["length"]
+    wanted, length = forward.needed.outputs_of_scan(eqn, flags), scan.length
     init = [forward.array(x, not wanted[i]) for i, x in enumerate(init) if i not in kept]
     specs, arrays = taps.next_nested()
 
@@ -295,7 +296,9 @@ def _shared(key: object, of_branches: Sequence[Sequence[Tap]]) -> Tap:
     """Return the tap that branches share for all of theirs with this key."""
     alike = [[tap for tap in taps if tap.key == key] for taps in of_branches]
     every = [tap for taps in alike for tap in taps]
-    count = max(sum(tap.count for tap in taps) for taps in alike)
+    # Sizes that are not known are not compared: there is space for all that differ.
+    counts = {sum(tap.count for tap in taps) for taps in alike}
+    count = max(counts) if is_known(*counts) else sum(counts)
     return dataclasses.replace(
         every[0],
         shape=(count, *every[0].row),

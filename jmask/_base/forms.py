@@ -62,12 +62,14 @@ def opened(jaxpr: Jaxpr | ClosedJaxpr) -> Opened:
 class Scan(NamedTuple):
     """A `scan`: inputs are so many `consts`, so many of the `carry`, then what is scanned.
 
-    `how` is length, reverse and unroll, as `jax.lax.scan` takes them.
+    `how` is reverse and unroll, as `jax.lax.scan` takes them. It takes no length that is not
+    known, but from what is scanned.
     """
 
     body: Opened
     consts: int
     carry: int
+    length: int
     how: Options
 
 
@@ -80,8 +82,9 @@ def scan_of(eqn: JaxprEqn) -> Scan:
     jaxpr, consts = opened(eqn.params["jaxpr"])
     scanned = _with_an_axis_more(eqn.invars, jaxpr.invars)
     carry = len(eqn.outvars) - _with_an_axis_more(eqn.outvars, jaxpr.outvars)
-    how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    return Scan((jaxpr, consts), len(eqn.invars) - carry - scanned, carry, how)
+    consts_count, length = len(eqn.invars) - carry - scanned, eqn.params["length"]
+    how = {name: eqn.params[name] for name in ("reverse", "unroll")}
+    return Scan((jaxpr, consts), consts_count, carry, length, how)
 
 
 def _with_an_axis_more(outer: Sequence[Atom], inner: Sequence[Atom]) -> int:
@@ -100,7 +103,7 @@ def _is_known_scan(eqn: JaxprEqn) -> bool:
     said = (eqn.params.get("num_consts", first), eqn.params.get("num_carry", count))
     scanned = [*eqn.invars[first + count :], *eqn.outvars[count:]]
     lengths = {aval_of(v).shape[0] for v in scanned}
-    return inputs == outputs and said == (first, count) and lengths <= {scan.how["length"]}
+    return inputs == outputs and said == (first, count) and lengths <= {scan.length}
 
 
 class While(NamedTuple):

@@ -27,7 +27,7 @@ from jax import lax
 from jax.extend.random import define_prng_impl
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import shapes_from
+from jmask._base.array_types import is_known, shapes_from
 from jmask._base.types import DType, IdArray, Ids
 
 INT32_MAX = np.iinfo(np.int32).max
@@ -114,8 +114,11 @@ def most_rows() -> int:
 
 
 def id_dtype(rows: int) -> DType:
-    """Return the integer dtype that holds the ids and the padding of a table of `rows` rows."""
-    if rows <= INT32_MAX:
+    """Return the integer dtype that holds the ids and the padding of a table of `rows` rows.
+
+    A number that is not known, of a batch of any size, is taken for one of 32 bits.
+    """
+    if not is_known(rows) or rows <= INT32_MAX:
         return np.dtype(np.int32)
     if rows > most_rows():
         raise ValueError(

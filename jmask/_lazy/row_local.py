@@ -441,7 +441,7 @@ def _cond(eqn: JaxprEqn, inputs: list[Known]) -> list[Known]:
 
 def _scan(eqn: JaxprEqn, inputs: list[Known]) -> list[Known]:
     scan = scan_of(eqn)
-    if export.is_symbolic_dim(scan.how["length"]):
+    if export.is_symbolic_dim(scan.length):
         raise _refused(eqn, "runs over rows in sequence")
     return _loop(scan.body, inputs, scan.consts, scan.carry)
 

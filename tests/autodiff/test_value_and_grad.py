@@ -13,12 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import (
+    export,
+    lax,  # noqa: F401 (of the table)
+)
 from jax.experimental.sparse import BCOO
 
 import jmask
 from jmask._base.forms import within
 from jmask._kernels import tuning
 from tests.compilations import no_tracer_is_kept
+from tests.expressions import functions
 from tests.lookup_programs import (
     BAGS,
     BATCH,
@@ -345,3 +350,25 @@ def test_a_loop_over_rows_of_a_cast_table_does_not_make_it():
     step = jax.jit(lambda *x: jmask.grad(loss)(*x).values)
     memory = step.lower(*shapes).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 50_000 * 64
+
+
+ANY_SIZE = functions("t, ids", globals())("""
+    t[ids]; jnp.sin(t)[ids]; t[ids, ids % 2]; jmask.embedding_bag(t, ids[:, None]);
+    lax.scan(lambda c, i: (c, t[i]), 0.0, ids)[1]; lax.map(lambda i: jnp.sin(t)[i], ids);
+    lax.cond(ids[0] > 2, lambda: jnp.sum(t[ids]), lambda: jnp.sum(t[ids[:1]]));
+    lax.cond(ids[0] < 2, lambda: t[ids], lambda: 2 * t[ids]);
+    jnp.sum(t[: ids.shape[0]]) + t[ids]
+""")
+
+
+@pytest.mark.parametrize("name", ANY_SIZE)
+def test_batch_of_any_size(name):
+    """`jax.export` writes a gradient down before the size of a batch is known."""
+    look = ANY_SIZE[name]
+    gradient = jax.jit(
+        lambda t, ids: jmask.todense(jmask.grad(lambda t: jnp.sum(look(t, ids) ** 2))(t))
+    )
+    table, ids = jnp.arange(14.0).reshape(7, 2) / 5, jnp.array([1, 3, 3])
+    shape = jax.ShapeDtypeStruct(export.symbolic_shape("b"), ids.dtype)
+    program = export.export(gradient)(table, shape)
+    np.testing.assert_allclose(program.call(table, ids), gradient(table, ids), rtol=1e-6)
