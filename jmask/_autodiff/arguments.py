@@ -121,11 +121,11 @@ def checked_loss(fun: Function, numbers: Sequence[int], has_aux: bool) -> Functi
         # Nobody expects to see what is written to containers: they are copied.
         plain = (Mapping, list, tuple, jax.Array)
         objects = {n: args[n] for n in numbers if not isinstance(args[n], plain)}
-        before = {n: jax.tree.leaves_with_path(x) for n, x in objects.items()}
+        before = {n: jax.tree.leaves(x) for n, x in objects.items()}
         result = fun(*args, **kwargs)
         for number, leaves in before.items():
             after = jax.tree.leaves(objects[number])
-            if any(old is not new for (_, old), new in zip(leaves, after, strict=False)):
+            if any(old is not new for old, new in zip(leaves, after, strict=False)):
                 _check_not_written(fun, number, args, kwargs)
         if has_aux and not (isinstance(result, tuple) and len(result) == 2):
             raise TypeError(

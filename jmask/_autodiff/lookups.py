@@ -345,7 +345,11 @@ def lookup_of(
 
 
 def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup | None:
-    """Return how an equation reads windows of a view, or None if it does not read rows."""
+    """Return how an equation reads windows of a view, or None if it does not read rows.
+
+    Of a table the equation itself runs, and its result gets a tap. Of any other view rows are
+    read, of which the result is made.
+    """
     x, windows, aval = args[0], windows_of(eqn, name, args), aval_of(eqn.outvars[0])
     shape, sizes = x.shape, windows.sizes
     is_strided = name == "slice" and set(parameter(eqn, "strides") or (1,)) != {1}
@@ -356,21 +360,19 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup 
         return None
     is_whole_row = leading == 1 == sizes[0] and windows.started == {0}
 
-    # 1. A table: the equation itself runs, and its result gets a tap.
+    # 1. Rows that types place on devices keep the shape of their ids.
     if isinstance(x, TableView):
         arrays = [x.array, *args[1:]]
         result = lambda: gather_of(eqn)(*arrays) if name in WINDOWS else bound(eqn, arrays)[0]
         types: list[Argument] = [aval, getattr(x.array, "aval", x.array)]
         places = [sharding_of_type(each) for each in types]
         if any(place is not None and any(place.spec) for place in places):
-            if not windows.are_rows():
-                return None
             tap = _sharded_tap(x, windows.batch, aval)
-            return with_tap(tap, result, windows.ids)
+            return with_tap(tap, result, windows.ids) if windows.are_rows() else None
         leading = numbered_dimensions(shape, leading)  # of entries, if there are so many
 
-    # 2. A view: rows are read. Single entries of a matrix that would make whole windows are no
-    # lookup of rows.
+    # 2. How many dimensions number rows that can be read. Single entries of a matrix that would
+    # make whole windows are no lookup of rows.
     is_cut = any(sizes[d] != shape[d] for d in range(leading, len(shape)))
     while not x.fits[leading]:
         leading += 1
@@ -380,24 +382,27 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup 
     entries = windows.positions(leading).entries
     plan = varying(planned(x, leading, entries) or [], varies_of(aval))
 
+    # 3. Where these rows are, and what the equation makes of them.
     def starts() -> list[Index]:
         known = windows.starts()
         return [known.get(d, 0) for d in range(x.ndim)]
 
     def reading() -> tuple[Positions, ArrayFunction]:
-        """Return the positions of the rows, and what makes the result of these."""
-        p, finish = window_of(x, sizes, starts, (1,) * x.ndim, windows.positions(leading))
-        of_entries = lambda rows: finish(rows.reshape(*p.entries, *shape[leading:]))
-        return p, lambda rows: windows.placed(of_entries(rows), leading)
+        p, cut = window_of(x, sizes, starts, (1,) * x.ndim, windows.positions(leading))
+        as_rows = lambda rows: rows.reshape(*entries, *shape[leading:])
+        return p, lambda rows: windows.placed(cut(as_rows(rows)), leading)
 
-    def ids() -> jax.Array:
-        if is_whole_row:
-            return windows.ids().reshape(-1)
-        return ids_at(reading()[0], shape[:leading])
-
+    # 4. A table: ids of its rows, and a tap that becomes what the equation returns.
     if isinstance(x, TableView):
+
+        def ids() -> jax.Array:
+            if is_whole_row:
+                return windows.ids().reshape(-1)
+            return ids_at(reading()[0], shape[:leading])
+
         return with_tap(plan[0], result, ids, lambda tap: reading()[1](tap))
 
+    # 5. Any other view: rows are read.
     def run(taps: Taps) -> jax.Array:
         p, placed = reading()
         rows = read_at(x, p, taps)
