@@ -42,15 +42,17 @@ from jmask._deferred.measured import (
 from jmask._deferred.missed_steps import Form, Step, advanced, caught_up
 from jmask._kernels.rows import gather_rows, gather_unique_rows, ids_after_reading, set_rows
 from jmask._lazy.checks import (
+    Fit,
     check_parameters,
     check_transformation,
     gradient_and_valid,
     is_gradient_leaf,
+    with_whole_rows,
 )
-from jmask._lazy.lazy import Fit, applied, noticing_dense_tables
-from jmask._lazy.one_pass import OnePassTransformation
+from jmask._lazy.lazy import noticing_dense_tables
+from jmask._lazy.one_pass import OnePassTransformation, applied
 from jmask._lazy.state_rows import rows_of_state
-from jmask._lazy.step import LazyStep, Leaf, step_of, with_whole_rows
+from jmask._lazy.step import LazyStep, Leaf, step_of
 from jmask._tables.rows_at import shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
 

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmask._base.array_types import (
@@ -48,11 +49,17 @@ from jmask._kernels.lines import marked, unmarked
 from jmask._kernels.rows import add_rows, gather_unique_rows, set_rows
 from jmask._kernels.scatter_update import entry_by_entry, update_elementwise
 from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows, updated
-from jmask._lazy.checks import keep_valid, unchanged_where_masked
 from jmask._lazy.row_local import FILL, RowLocal
 from jmask._lazy.sizes import with_sizes
 from jmask._lazy.state_rows import Dimension
-from jmask._lazy.step import LazyStep, Leaf, with_row
+from jmask._lazy.step import (
+    LazyStep,
+    Leaf,
+    keep_valid,
+    unchanged_where_masked,
+    with_row,
+    with_updates,
+)
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import stored_values
 
@@ -64,6 +71,19 @@ class OnePassTransformation(optax.GradientTransformationExtraArgs):
     apply_gradients: Function
     # The transformation of arrays that is lifted, if it is one.
     inner: optax.GradientTransformationExtraArgs | None = None
+
+
+def applied(step: LazyStep, params: PyTree) -> tuple[PyTree, PyTree]:
+    """Return new parameters and state, in one pass where there is one."""
+    # Outside jit a scatter with the optimizer inside would be compiled anew in each step.
+    is_traced = any(
+        isinstance(x, Tracer) for x in jax.tree.leaves([x.value for x in step.leaves])
+    )
+    result = applied_in_one_pass(step) if is_traced else None
+    if result is None:
+        updates, state = step.update()
+        result = with_updates(params, updates), state
+    return result
 
 
 def applied_in_one_pass(step: LazyStep) -> tuple[PyTree, PyTree] | None:

@@ -14,6 +14,7 @@ The one pass makes its combiner of the equations of the same program.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -25,30 +26,83 @@ import optax
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from jmask._base.array_types import has_8_bits
+from jmask._base.array_types import added, has_8_bits, is_narrow, joint_dtype, wide
 from jmask._base.jaxprs import evaluate, origins
 from jmask._base.row_ids import hide
 from jmask._base.shardings import automatically, explicit_sharding, spec_of, varying_axes
 from jmask._base.types import Argument, Gradient, PyTree, PyTreeDef, RowArray, Shape, Table
 from jmask._kernels.rows import gather_unique_rows, ids_after_reading, set_rows
+from jmask._kernels.stochastic_rounding import stochastic_round
 from jmask._lazy import row_local
 from jmask._lazy.checks import (
     NotRowLocalError,
     coalesced,
     gradient_and_valid,
     in_lines,
+    is_entries,
     is_gradient_leaf,
-    keep_valid,
-    unchanged_where_masked,
+    with_whole_rows,
     with_wide_rows,
 )
 from jmask._lazy.row_local import RowLocal, RowWise
 from jmask._lazy.state_rows import once_a_step, rows_of_state
-from jmask._tables.rows_at import as_one_table, routed_to_shards, shape_of
-from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-from jmask._tensors.storage import stored_values
+from jmask._tables.rows_at import add_to_dense, as_one_table, routed_to_shards, shape_of
+from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.row_sparse import is_row_sparse
+from jmask._tensors.storage import stored_values, with_stored_values
 
 Kind = Literal["gradient", "state", "param", "extra"]
+
+
+def step_of(
+    inner: optax.GradientTransformationExtraArgs,
+    updates: PyTree,
+    state: PyTree,
+    params: PyTree,
+    extra_args: dict[str, PyTree],
+) -> "LazyStep":
+    """Return the step of `inner` on rows, proved.
+
+    Single entries of a table are rows of one entry where `inner` works entry by entry, else
+    they are rows of zeros but for an entry.
+
+    Rows of 16 bits are summed in float32. An `inner` that does not take gradients wider than
+    its state gets the sums in 16 bits, as from JAX: one branch of the `lax.cond` in
+    `optax.novograd` has the dtype of the state, the other has the gradient's.
+    """
+
+    def proved(updates: PyTree, same_dtypes: bool) -> "LazyStep":
+        updates = jax.tree.map(in_lines, updates, is_leaf=is_gradient_leaf)
+        step = LazyStep.of(inner, updates, state, params, extra_args)
+        return step.proved(same_dtypes=same_dtypes)
+
+    widened = with_wide_rows(updates)
+    leaves, wide_leaves = (
+        jax.tree.leaves(x, is_leaf=is_gradient_leaf) for x in (updates, widened)
+    )
+    ways = [(updates, False)]
+    if any(map(operator.is_not, leaves, wide_leaves)):
+        ways.insert(0, (widened, True))
+    for gradients, same_dtypes in ways:
+        with contextlib.suppress(TypeError) if same_dtypes else contextlib.nullcontext():
+            if any(map(is_entries, leaves)):
+                # Refused may be a state with one number for each row.
+                with contextlib.suppress(NotRowLocalError):
+                    step = proved(gradients, same_dtypes)
+                    if step.proof is None or not step.proof.by_rows:
+                        return step
+            step = proved(with_whole_rows(gradients), same_dtypes)
+            break
+    for i, leaf in enumerate(step.gradients):
+        is_packed = is_row_sparse(leaf.value) and leaf.value.order == "unique"
+        if is_packed and step.proof and step.proof.mixes_entries(i, leaf.valid is not None):
+            raise NotRowLocalError(
+                "it works row by row, and the table is packed: it would take lines of several "
+                "rows for rows",
+                "Leave the table unpacked, `jmask.embedding_lookup(lines, jnp.arange(V), "
+                "width=D)`, or use an optimizer that works entry by entry.",
+            )
+    return step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,82 +394,53 @@ def with_row(rows: RowArray, row: Shape) -> RowArray:
     return rows if rows.shape[1:] == row else jnp.reshape(rows, (rows.shape[0], *row))
 
 
-# --- steps of single entries, of packed tables, of sums of 16 bits ---------------------------
+# --- applied, where the gradient is valid -----------------------------------------------
 
 
-def step_of(
-    inner: optax.GradientTransformationExtraArgs,
-    updates: PyTree,
-    state: PyTree,
-    params: PyTree,
-    extra_args: dict[str, PyTree],
-) -> LazyStep:
-    """Return the step of `inner` on rows, proved.
+def unchanged_where_masked(update: jax.Array, valid: jax.Array | None) -> jax.Array:
+    """Return the update of a parameter, -0.0 where the gradient is masked."""
+    return keep_valid(update, jnp.asarray(-0.0, jnp.result_type(update)), valid)
 
-    Single entries of a table are rows of one entry where `inner` works entry by entry, else
-    they are rows of zeros but for an entry.
 
-    Rows of 16 bits are summed in float32. An `inner` that does not take gradients wider than
-    its state gets the sums in 16 bits, as from JAX: one branch of the `lax.cond` in
-    `optax.novograd` has the dtype of the state, the other has the gradient's.
+def keep_valid(new: jax.Array, old: jax.Array, valid: jax.Array | None) -> jax.Array:
+    """Return `new` where valid, `old` elsewhere.
+
+    They have the shape of `valid` (n, *row), or one entry for each of its rows: (n,), (n, 1).
     """
-
-    def proved(updates: PyTree, same_dtypes: bool) -> LazyStep:
-        updates = jax.tree.map(in_lines, updates, is_leaf=is_gradient_leaf)
-        step = LazyStep.of(inner, updates, state, params, extra_args)
-        return step.proved(same_dtypes=same_dtypes)
-
-    widened = with_wide_rows(updates)
-    leaves, wide_leaves = (
-        jax.tree.leaves(x, is_leaf=is_gradient_leaf) for x in (updates, widened)
-    )
-    ways = [(updates, False)]
-    if any(map(operator.is_not, leaves, wide_leaves)):
-        ways.insert(0, (widened, True))
-    for gradients, same_dtypes in ways:
-        with contextlib.suppress(TypeError) if same_dtypes else contextlib.nullcontext():
-            if any(map(_is_entries, leaves)):
-                # Refused may be a state with one number for each row.
-                with contextlib.suppress(NotRowLocalError):
-                    step = proved(gradients, same_dtypes)
-                    if step.proof is None or not step.proof.by_rows:
-                        return step
-            step = proved(with_whole_rows(gradients), same_dtypes)
-            break
-    for i, leaf in enumerate(step.gradients):
-        is_packed = is_row_sparse(leaf.value) and leaf.value.order == "unique"
-        if is_packed and step.proof and step.proof.mixes_entries(i, leaf.valid is not None):
-            raise NotRowLocalError(
-                "it works row by row, and the table is packed: it would take lines of several "
-                "rows for rows",
-                "Leave the table unpacked, `jmask.embedding_lookup(lines, jnp.arange(V), "
-                "width=D)`, or use an optimizer that works entry by entry.",
-            )
-    return step
-
-
-def _is_entries(x: Argument) -> bool:
-    return is_row_sparse(x) and x.leading > 1 and not x.row
-
-
-def with_whole_rows(updates: PyTree, *, lines: bool = False) -> PyTree:
-    """Return gradients of entries (V, D) as rows, of zeros but for an entry each.
-
-    Args:
-        lines: whether to return rows of packed tables as lines, too.
-    """
-
-    def whole(x: Gradient) -> Gradient:
-        if not is_row_sparse(x) or not (_is_entries(x) or (lines and x.width)):
-            return x
-        width, ids = x.width or 1, x.flat().row_ids()
-        each = x.shape[-1] // width
-        place = lax.broadcasted_iota(ids.dtype, (x.nse, each, width), 1)
-        rows = x.values.reshape(x.nse, 1, width)
-        values = jnp.where(place == (ids % each)[:, None, None], rows, 0)
-        values = values.reshape(x.nse, each * width)
-        return RowSparse.from_rows(
-            ids // each, values, x.shape, coalesced=False, leading=x.leading - 1
+    if valid is None:
+        return new
+    shape = jnp.shape(new)
+    valid = valid.any(tuple(range(len(shape), valid.ndim)))
+    merged = tuple(d for d, size in enumerate(shape) if size == 1 != valid.shape[d])
+    valid = valid.any(merged, keepdims=True)
+    if valid.shape != shape:
+        raise NotRowLocalError(
+            f"its state of shape {shape} matches neither the entries nor the rows of a "
+            "masked gradient"
         )
+    return jnp.where(valid, new, old)
 
-    return jax.tree.map(whole, updates, is_leaf=is_gradient_leaf)
+
+def with_updates(params: PyTree, updates: PyTree, key: jax.Array | None = None) -> PyTree:
+    """Return parameters with updates added, which fit them."""
+    keys = (None if key is None else jax.random.fold_in(key, i) for i in itertools.count())
+
+    def apply(update: Gradient | None, param: jax.Array | None) -> jax.Array | None:
+        leaf_key = next(keys)
+        if update is None or param is None:
+            return param
+        if isinstance(update, MaskedTensor):
+            step, valid = gradient_and_valid(update)
+            step = with_stored_values(step, unchanged_where_masked(stored_values(step), valid))
+        else:
+            step = update
+        if is_row_sparse(step):
+            return add_to_dense(param, step, leaf_key)
+        param = jnp.asarray(param)
+        if leaf_key is None or not is_narrow(param.dtype):
+            return added(param, step).astype(param.dtype)
+        exact = added(param.astype(wide(joint_dtype(param, step))), step)
+        return stochastic_round(exact, param.dtype, leaf_key)
+
+    is_leaf = lambda x: x is None or is_gradient_leaf(x)
+    return jax.tree.map(apply, updates, params, is_leaf=is_leaf)

@@ -17,7 +17,8 @@ import optax
 
 from jmask._base.array_types import added
 from jmask._base.types import PyTree, Scalar
-from jmask._lazy.lazy import dense_parameters, lazy
+from jmask._lazy.checks import dense_parameters
+from jmask._lazy.lazy import lazy
 from jmask._lazy.row_local import RowWise
 from jmask._lazy.state_rows import only_state
 from jmask._optim.row_rule import Slot, check_numbers, row_rule

@@ -28,13 +28,14 @@ from jmask._base.shardings import varying_axes
 from jmask._base.types import Function, Gradient, PyTree, PyTreeDef, Scalar
 from jmask._kernels.coalesce import unique_slots
 from jmask._lazy.checks import (
+    Fit,
     check_transformation,
     coalesced,
     gradient_and_valid,
     is_gradient_leaf,
     with_wide_rows,
 )
-from jmask._lazy.lazy import Fit, advising_lazy, apply_gradients, lazy, noticed_as
+from jmask._lazy.lazy import advising_lazy, apply_gradients, lazy, noticed_as
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.state_rows import check_state_type, one_step
 from jmask._ops.formulas import shortened
