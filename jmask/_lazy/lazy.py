@@ -47,25 +47,9 @@ from jmask._lazy.checks import (
 )
 from jmask._lazy.one_pass import OnePassTransformation, applied
 from jmask._lazy.row_local import RowWise
-from jmask._lazy.state_rows import check_made_by, states_of
+from jmask._lazy.state_rows import check_made_by, check_nothing_held_back
 from jmask._lazy.step import LazyStep, step_of, with_updates
 from jmask._tensors.row_sparse import is_row_sparse
-
-# What transformations hold back until a later step, by their states, and what to do instead. A
-# row held back need not be among the rows that the later step touches: it would be lost.
-_ACCUMULATE = "Use jmask.multi_steps(...), or jmask.tree.add and one update."
-_HELD_BACK: dict[type, tuple[str, str]] = {
-    optax.MultiStepsState: ("gradients", _ACCUMULATE),
-    optax.ApplyEvery: ("gradients", _ACCUMULATE),
-    optax.contrib.SAMState: (
-        "the way back from where it takes the second gradient",
-        "Take both gradients in one step, of the same rows, and give the second to jmask.lazy.",
-    ),
-    optax.LookaheadState: (
-        "slow parameters",
-        "Use jmask.densify() before it, or jmask.ema for averages of parameters.",
-    ),
-}
 
 
 def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -111,7 +95,7 @@ def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExt
 
     def init(params):
         state = inner.init(dense_parameters(params))
-        _check_not_deferring(state)
+        check_nothing_held_back(state)
         return state
 
     @jax.named_scope("jmask.lazy.update")
@@ -123,7 +107,7 @@ def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExt
                     f"the extra argument `{name}` holds a row-sparse gradient, and what takes "
                     "whole gradients (a line search) is not row-local"
                 )
-        _check_not_deferring(state)
+        check_nothing_held_back(state)
         if has_gradients(fit.gradients):
             return step_of(inner, fit.gradients, state, fit.params, extra_args).update()
         if isinstance(inner, RowWise):
@@ -132,7 +116,7 @@ def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExt
 
     def apply(grads, state, params):
         if has_gradients(grads):
-            _check_not_deferring(state)
+            check_nothing_held_back(state)
             return applied(step_of(inner, grads, state, params, {}), params)
         updates, state = update(grads, state, params)
         return with_updates(params, updates), state
@@ -286,16 +270,6 @@ def apply_gradients(
     with advising_lazy("tx", fit.gradients):
         updates, opt_state = update(fit.gradients, opt_state, stored, **extra_args)
     return apply_updates(params, updates, key=key), opt_state
-
-
-def _check_not_deferring(state: PyTree) -> None:
-    for node in states_of(tuple(_HELD_BACK), state):
-        what, remedy = next(x for kind, x in _HELD_BACK.items() if isinstance(node, kind))
-        raise NotRowLocalError(
-            f"{type(node).__name__} holds {what} back for a later step, and a row that is not "
-            "among those touched then would lose them",
-            remedy,
-        )
 
 
 # --- dense tables -------------------------------------------------------------------------

@@ -191,6 +191,34 @@ def check_made_by(
         check_state(state, expected, [dtypes] * len(jax.tree.leaves(expected)))
 
 
+# What transformations hold back until a later step, by their states, and what to do instead. A
+# row held back need not be among the rows that the later step touches: it would be lost.
+_ACCUMULATE = "Use jmask.multi_steps(...), or jmask.tree.add and one update."
+_HELD_BACK: dict[type, tuple[str, str]] = {
+    optax.MultiStepsState: ("gradients", _ACCUMULATE),
+    optax.ApplyEvery: ("gradients", _ACCUMULATE),
+    optax.contrib.SAMState: (
+        "the way back from where it takes the second gradient",
+        "Take both gradients in one step, of the same rows, and give the second to jmask.lazy.",
+    ),
+    optax.LookaheadState: (
+        "slow parameters",
+        "Use jmask.densify() before it, or jmask.ema for averages of parameters.",
+    ),
+}
+
+
+def check_nothing_held_back(state: PyTree) -> None:
+    """Refuse the states of transformations that keep something of a row for a later step."""
+    for node in states_of(tuple(_HELD_BACK), state):
+        what, remedy = next(x for kind, x in _HELD_BACK.items() if isinstance(node, kind))
+        raise NotRowLocalError(
+            f"{type(node).__name__} holds {what} back for a later step, and a row that is not "
+            "among those touched then would lose them",
+            remedy,
+        )
+
+
 def states_of(kinds: type | tuple[type, ...], state: PyTree) -> list[PyTree]:
     """Return the states of transformations of these types that a state holds."""
     is_one = lambda x: isinstance(x, kinds)
