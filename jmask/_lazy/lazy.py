@@ -98,6 +98,12 @@ def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExt
         check_nothing_held_back(state)
         return state
 
+    def update_arrays(updates, state, params, **extra_args):
+        check_nothing_held_back(state)
+        if isinstance(inner, RowWise):
+            check_made_by(inner.init, state, params)
+        return inner.update(updates, state, params, **extra_args)
+
     @jax.named_scope("jmask.lazy.update")
     def update(updates, state, params=None, **extra_args):
         fit = Fit.of(updates, params)
@@ -107,18 +113,14 @@ def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExt
                     f"the extra argument `{name}` holds a row-sparse gradient, and what takes "
                     "whole gradients (a line search) is not row-local"
                 )
-        check_nothing_held_back(state)
         if has_gradients(fit.gradients):
             return step_of(inner, fit.gradients, state, fit.params, extra_args).update()
-        if isinstance(inner, RowWise):
-            check_made_by(inner.init, state, fit.params)
-        return inner.update(fit.gradients, state, fit.params, **extra_args)
+        return update_arrays(fit.gradients, state, fit.params, **extra_args)
 
     def apply(grads, state, params):
         if has_gradients(grads):
-            check_nothing_held_back(state)
             return applied(step_of(inner, grads, state, params, {}), params)
-        updates, state = update(grads, state, params)
+        updates, state = update_arrays(grads, state, params)
         return with_updates(params, updates), state
 
     lifted = OnePassTransformation(init, noticing_dense_tables(update))

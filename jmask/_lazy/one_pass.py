@@ -74,34 +74,13 @@ class OnePassTransformation(optax.GradientTransformationExtraArgs):
 
 
 def applied(step: LazyStep, params: PyTree) -> tuple[PyTree, PyTree]:
-    """Return new parameters and state, in one pass where there is one."""
-    # Outside jit a scatter with the optimizer inside would be compiled anew in each step.
-    is_traced = any(
-        isinstance(x, Tracer) for x in jax.tree.leaves([x.value for x in step.leaves])
-    )
-    result = applied_in_one_pass(step) if is_traced else None
-    if result is None:
+    """Return new parameters and state, in one pass over the rows where there is one."""
+    way = _in_one_pass(step)
+    if way is None:
         updates, state = step.update()
-        result = with_updates(params, updates), state
-    return result
-
-
-def applied_in_one_pass(step: LazyStep) -> tuple[PyTree, PyTree] | None:
-    """Return new parameters and state, or None if it takes more than one pass."""
-    leaves, gradients, proof = step.leaves, step.gradients, step.proof
-    if proof is None or any(gradients[i].value.nse == 0 for i in proof.rows):
-        return None
-    jaxpr, parts = proof.program.jaxpr, _taken_apart(proof)
-    if parts is None:
-        return None
-    # What each leaf becomes; a parameter takes the output of its gradient.
-    outputs = [*jaxpr.outvars, *jaxpr.outvars[: len(gradients)]]
-    combiners: dict[int, Combiner] = {}
-    for table in proof.rows:
-        chosen = _combiner(step, proof, parts, table, outputs)
-        if chosen is None:
-            return None
-        combiners[table] = chosen
+        return with_updates(params, updates), state
+    proof, parts, outputs, combiners = way
+    leaves, jaxpr = step.leaves, proof.program.jaxpr
 
     # --- before the pass: what does not depend on rows, or on the gradient alone
     sources = {table: c.source for table, c in combiners.items()}
@@ -143,6 +122,28 @@ def applied_in_one_pass(step: LazyStep) -> tuple[PyTree, PyTree] | None:
     _, state_tree, param_tree, _ = step.trees
     of_kind = lambda kind: [results[i] for i, x in enumerate(leaves) if x.kind == kind]
     return param_tree.unflatten(of_kind("param")), state_tree.unflatten(of_kind("state"))
+
+
+def _in_one_pass(
+    step: LazyStep,
+) -> tuple[RowLocal, "Parts", list[Atom], dict[int, "Combiner"]] | None:
+    """Return a proved program, its parts, what leaves become, and a combiner of each table."""
+    proof, values = step.proof, [x.value for x in step.leaves]
+    # Outside jit a scatter with the optimizer inside would be compiled anew in each step.
+    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(values))
+    if proof is None or not is_traced or any(values[i].nse == 0 for i in proof.rows):
+        return None
+    parts, new = _taken_apart(proof), proof.program.jaxpr.outvars
+    if parts is None:
+        return None
+    outputs = [*new, *new[: len(step.gradients)]]  # a parameter takes that of its gradient
+    combiners: dict[int, Combiner] = {}
+    for table in proof.rows:
+        combiner = _combiner(step, proof, parts, table, outputs)
+        if combiner is None:
+            return None
+        combiners[table] = combiner
+    return proof, parts, outputs, combiners
 
 
 # --- the update, taken apart -------------------------------------------------------------

@@ -45,7 +45,7 @@ from jmask._lazy.checks import (
     with_wide_rows,
 )
 from jmask._lazy.row_local import RowLocal, RowWise
-from jmask._lazy.state_rows import once_a_step, rows_of_state
+from jmask._lazy.state_rows import check_nothing_held_back, once_a_step, rows_of_state
 from jmask._tables.rows_at import add_to_dense, as_one_table, routed_to_shards, shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import is_row_sparse
@@ -71,28 +71,27 @@ def step_of(
     `optax.novograd` has the dtype of the state, the other has the gradient's.
     """
 
-    def proved(updates: PyTree, same_dtypes: bool) -> "LazyStep":
-        updates = jax.tree.map(in_lines, updates, is_leaf=is_gradient_leaf)
-        step = LazyStep.of(inner, updates, state, params, extra_args)
-        return step.proved(same_dtypes=same_dtypes)
+    check_nothing_held_back(state)
 
-    widened = with_wide_rows(updates)
-    leaves, wide_leaves = (
-        jax.tree.leaves(x, is_leaf=is_gradient_leaf) for x in (updates, widened)
-    )
-    ways = [(updates, False)]
-    if any(map(operator.is_not, leaves, wide_leaves)):
-        ways.insert(0, (widened, True))
-    for gradients, same_dtypes in ways:
-        with contextlib.suppress(TypeError) if same_dtypes else contextlib.nullcontext():
-            if any(map(is_entries, leaves)):
-                # Refused may be a state with one number for each row.
-                with contextlib.suppress(NotRowLocalError):
-                    step = proved(gradients, same_dtypes)
-                    if step.proof is None or not step.proof.by_rows:
-                        return step
-            step = proved(with_whole_rows(gradients), same_dtypes)
-            break
+    def proved(gradients: PyTree, **how: bool) -> "LazyStep":
+        gradients = jax.tree.map(in_lines, gradients, is_leaf=is_gradient_leaf)
+        return LazyStep.of(inner, gradients, state, params, extra_args).proved(**how)
+
+    def by_entries_or_rows(gradients: PyTree, **how: bool) -> "LazyStep":
+        if any(map(is_entries, leaves)):
+            # Refused may be a state with one number for each row.
+            with contextlib.suppress(NotRowLocalError):
+                step = proved(gradients, **how)
+                if not (step.proof and step.proof.by_rows):
+                    return step
+        return proved(with_whole_rows(gradients), **how)
+
+    leaves_of = functools.partial(jax.tree.leaves, is_leaf=is_gradient_leaf)
+    wide, leaves, step = with_wide_rows(updates), leaves_of(updates), None
+    if any(map(operator.is_not, leaves, leaves_of(wide))):
+        with contextlib.suppress(TypeError):
+            step = by_entries_or_rows(wide, same_dtypes=True)
+    step = step or by_entries_or_rows(updates)
     for i, leaf in enumerate(step.gradients):
         is_packed = is_row_sparse(leaf.value) and leaf.value.order == "unique"
         if is_packed and step.proof and step.proof.mixes_entries(i, leaf.valid is not None):
