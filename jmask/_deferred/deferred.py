@@ -299,7 +299,7 @@ def _scalars(step: LazyStep, forms: Sequence[FormOrReason]) -> list[Step | None]
         form = forms[i]
         if not isinstance(form, Form):
             raise form or NotDeferrableError("a number has no rows")
-        probes[i] = Probes(form, [step.leaves[k].seen.shape[1:] for k in at])
+        probes[i] = Probes(form, [step.leaves[k].inner_shape.shape[1:] for k in at])
     rows = with_rows(step, {i: x.rows for i, x in probes.items()})
     alone, results = not proof.sums_over_rows, [k for at in places.values() for k in at]
 

@@ -262,7 +262,7 @@ def forms_of_steps(
     steps: dict[int, list[HostArray]] = {}
     places = places_of_tables(step)
     for i, at in places.items():
-        shapes = [step.leaves[k].seen.shape[1:] for k in at]
+        shapes = [step.leaves[k].inner_shape.shape[1:] for k in at]
         columns = zip(questions(len(at)).T, shapes, strict=True)
         rows[i] = [np.broadcast_to(trailing(x, 1 + len(y)), (len(x), *y)) for x, y in columns]
         steps[i] = []
@@ -270,7 +270,7 @@ def forms_of_steps(
     with trial():  # with numbers that a run has not
         arrays = with_rows(step, rows)
         pairs = zip(step.leaves, arrays, strict=True)
-        opened = [leaf.seen.update(shape=x.shape) for leaf, x in pairs]
+        opened = [leaf.inner_shape.update(shape=x.shape) for leaf, x in pairs]
         run = jax.jit(unrounded(jax.make_jaxpr(step.flat_update)(*opened)))
         for later in (0, 0, 0, *_LATER):
             for k in shared:

@@ -93,7 +93,7 @@ def applied(step: LazyStep, params: PyTree) -> tuple[PyTree, PyTree]:
         if leaf.table is None:
             known[v] = leaf.value
         elif v in needed:
-            known[v] = leaf.shown(stored_values(leaf.coalesced_value))
+            known[v] = leaf.to_inner(stored_values(leaf.coalesced_value))
             sizes[leaf.table] = leaf.coalesced_value.nse
     run(before, known, parts.rule(sizes))
 
@@ -105,14 +105,14 @@ def applied(step: LazyStep, params: PyTree) -> tuple[PyTree, PyTree]:
         # Rows of equal ids are summed here only if something is computed of the sums. Then
         # nothing is gained by adding them one at a time.
         if c.source in computed or table in parts.reduced:
-            gradient = leaf.coalesced_value.with_values(leaf.stored(known[c.source]))
+            gradient = leaf.coalesced_value.with_values(leaf.from_inner(known[c.source]))
             steps = None
         replaced, is_elementwise = [leaves[i] for i in c.places], table not in proof.by_rows
         update = _update_of_rows(c, replaced, gradient, scalars, is_elementwise, steps)
         started.append(update)
     results: dict[int, Table] = {}
     for c, new in zip(combiners.values(), updated(started), strict=True):
-        results.update((i, leaves[i].stacked(x)) for i, x in zip(c.places, new, strict=True))
+        results.update((i, leaves[i].as_given(x)) for i, x in zip(c.places, new, strict=True))
     for i, (leaf, output) in enumerate(zip(leaves, outputs, strict=False)):
         if leaf.table is None and leaf.kind == "state":
             results[i] = keep_valid(read(known, output), leaf.value, leaf.valid)
@@ -235,7 +235,11 @@ class Combiner(NamedTuple):
 def _combiner(
     step: LazyStep, proof: RowLocal, parts: Parts, table: int, outputs: Sequence[Atom]
 ) -> Combiner | None:
-    """Return the best way to compute rows of a table, from its gradient or a value of that."""
+    """Return how to compute new rows of a table, or None if it takes more than one pass.
+
+    Of its gradient, and then the values made of that alone (clipped by a norm), the first is
+    taken from which one scatter computes the rows, or a linear step; the gradient if none is.
+    """
     leaves, table_of, by_rows = step.leaves, parts.table_of, table in proof.by_rows
     jaxpr = proof.program.jaxpr
     places = [i for i, x in enumerate(leaves) if x.table == table and x.kind != "gradient"]
@@ -297,7 +301,7 @@ def _combiner(
             return way
         first = first or way
     # What is written to rows that it does not depend on has to come after reads.
-    return None if step.unordered else first
+    return None if step.read_first else first
 
 
 def _with_fewer_scalars(

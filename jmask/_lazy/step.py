@@ -106,21 +106,21 @@ def step_of(
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A leaf of the gradient, the state, the parameters or the extra arguments."""
+    """A leaf of the gradient, the state, the parameters or the extra arguments.
 
-    # An array; of a gradient, an array or a `RowSparse` as it came. Stacked tables (M, V, D)
-    # are the one table (M * V, D) here.
-    value: Argument
+    Stacked tables (M, V, D) are stored as one table (M * V, D). `inner` sees (M * V, 1, D),
+    which has as many dimensions as the stack: a mask by `ndim` is that of the table.
+    """
+
+    value: Argument  # an array; of a gradient, an array or a `RowSparse` as it came
     kind: Kind  # which of these trees it is of
     # The position of the `RowSparse` gradient of its table, or None: no rows of it are
     # gathered.
     table: int | None = None
     # The valid entries of the gradient that it belongs to, if that is masked.
     valid: jax.Array | None = None
-    # Of stacked tables, the shape of a row as `inner` sees it: (1, D), which has as many
-    # dimensions as a table of the stack. None where `value` has it already.
-    row: Shape | None = None
-    stack: Argument = None  # what it was before it became one table: an array, or the gradient
+    inner_row: Shape | None = None  # of a stack, a row as `inner` sees it: (1, D)
+    given: Argument = None  # of a stack, what it was before it became one table
 
     @functools.cached_property
     def coalesced_value(self) -> Argument:
@@ -128,28 +128,28 @@ class Leaf:
         return coalesced(self.value) if is_row_sparse(self.value) else self.value
 
     @property
-    def seen(self) -> jax.ShapeDtypeStruct:
+    def inner_shape(self) -> jax.ShapeDtypeStruct:
         """Shape and dtype as `inner` sees them, of whole tables; and whether that is weak."""
-        shape, x = shape_of(self.value), self.value
+        like, x = shape_of(self.value), self.value
         weak = not is_row_sparse(x) and jax.typeof(x).weak_type
-        row = shape.shape if self.row is None else (shape.shape[0], *self.row)
-        return jax.ShapeDtypeStruct(row, shape.dtype, weak_type=weak)
+        shape = like.shape if self.inner_row is None else (like.shape[0], *self.inner_row)
+        return jax.ShapeDtypeStruct(shape, like.dtype, weak_type=weak)
 
-    def shown(self, rows: RowArray) -> RowArray:
+    def to_inner(self, rows: RowArray) -> RowArray:
         """Return rows of `value` as `inner` sees them."""
-        return rows if self.row is None else with_row(rows, self.row)
+        return rows if self.inner_row is None else with_row(rows, self.inner_row)
 
-    def stored(self, rows: RowArray) -> RowArray:
-        """Undo `shown`."""
-        return rows if self.row is None else with_row(rows, self.value.shape[1:])
+    def from_inner(self, rows: RowArray) -> RowArray:
+        """Undo `to_inner`."""
+        return rows if self.inner_row is None else with_row(rows, self.value.shape[1:])
 
-    def stacked(self, new: Table) -> Table:
-        """Return what `value` becomes in the shape of the stack."""
-        if self.row is None:
+    def as_given(self, new: Table) -> Table:
+        """Return what `value` becomes, of a stack in the shape that was given."""
+        if self.inner_row is None:
             return new
         if is_row_sparse(new):
-            return new.stacked_as(self.stack)
-        return jnp.reshape(new, self.stack.shape)
+            return new.stacked_as(self.given)
+        return jnp.reshape(new, self.given.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +194,7 @@ class LazyStep:
         )
         pairs = [(x.flat(), None) if is_row_sparse(x) else gradient_and_valid(x) for x in given]
         gradients, valid = [x for x, _ in pairs], [x for _, x in pairs]
+        # The parameter says which shards have which rows; where it is not given, the state.
         arrays = [*enumerate(param_leaves)]
         arrays += [(i, x) for (i, _), x in zip(owners, states, strict=True) if i is not None]
         for i, x in arrays:
@@ -207,18 +208,19 @@ class LazyStep:
             table = i if is_row_sparse(gradients[i]) else None
             if i not in stacks:
                 return Leaf(x, kind, table, valid[i])
-            stack, row = x, row if kind == "state" else seen[i].shape[1:]
+            like, table_row = stacks[i], seen[i].shape[1:]
             if kind == "gradient":
-                stack = stacks[i]
-            elif kind == "param":
-                x = as_one_table(x, stacks[i])
-            else:
-                # Numbers of rows have one dimension: XLA copies them in two (jaxlib 0.12).
-                is_number = math.prod(row) == 1 and row != seen[i].shape[1:]
-                is_flat = is_number and explicit_sharding(x) is None
-                kept = () if is_flat else row[stacks[i].leading - 1 :]
-                x = jnp.reshape(x, (stacks[i].row_count, *kept))
-            return Leaf(x, kind, table, None, row, stack)
+                return Leaf(x, kind, table, None, table_row, like)
+            if kind == "param":
+                return Leaf(as_one_table(x, like), kind, table, None, table_row, x)
+            # One number for each row is stored in one dimension: XLA copies the scattered
+            # array where it has two (jaxlib 0.12).
+            is_number = math.prod(row) == 1 and row != table_row
+            is_flat = is_number and explicit_sharding(x) is None
+            stored = jnp.reshape(
+                x, (like.row_count, *(() if is_flat else row[like.leading - 1 :]))
+            )
+            return Leaf(stored, kind, table, None, row, x)
 
         of_params = [leaf(x, "param", i) for i, x in enumerate(param_leaves)]  # refuses first
         leaves = [leaf(x, "gradient", i) for i, x in enumerate(gradients)]
@@ -268,8 +270,8 @@ class LazyStep:
         """
         if all(leaf.table is None for leaf in self.gradients):
             return self
-        seen, tables = [x.seen for x in self.leaves], [x.table for x in self.leaves]
-        of_shapes = [(x.shape, x.dtype, x.weak_type) for x in seen]
+        shapes, tables = [x.inner_shape for x in self.leaves], [x.table for x in self.leaves]
+        of_shapes = [(x.shape, x.dtype, x.weak_type) for x in shapes]
         others = [(i, id(x)) for i, x in self.others.items()]
         key = (self.inner.update, self.trees, *of_shapes, *tables, *others)
 
@@ -277,13 +279,13 @@ class LazyStep:
             is_rows = lambda leaf: leaf.kind == "gradient" and leaf.table is not None
             inputs = [0 if is_rows(leaf) else None for leaf in self.leaves]
             is_row_wise = isinstance(self.inner, RowWise)
-            args = self.flat_update, seen, tables, inputs
+            args = self.flat_update, shapes, tables, inputs
             program = row_local.proved(*args, is_row_wise=is_row_wise)
             return program, self.others  # kept so that no other object gets the same `id`
 
         program = once_a_step(key, proof)[0]
         new = program.program.out_avals
-        for leaf, x, y in zip(self.leaves, seen, new, strict=False):
+        for leaf, x, y in zip(self.leaves, shapes, new, strict=False):
             is_number = leaf.kind == "state" and leaf.table is None
             if same_dtypes and is_number and x.dtype != y.dtype:
                 raise TypeError(f"update makes a state of {y.dtype} of one of {x.dtype}")
@@ -302,25 +304,26 @@ class LazyStep:
         return dataclasses.replace(self, proof=program)
 
     @functools.cached_property
-    def unordered(self) -> dict[int, int]:
-        """Outputs that are written to rows which they do not depend on; the leaf of these.
+    def read_first(self) -> dict[int, int]:
+        """Outputs written to rows that they do not depend on, and the leaf whose rows are read.
 
         A new row of the state that does not depend on the old one; an update that does not
-        depend on the parameter where the state does (an average of parameters).
+        depend on the parameter where the state does (an average of parameters). XLA may then
+        write before it reads, to a copy of the table.
         """
         if self.proof is None:
             return {}
         jaxpr = self.proof.program.jaxpr
         inputs = origins(jaxpr, [1 << i for i in range(len(jaxpr.invars))])
         params = {leaf.table: i for i, leaf in enumerate(self.leaves) if leaf.kind == "param"}
-        unordered: dict[int, int] = {}
+        read_first: dict[int, int] = {}
         for i, (leaf, bits) in enumerate(zip(self.leaves, inputs, strict=False)):
             read = i if leaf.kind == "state" else params.get(leaf.table)
             if leaf.table is None or read is None or bits >> read & 1:
                 continue
             if any(x >> read & 1 for x in inputs):
-                unordered[i] = read
-        return unordered
+                read_first[i] = read
+        return read_first
 
     # --- its run -------------------------------------------------------------------------
 
@@ -337,16 +340,16 @@ class LazyStep:
             else:
                 new = keep_valid(new, old, leaf.valid)
             if gradient is not None:
-                new = leaf.stored(new)
-                if i in self.unordered:
+                new = leaf.from_inner(new)
+                if i in self.read_first:
                     # XLA knows where to write only after it has read these rows.
-                    ids = ids_after_reading(gradient.row_ids(), rows[self.unordered[i]])
+                    ids = ids_after_reading(gradient.row_ids(), rows[self.read_first[i]])
                     gradient = gradient.with_leaves(hide(ids), gradient.values)
                 if leaf.kind == "gradient":
                     new = gradient.with_values(new)
                 else:
                     new = set_rows(leaf.value, gradient.row_ids(), new, gradient.order)
-            results.append(leaf.stacked(new))
+            results.append(leaf.as_given(new))
         gradient_tree, state_tree, *_ = self.trees
         count = gradient_tree.num_leaves
         return gradient_tree.unflatten(results[:count]), state_tree.unflatten(results[count:])
@@ -362,11 +365,11 @@ class LazyStep:
             else:
                 gradient = self.leaves[leaf.table].coalesced_value
                 x = gather_unique_rows(leaf.value, gradient.row_ids(), gradient.order)
-            if i in self.unordered.values():
+            if i in self.read_first.values():
                 # GPUs would read them once more, for another result and after the write: from
                 # a copy of the table, where that is stacked (jaxlib 0.12).
                 x = lax.optimization_barrier(x)
-            rows.append(leaf.shown(x))
+            rows.append(leaf.to_inner(x))
         return rows
 
     def _on_rows(self, proof: RowLocal, rows: Sequence[jax.Array]) -> Sequence[jax.Array]:
