@@ -30,7 +30,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jmask._base.array_types import is_narrow, trailing, wide
 from jmask._base.forms import aval_of, name_of
 from jmask._base.jaxprs import bound, inlined, interpret
-from jmask._base.types import Argument, ArraysFunction, HostArray, PyTreeDef, Shape
+from jmask._base.shardings import automatically, explicit_sharding
+from jmask._base.types import Argument, ArraysFunction, HostArray, MeshAxes, PyTreeDef, Shape
 from jmask._deferred.missed_steps import Form, Pair, Step, terms_for
 from jmask._lazy.checks import NotRowLocalError
 from jmask._lazy.step import LazyStep
@@ -340,6 +341,48 @@ class Probes:
         groups, moves = list(map(in_groups, self.rows)), list(map(in_groups, moves))
         step, fits = measured(self.form, groups, moves, width, slice(-1, None))
         return jax.tree.map(lambda x: jnp.where(fits, x, jnp.nan), step)
+
+
+def steps_of_inactive_rows(step: LazyStep, forms: Sequence[FormOrReason]) -> list[Step | None]:
+    """Return the step of rows without a gradient, of each table, by what it makes of probes.
+
+    The probes are in a step with the rows of the batch where it sums over rows: for a norm.
+    """
+    proof = step.proof
+    if proof is None:
+        return [None] * len(forms)
+    probes: dict[int, Probes] = {}
+    places = places_of_tables(step)
+    for i, at in places.items():
+        form = forms[i]
+        if not isinstance(form, Form):
+            raise form or NotDeferrableError("a number has no rows")
+        probes[i] = Probes(form, [step.leaves[k].inner_shape.shape[1:] for k in at])
+    rows = with_rows(step, {i: x.rows for i, x in probes.items()})
+    alone, results = not proof.sums_over_rows, [k for at in places.values() for k in at]
+
+    def probed(*given: jax.Array) -> list[jax.Array]:
+        """Run the step on the probes, with the rows of the batch if it sums over rows."""
+        arrays, sizes = list(given), {}
+        for k, (leaf, x) in enumerate(zip(step.leaves, rows, strict=True)):
+            if leaf.table is not None:
+                if not alone:
+                    arrays[k] = jnp.concatenate([arrays[k].astype(x.dtype), x])
+                sizes[leaf.table] = len(arrays[k])
+        new = unrounded(proof.at(sizes))(*arrays)
+        return [new[k][-len(rows[k]) :] for k in results]
+
+    given = rows if alone else step.rows()
+    sharding = explicit_sharding(*given)
+    # Of probes an optimizer may make nan and drop it, which is no mistake of the run.
+    with jax.debug_nans(False), jax.debug_infs(False):
+        if sharding is None:
+            new = iter(probed(*given))
+        else:
+            spec: list[tuple[MeshAxes, ...]] = [()] * len(results)
+            new = iter(automatically(probed, *given, like=sharding, spec=spec))
+    made = {i: x.step([next(new) for _ in places[i]]) for i, x in probes.items()}
+    return [made.get(i) for i in range(len(forms))]
 
 
 # --- without rounding to 16 bits --------------------------------------------------------------
