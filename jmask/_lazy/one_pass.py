@@ -49,9 +49,8 @@ from jmask._kernels.lines import marked, unmarked
 from jmask._kernels.rows import add_rows, gather_unique_rows, set_rows
 from jmask._kernels.scatter_update import entry_by_entry, update_elementwise
 from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows, updated
+from jmask._lazy.open_rows import Dimension, with_sizes
 from jmask._lazy.row_local import FILL, RowLocal
-from jmask._lazy.sizes import with_sizes
-from jmask._lazy.state_rows import Dimension
 from jmask._lazy.step import (
     LazyStep,
     Leaf,

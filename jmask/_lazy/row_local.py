@@ -55,8 +55,7 @@ from jmask._base.forms import (
 from jmask._base.jaxprs import ARITHMETIC, inlined, interpret, needed_for, run
 from jmask._base.types import Argument, ArraysFunction, Atom, Function, Scalar
 from jmask._lazy.checks import NotRowLocalError
-from jmask._lazy.sizes import with_sizes
-from jmask._lazy.state_rows import Dimension, open_shapes, refusing_counts
+from jmask._lazy.open_rows import Dimension, open_shapes, refusing_counts, with_sizes
 from jmask._ops.rows import trial
 
 Known = Scalar | None

@@ -8,7 +8,6 @@ number of rows of each table left open:
 
 import contextlib
 import contextvars
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar, cast
@@ -18,9 +17,10 @@ import optax
 from jax import export
 
 from jmask._base.array_types import shapes_from
-from jmask._base.types import Argument, PyTree, PyTreeDef, Shape
+from jmask._base.types import PyTree, PyTreeDef, Shape
 from jmask._base.validation import abstract_leaf, is_on_host, leaf_name, not_on_device
 from jmask._lazy.checks import NotRowLocalError
+from jmask._lazy.open_rows import open_shapes, refusing_counts
 from jmask._tables.rows_at import shape_of
 
 _T = TypeVar("_T")
@@ -49,47 +49,6 @@ def once_a_step(key: object, find: Callable[[], _T]) -> _T:
     if key not in results:
         results[key] = find()
     return cast(_T, results[key])
-
-
-Dimension = int
-"""A size that `jax.export` leaves open: `rows0`, or a multiple of it."""
-
-
-def open_shapes(
-    shapes: Sequence[jax.ShapeDtypeStruct], tables: Sequence[int | None]
-) -> tuple[dict[int, Dimension], list[jax.ShapeDtypeStruct]]:
-    """Return an open number of rows for each table, and the shapes with these.
-
-    Args:
-        tables: whose rows each array has along its first axis, or None.
-    """
-    rows = _open_rows(tuple(sorted({i for i in tables if i is not None})))
-    pairs = zip(shapes, tables, strict=True)
-    return rows, [x if i is None else x.update(shape=(rows[i], *x.shape[1:])) for x, i in pairs]
-
-
-@contextlib.contextmanager
-def refusing_counts(subject: str) -> Iterator[None]:
-    """Context of a trace of open shapes, which fails where code asks for the number of rows."""
-    try:
-        yield
-    except NotRowLocalError:
-        raise
-    except Exception as error:  # whatever code makes of a number that is not known
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        why = f"{subject} depends on the number of rows ({reason})"
-        raise NotRowLocalError(why) from error
-
-
-@functools.cache
-def _open_rows(tables: tuple[int, ...]) -> dict[int, Dimension]:
-    """Return an open number of rows for each table, all of one scope.
-
-    They are the same in each call, so that JAX finds what it has traced for these shapes.
-    """
-    names = ", ".join(f"rows{i}" for i in tables)
-    sizes: Argument = export.symbolic_shape(names) if tables else ()
-    return dict(zip(tables, sizes, strict=True))
 
 
 def rows_of_state(
