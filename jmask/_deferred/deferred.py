@@ -40,8 +40,8 @@ from jmask._deferred.missed_steps import Form, Step, advanced, caught_up
 from jmask._kernels.rows import gather_rows, gather_unique_rows, ids_after_reading, set_rows
 from jmask._lazy.checks import (
     Fit,
-    check_parameters,
     check_transformation,
+    dense_parameters,
     gradient_and_valid,
     is_gradient_leaf,
     with_whole_rows,
@@ -167,7 +167,7 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         return forms_for(tree, tuple(one_row_of(shape_of(x)) for x in leaves))
 
     def init(params: PyTree) -> DeferredState:
-        check_parameters(params)
+        params = dense_parameters(params)
         tree: PyTreeDef = jax.tree.structure(params)
         forms = forms_of(params)
         if not any(isinstance(form, Form) for form in forms):
@@ -193,7 +193,8 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
     ) -> tuple[PyTree, DeferredState]:
         """Take the step of rows, and note what it was for all others."""
         _check_state(state)
-        fit, forms = Fit.of(grads, params), forms_of(params)
+        fit = Fit.of(grads, params)
+        forms = forms_of(fit.params)
         tree: PyTreeDef = jax.tree.structure(fit.gradients, is_leaf=is_gradient_leaf)
         # 0 where they were masked, as they are to dense optimizers.
         filled = lambda x: gradient_and_valid(x)[0] if isinstance(x, MaskedTensor) else x
@@ -223,11 +224,12 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         params: PyTree, state: DeferredState, ids: PyTree = None
     ) -> tuple[PyTree, DeferredState]:
         _check_state(state)
-        paths: list[tuple[KeyPath, jax.Array]] = jax.tree.leaves_with_path(params)
-        tree: PyTreeDef = jax.tree.structure(params)
+        fit = Fit.alone(params)
+        paths: list[tuple[KeyPath, jax.Array]] = jax.tree.leaves_with_path(fit.params)
+        tree: PyTreeDef = jax.tree.structure(fit.params)
         leaves = [jnp.asarray(x) for _, x in paths]
         tables = tree.flatten_up_to(state.tables)
-        forms = forms_of(params)
+        forms = forms_of(fit.params)
         likes, is_table = list(map(shape_of, leaves)), [isinstance(x, Form) for x in forms]
         owners = rows_of_state(inner.init, likes, likes, is_table, tree, state.inner)
         slots = jax.tree.leaves(state.inner)
@@ -241,7 +243,8 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
             for k, x in zip(places, rows, strict=True):
                 slots[k] = x
         new = jax.tree.unflatten(jax.tree.structure(state.inner), slots)
-        return tree.unflatten(leaves), DeferredState(new, state.clock, tree.unflatten(tables))
+        now = DeferredState(new, state.clock, tree.unflatten(tables))
+        return fit.as_given(tree.unflatten(leaves)), now
 
     noticing = noticing_dense_tables(stepped)
     return Deferred(init, update, catch_up, noticing)

@@ -347,11 +347,15 @@ class Fit:
         cls, gradients: PyTree, params: PyTree, order: str = ORDER, *, partial: bool = False
     ) -> "Fit":
         """Return gradients, and parameters that they fit, or None."""
-        arrays = dense_parameters(params, order)
-        fit = cls(as_gradients(gradients), arrays, model_of(params))
+        fit = dataclasses.replace(cls.alone(params, order), gradients=as_gradients(gradients))
         if params is not None:
             check_gradient(fit.gradients, fit.params, order, partial=partial)
         return fit
+
+    @classmethod
+    def alone(cls, params: PyTree, order: str = ORDER) -> "Fit":
+        """Return parameters without gradients."""
+        return cls((), dense_parameters(params, order), model_of(params))
 
     def as_given(self, new: PyTree) -> PyTree:
         """Return new parameters in the form they had: a model, or a `RowSparse` of all rows."""
