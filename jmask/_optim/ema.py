@@ -17,7 +17,7 @@ import optax
 
 from jmask._base.array_types import added
 from jmask._base.types import PyTree, Scalar
-from jmask._lazy.checks import dense_parameters
+from jmask._lazy.checks import Fit
 from jmask._lazy.lazy import lazy
 from jmask._lazy.row_local import RowWise
 from jmask._lazy.state_rows import only_state
@@ -68,7 +68,8 @@ class Ema(optax.GradientTransformationExtraArgs):
         def read(param: jax.Array, average: jax.Array, last: jax.Array) -> jax.Array:
             return _caught_up(self.decay, param.astype(average.dtype), average, count - last)
 
-        return jax.tree.map(read, dense_parameters(params), average, last)
+        fit = Fit.alone(params)
+        return fit.as_given(jax.tree.map(read, fit.params, average, last))
 
 
 def ema(decay: Scalar) -> Ema:
