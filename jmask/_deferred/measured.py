@@ -116,17 +116,22 @@ _LATER = (1_000, 100_000)
 _UNDER_ROOT = (1.0, 1e-4, 1e-8, 1e-12, 1e-16)
 
 
-def questions(width: int) -> HostArray:
-    """Return the rows (R, width) of which `form_of` wants to know what a step makes."""
+def questions(width: int) -> tuple[HostArray, dict[Pair, int]]:
+    """Return the rows (R, width) of which `form_of` wants to know what a step makes.
+
+    With them come, for each quotient s_a / √s_b, the number of the row in which both are 1.
+    """
     unit = np.eye(width)
-    pairs = itertools.permutations(range(1, width), 2)
-    rows = [*unit, *-unit, np.zeros(width)]
-    rows += [unit[a] + v * unit[b] for a, b in pairs for v in _UNDER_ROOT]
+    rows, both_1 = [*unit, *-unit, np.zeros(width)], dict[Pair, int]()
+    for a, b in itertools.permutations(range(1, width), 2):
+        both_1[a, b] = len(rows)
+        rows += [unit[a] + v * unit[b] for v in _UNDER_ROOT]
     rng = np.random.default_rng(1)
     sizes = 10.0 ** np.concatenate(
         [rng.uniform(-3, 3, (64, width)), rng.uniform(-8, 0, (64, width))]
     )
-    return np.stack([*rows, *sizes, *sizes[::8] * rng.choice([-1, 1], (16, width))])
+    signed = sizes[::8] * rng.choice([-1, 1], (16, width))
+    return np.stack([*rows, *sizes, *signed]), both_1
 
 
 def form_of(steps: Sequence[HostArray], per_row: Sequence[bool]) -> Form:
@@ -138,7 +143,7 @@ def form_of(steps: Sequence[HostArray], per_row: Sequence[bool]) -> Form:
         per_row: of which entries a row has one.
     """
     width = len(per_row)
-    x = questions(width)
+    x, both_1 = questions(width)
     moves = [new - x * (np.arange(width) > 0) for new in steps]
     positive = tuple(
         i for i in range(width) if not all(np.isfinite(y[width + i]).all() for y in moves)
@@ -156,9 +161,7 @@ def form_of(steps: Sequence[HostArray], per_row: Sequence[bool]) -> Form:
     without = lambda a: tuple(every - {(0, a)})
     candidates = [(Form(width, tuple(every)), 0)]
     candidates += [(Form(width, without(a), sign=a), 0) for a in range(1, width)]
-    for k, (a, b) in enumerate(itertools.permutations(range(1, width), 2)):
-        v_is_1 = 2 * width + 1 + k * len(_UNDER_ROOT)
-        candidates.append((Form(width, without(a), quotient=(a, b)), v_is_1))
+    candidates += [(Form(width, without(q[0]), quotient=q), at) for q, at in both_1.items()]
     for form, at_e in candidates:
         made = [measured(form, groups, list(y.T[:, :, None]), at_e, asked) for y in moves]
         scales = [step.e for step, _ in made if step.c]
@@ -264,7 +267,7 @@ def forms_of_steps(
     places = places_of_tables(step)
     for i, at in places.items():
         shapes = [step.leaves[k].inner_shape.shape[1:] for k in at]
-        columns = zip(questions(len(at)).T, shapes, strict=True)
+        columns = zip(questions(len(at))[0].T, shapes, strict=True)
         rows[i] = [np.broadcast_to(trailing(x, 1 + len(y)), (len(x), *y)) for x, y in columns]
         steps[i] = []
     shared = [k for k, x in enumerate(step.leaves) if x.kind == "state" and x.table is None]
