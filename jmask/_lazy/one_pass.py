@@ -99,16 +99,14 @@ def applied(step: LazyStep, params: PyTree) -> tuple[PyTree, PyTree]:
     # --- the pass
     started = []
     for table, c in combiners.items():
-        leaf, steps = leaves[table], c.steps
-        gradient, scalars = leaf.value, [known[v] for v in c.scalars]
+        leaf, scalars = leaves[table], [known[v] for v in c.scalars]
+        gradient = leaf.value
         # Rows of equal ids are summed here only if something is computed of the sums. Then
         # nothing is gained by adding them one at a time.
         if c.source in computed or table in parts.reduced:
             gradient = leaf.coalesced_value.with_values(leaf.from_inner(known[c.source]))
-            steps = None
-        replaced, is_elementwise = [leaves[i] for i in c.places], table not in proof.by_rows
-        update = _update_of_rows(c, replaced, gradient, scalars, is_elementwise, steps)
-        started.append(update)
+            c = c._replace(steps=None)
+        started.append(_update_of_rows(c, [leaves[i] for i in c.places], gradient, scalars))
     results: dict[int, Table] = {}
     for c, new in zip(combiners.values(), updated(started), strict=True):
         results.update((i, leaves[i].as_given(x)) for i, x in zip(c.places, new, strict=True))
@@ -151,8 +149,8 @@ def _in_one_pass(
 class Parts(NamedTuple):
     """The variables of an update that hold rows or entries of tables.
 
-    JAX keeps functions of an update, which must not keep its constants: they have these parts,
-    and not the proof.
+    JAX keeps the functions that an update is made of, and so all that they close over. They
+    close over these parts in place of the proof, whose constants may be traced arrays.
     """
 
     table_of: dict[Var, int]  # whose rows or entries a variable has; no others depend on rows
@@ -226,6 +224,7 @@ class Combiner(NamedTuple):
     # Rows of the leaves, of `source`, and `scalars` -> new rows, of a parameter what is added;
     # or entries, if the table is updated entry by entry.
     function: Function
+    is_elementwise: bool
     # `scalars`, rows of `source` -> what is added to the parameter, if that is all and is
     # linear in the gradient: rows of equal ids may be added one at a time.
     steps: Function | None
@@ -277,7 +276,8 @@ def _combiner(
 
         is_step = [leaves[i].kind for i in places] == ["param"]
         is_linear = is_step and all(_scales(eqn, table_of) for eqn in chosen)
-        return Combiner(places, source, scalars, function, steps if is_linear else None)
+        steps_or_none = steps if is_linear else None
+        return Combiner(places, source, scalars, function, not by_rows, steps_or_none)
 
     equations = [e for e in jaxpr.eqns if e.outvars and table_of.get(e.outvars[0]) == table]
     gradient = jaxpr.invars[table]
@@ -353,8 +353,6 @@ def _update_of_rows(
     leaves: Sequence[Leaf],
     gradient: RowSparse,
     scalars: Sequence[jax.Array],
-    is_elementwise: bool,
-    steps: Function | None,
 ) -> RowUpdate | list[jax.Array]:
     """Make the update of these leaves, whose equal ids are summed first; `updated` runs it."""
     tables, are_steps = [x.value for x in leaves], [x.kind == "param" for x in leaves]
@@ -362,8 +360,9 @@ def _update_of_rows(
     is_masked = valid is not None  # JAX keeps `new_rows`, which must not keep the mask
     # The gradient is opened once: what follows takes canonical ids, rows, and their order.
     ids, rows, order = gradient.row_ids(), gradient.rows(), gradient.order
-    if steps is not None and table.dtype == gradient.dtype and not is_narrow(table.dtype):
-        added_rows = scaled(gradient.values, functools.partial(steps, scalars))
+    is_exact = table.dtype == gradient.dtype and not is_narrow(table.dtype)
+    if combiner.steps is not None and is_exact:
+        added_rows = scaled(gradient.values, functools.partial(combiner.steps, scalars))
         added_rows = unchanged_where_masked(added_rows, valid)
         return RowUpdate(ADDITION, tables, ids, gathered(added_rows), [], order)
 
@@ -372,7 +371,7 @@ def _update_of_rows(
         return [(added(x, y) if is_step else y).astype(x.dtype) for x, y, is_step in made]
 
     if valid is None and is_saturated(gradient, tables):
-        function = entry_by_entry(new_entries) if is_elementwise else new_entries
+        function = entry_by_entry(new_entries) if combiner.is_elementwise else new_entries
         dense = add_to_rows(jnp.zeros_like(table, gradient.dtype), ids, rows, order)
         touched = jnp.zeros(table.shape[:1], bool).at[ids].set(True, mode="drop")
         made = zip(function(*tables, dense, *scalars), tables, strict=True)
@@ -393,7 +392,7 @@ def _update_of_rows(
                 new.append(set_rows(table, x.ids, y, x.order))
         return new
 
-    if not is_elementwise:
+    if not combiner.is_elementwise:
         others = [*scalars] if valid is None else [*scalars, valid]
         return RowUpdate(Update(new_rows), tables, ids, rows, others, order)
     if valid is None:

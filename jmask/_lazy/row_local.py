@@ -74,7 +74,8 @@ ELEMENTWISE = ARITHMETIC | frozenset(
 FILL = "broadcast_in_dim"
 # They keep the entries of a row apart if the result's shape begins with the shape of a row.
 _ENTRY_BY_ENTRY = {*ELEMENTWISE, FILL, "concatenate", "reshape", "slice", "split", "squeeze"}
-# Operations on real numbers that NumPy rounds as XLA does, with a result that is no integer.
+# Operations on real numbers that NumPy rounds as XLA does, with a result that is no integer: a
+# value in untouched rows is found with these where it can be, since XLA would compile each.
 _EXACT: dict[str, Function] = {
     "abs": np.abs,
     "add": np.add,
@@ -149,7 +150,10 @@ class RowLocal:
 
     @functools.cached_property
     def by_rows(self) -> set[int]:
-        """Tables that are not updated entry by entry."""
+        """Tables that no combiner of scalars updates.
+
+        Their update has an operation that is more than arithmetic on entries of one shape.
+        """
         jaxpr, owners = self.program.jaxpr, self.owners
         # What shared numbers are made of is computed before the pass.
         of_rows = [eqn for eqn in jaxpr.eqns if any(v in owners for v in eqn.outvars)]
@@ -169,7 +173,8 @@ class RowLocal:
     def mixes_entries(self, table: int, is_masked: bool) -> bool:
         """Decide whether some part of a step takes more than one entry of a row.
 
-        A number for each row is one more entry of rows that are updated whole, as by
+        What repeats, joins or reshapes entries keeps them apart, though no combiner of scalars
+        does it. A number for each row is one more entry of rows that are updated whole, as by
         `jmask.ema` after an optimizer, but not where some of their entries are masked.
         """
         row = aval_of(self.program.jaxpr.invars[table]).shape[1:]
@@ -335,7 +340,7 @@ def _evaluated(name: str, eqn: JaxprEqn, inputs: list[Known]) -> Known:
         name = "square"
     are_real = not any(map(np.iscomplexobj, operands))
     if name in _EXACT and are_real and not jnp.issubdtype(dtype, jnp.integer):
-        with np.errstate(all="ignore"):  # and nothing is compiled
+        with np.errstate(all="ignore"):
             return dtype.type(_EXACT[name](*operands))
     with trial():
         params = eqn.primitive.get_bind_params(eqn.params)
