@@ -48,7 +48,7 @@ from jmask._lazy.checks import (
 )
 from jmask._lazy.lazy import noticing_dense_tables
 from jmask._lazy.one_pass import OnePassTransformation, applied
-from jmask._lazy.state_rows import rows_of_state
+from jmask._lazy.state_rows import check_state_type, rows_of_state
 from jmask._lazy.step import Leaf, step_of
 from jmask._tables.rows_at import shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
@@ -56,6 +56,7 @@ from jmask._tensors.masked_tensor import MaskedTensor
 # Rows of a block where all rows are caught up: temporaries are of the size of a block, not of
 # the table.
 _BLOCK = 1 << 16
+_GO_ON = "A run of the dense optimizer goes on by tx.init(params)._replace(inner=state)."
 
 
 class TableState(NamedTuple):
@@ -192,7 +193,7 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         **extra_args: PyTree,
     ) -> tuple[PyTree, DeferredState]:
         """Take the step of rows, and note what it was for all others."""
-        _check_state(state)
+        check_state_type(state, DeferredState, _GO_ON)
         fit = Fit.of(grads, params)
         forms = forms_of(fit.params)
         tree: PyTreeDef = jax.tree.structure(fit.gradients, is_leaf=is_gradient_leaf)
@@ -223,7 +224,7 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
     def catch_up(
         params: PyTree, state: DeferredState, ids: PyTree = None
     ) -> tuple[PyTree, DeferredState]:
-        _check_state(state)
+        check_state_type(state, DeferredState, _GO_ON)
         fit = Fit.alone(params)
         paths: list[tuple[KeyPath, jax.Array]] = jax.tree.leaves_with_path(fit.params)
         tree: PyTreeDef = jax.tree.structure(fit.params)
@@ -248,15 +249,6 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
 
     noticing = noticing_dense_tables(stepped)
     return Deferred(init, update, catch_up, noticing)
-
-
-def _check_state(state: object) -> None:
-    if not isinstance(state, DeferredState):
-        raise TypeError(
-            f"`state` must be a DeferredState, which `init` of jmask.deferred makes, got "
-            f"{type(state).__name__}. A run of the dense optimizer goes on by "
-            "tx.init(params)._replace(inner=state)."
-        )
 
 
 def _noted(

@@ -19,7 +19,7 @@ from jax import export
 from jmask._base.array_types import shapes_from
 from jmask._base.types import PyTree, PyTreeDef, Shape
 from jmask._base.validation import abstract_leaf, is_on_host, leaf_name, not_on_device
-from jmask._lazy.checks import NotRowLocalError
+from jmask._lazy.checks import ORDER, NotRowLocalError
 from jmask._lazy.open_rows import open_shapes, refusing_counts
 from jmask._tables.rows_at import shape_of
 
@@ -100,12 +100,14 @@ def rows_of_state(
     return owners
 
 
-def check_state_type(state: object, expected: type) -> None:
+def check_state_type(
+    state: object, expected: type, advice: str = f"The order is {ORDER}."
+) -> None:
     """Refuse what is no state of a transformation."""
     if not isinstance(state, expected):
         raise TypeError(
             f"`state` must be a {expected.__name__}, which `init` of the transformation makes, "
-            f"got {type(state).__name__}. The order is tx.update(grads, opt_state, params)."
+            f"got {type(state).__name__}. {advice}"
         )
 
 
