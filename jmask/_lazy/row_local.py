@@ -210,16 +210,16 @@ def proved(
     """
     rows, opened = open_shapes(shapes, tables)
     dense = None
-    without_mesh: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
-        # Bodies of loops get no types of the mesh that is set: the program runs where all axes
-        # are automatic, see `automatically`.
-        without_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
-    with without_mesh:
+    with contextlib.ExitStack() as contexts:
+        if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+            # Bodies of loops get no types of the mesh that is set: the program runs where all
+            # axes are automatic, see `automatically`.
+            no_mesh = jax.sharding.AbstractMesh((), ())
+            contexts.enter_context(jax.sharding.use_abstract_mesh(no_mesh))
         if not is_row_wise:
             dense = jax.make_jaxpr(function)(*shapes)  # what is no matter of rows raises here
-        with contextlib.nullcontext() if is_row_wise else refusing_counts("it"):
-            traced = jax.make_jaxpr(function)(*opened)
+            contexts.enter_context(refusing_counts("it"))
+        traced = jax.make_jaxpr(function)(*opened)
     program = _needed(traced)
     known = known_in(program, inputs)
     for x, v in zip(opened, program.jaxpr.outvars, strict=False):
