@@ -55,13 +55,7 @@ class Ema(optax.GradientTransformationExtraArgs):
             ValueError: if `opt_state` holds no state of `ema`, or several.
 
         Example:
-            >>> import jax.numpy as jnp, optax, jmask
-            >>> ema, table = jmask.ema(0.5), jnp.zeros(3)
-            >>> tx = optax.chain(jmask.sgd(1.0), ema)
-            >>> grads = jmask.RowSparse([1], jnp.array([-4.0]), (3,))
-            >>> updates, state = tx.update(grads, tx.init(table), table)
-            >>> ema.average(state, optax.apply_updates(table, updates))
-            Array([0., 2., 0.], dtype=float32)
+            See `jmask.ema`.
         """
         count, average, last = only_state(EmaState, "opt_state", opt_state, "jmask.ema")
 
