@@ -1,6 +1,7 @@
 """Gradients and parameters at the border: refused, or in the form that steps take."""
 
 import dataclasses
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -243,7 +244,8 @@ def in_lines(gradient: Gradient) -> Gradient:
     return joined(lines.with_leaves(lines.index_leaf, values, order="unique"), valid)
 
 
-def is_entries(x: Argument) -> bool:
+def is_entries(x: object) -> TypeGuard[RowSparse]:
+    """Decide whether a gradient is of single entries: ids number all dimensions of a table."""
     return is_row_sparse(x) and x.leading > 1 and not x.row
 
 

@@ -32,6 +32,7 @@ from jmask._lazy.checks import (
     check_transformation,
     coalesced,
     gradient_and_valid,
+    is_entries,
     is_gradient_leaf,
     with_wide_rows,
 )
@@ -336,7 +337,7 @@ def clip_by_row_norm(
     check_numbers(max_norm=max_norm, ord=ord)
 
     def clipped(x: Gradient) -> Gradient:
-        if is_row_sparse(x) and x.leading > 1 and not x.row:
+        if is_entries(x):
             return _clipped_entries(x, max_norm, ord)
         rows, valid = gradient_and_valid(x)
         values = jnp.asarray(stored_values(rows))
