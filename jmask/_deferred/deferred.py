@@ -157,11 +157,7 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
     if isinstance(inner, OnePassTransformation) and inner.inner is not None:
         inner = inner.inner  # of arrays
 
-    @functools.cache
-    def forms_for(
-        tree: PyTreeDef, likes: tuple[jax.ShapeDtypeStruct, ...]
-    ) -> list[FormOrReason]:
-        return forms_of_steps(inner, tree, likes)
+    forms_for = functools.cache(functools.partial(forms_of_steps, inner))
 
     def forms_of(params: PyTree) -> list[FormOrReason]:
         leaves, tree = jax.tree.flatten(params)
