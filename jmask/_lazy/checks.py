@@ -79,10 +79,10 @@ def check_transformation(name: str, tx: object, order: str) -> None:
         )
 
 
-def check_gradient(
+def _check_aligned(
     updates: PyTree, params: PyTree, order: str = ORDER, *, partial: bool = False
 ) -> None:
-    """Refuse a gradient that does not fit arrays; a partial one may be None for some."""
+    """Refuse gradients that do not fit their parameters; if `partial`, some may be None."""
     is_leaf = lambda x: x is None or is_gradient_leaf(x)
     given: list[tuple[KeyPath, Gradient | None]]
     given = jax.tree.leaves_with_path(updates, is_leaf=is_leaf)
@@ -351,7 +351,7 @@ class Fit:
         """Return gradients, and parameters that they fit, or None."""
         fit = dataclasses.replace(cls.alone(params, order), gradients=as_gradients(gradients))
         if params is not None:
-            check_gradient(fit.gradients, fit.params, order, partial=partial)
+            _check_aligned(fit.gradients, fit.params, order, partial=partial)
         return fit
 
     @classmethod
