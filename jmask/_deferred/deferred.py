@@ -26,37 +26,37 @@ from jax import lax
 
 from jmask._base.array_types import trailing, wide
 from jmask._base.row_ids import Order, id_dtype
-from jmask._base.shardings import Shards, automatically, entry, explicit_sharding
-from jmask._base.types import Function, KeyPath, MeshAxes, Numbers, PyTree, PyTreeDef, Shape
+from jmask._base.shardings import Shards, entry
+from jmask._base.types import Function, KeyPath, Numbers, PyTree, PyTreeDef, Shape
 from jmask._base.validation import checked_integer, leaf_name, named_parts
 from jmask._deferred.measured import (
     FormOrReason,
     NotDeferrableError,
-    Probes,
     forms_of_steps,
     one_row_of,
-    places_of_tables,
-    unrounded,
-    with_rows,
+    steps_of_inactive_rows,
 )
 from jmask._deferred.missed_steps import Form, Step, advanced, caught_up
 from jmask._kernels.rows import gather_rows, gather_unique_rows, ids_after_reading, set_rows
 from jmask._lazy.checks import (
-    check_parameters,
+    Fit,
     check_transformation,
+    dense_parameters,
     gradient_and_valid,
     is_gradient_leaf,
+    with_whole_rows,
 )
-from jmask._lazy.lazy import Fit, applied, noticing_dense_tables
-from jmask._lazy.one_pass import OnePassTransformation
-from jmask._lazy.state_rows import rows_of_state
-from jmask._lazy.step import LazyStep, Leaf, step_of, with_whole_rows
+from jmask._lazy.lazy import noticing_dense_tables
+from jmask._lazy.one_pass import OnePassTransformation, applied
+from jmask._lazy.state_rows import check_state_type, rows_of_state
+from jmask._lazy.step import Leaf, step_of
 from jmask._tables.rows_at import shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
 
 # Rows of a block where all rows are caught up: temporaries are of the size of a block, not of
 # the table.
 _BLOCK = 1 << 16
+_GO_ON = "A run of the dense optimizer goes on by tx.init(params)._replace(inner=state)."
 
 
 class TableState(NamedTuple):
@@ -157,18 +157,14 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
     if isinstance(inner, OnePassTransformation) and inner.inner is not None:
         inner = inner.inner  # of arrays
 
-    @functools.cache
-    def forms_for(
-        tree: PyTreeDef, likes: tuple[jax.ShapeDtypeStruct, ...]
-    ) -> list[FormOrReason]:
-        return forms_of_steps(inner, tree, likes)
+    forms_for = functools.cache(functools.partial(forms_of_steps, inner))
 
     def forms_of(params: PyTree) -> list[FormOrReason]:
         leaves, tree = jax.tree.flatten(params)
         return forms_for(tree, tuple(one_row_of(shape_of(x)) for x in leaves))
 
     def init(params: PyTree) -> DeferredState:
-        check_parameters(params)
+        params = dense_parameters(params)
         tree: PyTreeDef = jax.tree.structure(params)
         forms = forms_of(params)
         if not any(isinstance(form, Form) for form in forms):
@@ -193,8 +189,9 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         **extra_args: PyTree,
     ) -> tuple[PyTree, DeferredState]:
         """Take the step of rows, and note what it was for all others."""
-        _check_state(state)
-        fit, forms = Fit.of(grads, params), forms_of(params)
+        check_state_type(state, DeferredState, _GO_ON)
+        fit = Fit.of(grads, params)
+        forms = forms_of(fit.params)
         tree: PyTreeDef = jax.tree.structure(fit.gradients, is_leaf=is_gradient_leaf)
         # 0 where they were masked, as they are to dense optimizers.
         filled = lambda x: gradient_and_valid(x)[0] if isinstance(x, MaskedTensor) else x
@@ -203,7 +200,8 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         gradients = with_whole_rows(gradients, lines=True)
         step = step_of(inner, gradients, state.inner, fit.params, extra_args)
         tables, leaves = tree.flatten_up_to(state.tables), list(step.leaves)
-        for i, (form, scalars) in enumerate(zip(forms, _scalars(step, forms), strict=True)):
+        steps = zip(forms, steps_of_inactive_rows(step, forms), strict=True)
+        for i, (form, scalars) in enumerate(steps):
             if isinstance(form, Form):
                 leaves[i], tables[i] = _noted(form, tables[i], state.clock, leaves[i], scalars)
         results, new = finish(dataclasses.replace(step, leaves=leaves), fit.params)
@@ -222,12 +220,13 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
     def catch_up(
         params: PyTree, state: DeferredState, ids: PyTree = None
     ) -> tuple[PyTree, DeferredState]:
-        _check_state(state)
-        paths: list[tuple[KeyPath, jax.Array]] = jax.tree.leaves_with_path(params)
-        tree: PyTreeDef = jax.tree.structure(params)
+        check_state_type(state, DeferredState, _GO_ON)
+        fit = Fit.alone(params)
+        paths: list[tuple[KeyPath, jax.Array]] = jax.tree.leaves_with_path(fit.params)
+        tree: PyTreeDef = jax.tree.structure(fit.params)
         leaves = [jnp.asarray(x) for _, x in paths]
         tables = tree.flatten_up_to(state.tables)
-        forms = forms_of(params)
+        forms = forms_of(fit.params)
         likes, is_table = list(map(shape_of, leaves)), [isinstance(x, Form) for x in forms]
         owners = rows_of_state(inner.init, likes, likes, is_table, tree, state.inner)
         slots = jax.tree.leaves(state.inner)
@@ -241,19 +240,11 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
             for k, x in zip(places, rows, strict=True):
                 slots[k] = x
         new = jax.tree.unflatten(jax.tree.structure(state.inner), slots)
-        return tree.unflatten(leaves), DeferredState(new, state.clock, tree.unflatten(tables))
+        now = DeferredState(new, state.clock, tree.unflatten(tables))
+        return fit.as_given(tree.unflatten(leaves)), now
 
     noticing = noticing_dense_tables(stepped)
     return Deferred(init, update, catch_up, noticing)
-
-
-def _check_state(state: object) -> None:
-    if not isinstance(state, DeferredState):
-        raise TypeError(
-            f"`state` must be a DeferredState, which `init` of jmask.deferred makes, got "
-            f"{type(state).__name__}. A run of the dense optimizer goes on by "
-            "tx.init(params)._replace(inner=state)."
-        )
 
 
 def _noted(
@@ -278,51 +269,6 @@ def _noted(
     flat = set_rows(flat, ids, jnp.full(behind.shape, clock + 1), g.order)
     new = TableState(flat.reshape(last.shape), lines, carry, table.swept)
     return dataclasses.replace(leaf, value=g.with_values(values)), new
-
-
-# --- the numbers of a step ----------------------------------------------------------------
-
-
-def _scalars(step: LazyStep, forms: Sequence[FormOrReason]) -> list[Step | None]:
-    """Return the step of rows without a gradient, of each table, by what it makes of probes.
-
-    The probes are in a step with the rows of the batch where it sums over rows: for a norm.
-    """
-    proof = step.proof
-    if proof is None:
-        return [None] * len(forms)
-    probes: dict[int, Probes] = {}
-    places = places_of_tables(step)
-    for i, at in places.items():
-        form = forms[i]
-        if not isinstance(form, Form):
-            raise form or NotDeferrableError("a number has no rows")
-        probes[i] = Probes(form, [step.leaves[k].seen.shape[1:] for k in at])
-    rows = with_rows(step, {i: x.rows for i, x in probes.items()})
-    alone, results = not proof.sums_over_rows, [k for at in places.values() for k in at]
-
-    def probed(*given: jax.Array) -> list[jax.Array]:
-        """Run the step on the probes, with the rows of the batch if it sums over rows."""
-        arrays, sizes = list(given), {}
-        for k, (leaf, x) in enumerate(zip(step.leaves, rows, strict=True)):
-            if leaf.table is not None:
-                if not alone:
-                    arrays[k] = jnp.concatenate([arrays[k].astype(x.dtype), x])
-                sizes[leaf.table] = len(arrays[k])
-        new = unrounded(proof.at(sizes))(*arrays)
-        return [new[k][-len(rows[k]) :] for k in results]
-
-    given = rows if alone else step.rows()
-    sharding = explicit_sharding(*given)
-    # Of probes an optimizer may make nan and drop it, which is no mistake of the run.
-    with jax.debug_nans(False), jax.debug_infs(False):
-        if sharding is None:
-            new = iter(probed(*given))
-        else:
-            spec: list[tuple[MeshAxes, ...]] = [()] * len(results)
-            new = iter(automatically(probed, *given, like=sharding, spec=spec))
-    made = {i: x.step([next(new) for _ in places[i]]) for i, x in probes.items()}
-    return [made.get(i) for i in range(len(forms))]
 
 
 # --- rows as they are now -----------------------------------------------------------------

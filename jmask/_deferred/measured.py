@@ -30,7 +30,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jmask._base.array_types import is_narrow, trailing, wide
 from jmask._base.forms import aval_of, name_of
 from jmask._base.jaxprs import bound, inlined, interpret
-from jmask._base.types import Argument, ArraysFunction, HostArray, PyTreeDef, Shape
+from jmask._base.shardings import automatically, explicit_sharding
+from jmask._base.types import Argument, ArraysFunction, HostArray, MeshAxes, PyTreeDef, Shape
 from jmask._deferred.missed_steps import Form, Pair, Step, terms_for
 from jmask._lazy.checks import NotRowLocalError
 from jmask._lazy.step import LazyStep
@@ -115,17 +116,22 @@ _LATER = (1_000, 100_000)
 _UNDER_ROOT = (1.0, 1e-4, 1e-8, 1e-12, 1e-16)
 
 
-def questions(width: int) -> HostArray:
-    """Return the rows (R, width) of which `form_of` wants to know what a step makes."""
+def questions(width: int) -> tuple[HostArray, dict[Pair, int]]:
+    """Return the rows (R, width) of which `form_of` wants to know what a step makes.
+
+    With them come, for each quotient s_a / √s_b, the number of the row in which both are 1.
+    """
     unit = np.eye(width)
-    pairs = itertools.permutations(range(1, width), 2)
-    rows = [*unit, *-unit, np.zeros(width)]
-    rows += [unit[a] + v * unit[b] for a, b in pairs for v in _UNDER_ROOT]
+    rows, both_1 = [*unit, *-unit, np.zeros(width)], dict[Pair, int]()
+    for a, b in itertools.permutations(range(1, width), 2):
+        both_1[a, b] = len(rows)
+        rows += [unit[a] + v * unit[b] for v in _UNDER_ROOT]
     rng = np.random.default_rng(1)
     sizes = 10.0 ** np.concatenate(
         [rng.uniform(-3, 3, (64, width)), rng.uniform(-8, 0, (64, width))]
     )
-    return np.stack([*rows, *sizes, *sizes[::8] * rng.choice([-1, 1], (16, width))])
+    signed = sizes[::8] * rng.choice([-1, 1], (16, width))
+    return np.stack([*rows, *sizes, *signed]), both_1
 
 
 def form_of(steps: Sequence[HostArray], per_row: Sequence[bool]) -> Form:
@@ -137,7 +143,7 @@ def form_of(steps: Sequence[HostArray], per_row: Sequence[bool]) -> Form:
         per_row: of which entries a row has one.
     """
     width = len(per_row)
-    x = questions(width)
+    x, both_1 = questions(width)
     moves = [new - x * (np.arange(width) > 0) for new in steps]
     positive = tuple(
         i for i in range(width) if not all(np.isfinite(y[width + i]).all() for y in moves)
@@ -155,9 +161,7 @@ def form_of(steps: Sequence[HostArray], per_row: Sequence[bool]) -> Form:
     without = lambda a: tuple(every - {(0, a)})
     candidates = [(Form(width, tuple(every)), 0)]
     candidates += [(Form(width, without(a), sign=a), 0) for a in range(1, width)]
-    for k, (a, b) in enumerate(itertools.permutations(range(1, width), 2)):
-        v_is_1 = 2 * width + 1 + k * len(_UNDER_ROOT)
-        candidates.append((Form(width, without(a), quotient=(a, b)), v_is_1))
+    candidates += [(Form(width, without(q[0]), quotient=q), at) for q, at in both_1.items()]
     for form, at_e in candidates:
         made = [measured(form, groups, list(y.T[:, :, None]), at_e, asked) for y in moves]
         scales = [step.e for step, _ in made if step.c]
@@ -262,15 +266,15 @@ def forms_of_steps(
     steps: dict[int, list[HostArray]] = {}
     places = places_of_tables(step)
     for i, at in places.items():
-        shapes = [step.leaves[k].seen.shape[1:] for k in at]
-        columns = zip(questions(len(at)).T, shapes, strict=True)
+        shapes = [step.leaves[k].inner_shape.shape[1:] for k in at]
+        columns = zip(questions(len(at))[0].T, shapes, strict=True)
         rows[i] = [np.broadcast_to(trailing(x, 1 + len(y)), (len(x), *y)) for x, y in columns]
         steps[i] = []
     shared = [k for k, x in enumerate(step.leaves) if x.kind == "state" and x.table is None]
     with trial():  # with numbers that a run has not
         arrays = with_rows(step, rows)
         pairs = zip(step.leaves, arrays, strict=True)
-        opened = [leaf.seen.update(shape=x.shape) for leaf, x in pairs]
+        opened = [leaf.inner_shape.update(shape=x.shape) for leaf, x in pairs]
         run = jax.jit(unrounded(jax.make_jaxpr(step.flat_update)(*opened)))
         for later in (0, 0, 0, *_LATER):
             for k in shared:
@@ -340,6 +344,48 @@ class Probes:
         groups, moves = list(map(in_groups, self.rows)), list(map(in_groups, moves))
         step, fits = measured(self.form, groups, moves, width, slice(-1, None))
         return jax.tree.map(lambda x: jnp.where(fits, x, jnp.nan), step)
+
+
+def steps_of_inactive_rows(step: LazyStep, forms: Sequence[FormOrReason]) -> list[Step | None]:
+    """Return the step of rows without a gradient, of each table, by what it makes of probes.
+
+    The probes are in a step with the rows of the batch where it sums over rows: for a norm.
+    """
+    proof = step.proof
+    if proof is None:
+        return [None] * len(forms)
+    probes: dict[int, Probes] = {}
+    places = places_of_tables(step)
+    for i, at in places.items():
+        form = forms[i]
+        if not isinstance(form, Form):
+            raise form or NotDeferrableError("a number has no rows")
+        probes[i] = Probes(form, [step.leaves[k].inner_shape.shape[1:] for k in at])
+    rows = with_rows(step, {i: x.rows for i, x in probes.items()})
+    alone, results = not proof.sums_over_rows, [k for at in places.values() for k in at]
+
+    def probed(*given: jax.Array) -> list[jax.Array]:
+        """Run the step on the probes, with the rows of the batch if it sums over rows."""
+        arrays, sizes = list(given), {}
+        for k, (leaf, x) in enumerate(zip(step.leaves, rows, strict=True)):
+            if leaf.table is not None:
+                if not alone:
+                    arrays[k] = jnp.concatenate([arrays[k].astype(x.dtype), x])
+                sizes[leaf.table] = len(arrays[k])
+        new = unrounded(proof.at(sizes))(*arrays)
+        return [new[k][-len(rows[k]) :] for k in results]
+
+    given = rows if alone else step.rows()
+    sharding = explicit_sharding(*given)
+    # Of probes an optimizer may make nan and drop it, which is no mistake of the run.
+    with jax.debug_nans(False), jax.debug_infs(False):
+        if sharding is None:
+            new = iter(probed(*given))
+        else:
+            spec: list[tuple[MeshAxes, ...]] = [()] * len(results)
+            new = iter(automatically(probed, *given, like=sharding, spec=spec))
+    made = {i: x.step([next(new) for _ in places[i]]) for i, x in probes.items()}
+    return [made.get(i) for i in range(len(forms))]
 
 
 # --- without rounding to 16 bits --------------------------------------------------------------

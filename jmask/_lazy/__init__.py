@@ -1,10 +1,10 @@
 """`jmask.lazy`: the proof that an optax transformation may be run on the touched rows.
 
-checks              what gradients and parameters must be; masks of gradients
+checks              gradients and parameters at the border: refused, or as steps take them
+open_rows           shapes and programs with the number of rows open, and numbers in its place
 state_rows          which arrays of a state hold rows of which table; validation of states
-sizes               numbers in the place of the open dimensions of a program
 row_local           the proof, from one trace with the number of rows open
-step                the leaves of one update, its proof, and its run on rows
+step                the leaves of one update, its proof, its run on rows, and applying it
 one_pass            update and application in one pass over the rows
 lazy                the transformation; `apply_updates`, `apply_gradients`, `densify`
 """

@@ -1,10 +1,15 @@
-"""Validation of parameters and gradients before anything is computed."""
+"""Gradients and parameters at the border: refused, or in the form that steps take."""
+
+import dataclasses
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import fewer, is_narrow
+from jmask._base.row_ids import id_dtype
 from jmask._base.types import Argument, Gradient, KeyPath, PyTree, PyTreeDef, RowArray, Table
 from jmask._base.validation import (
     KEEP_ARRAYS,
@@ -17,6 +22,7 @@ from jmask._base.validation import (
 )
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.lines import masked_lines
+from jmask._kernels.rows import set_rows
 from jmask._tables.rows_at import shape_of
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
@@ -73,10 +79,10 @@ def check_transformation(name: str, tx: object, order: str) -> None:
         )
 
 
-def check_gradient(
+def _check_aligned(
     updates: PyTree, params: PyTree, order: str = ORDER, *, partial: bool = False
 ) -> None:
-    """Refuse a gradient that does not fit arrays; a partial one may be None for some."""
+    """Refuse gradients that do not fit their parameters; if `partial`, some may be None."""
     is_leaf = lambda x: x is None or is_gradient_leaf(x)
     given: list[tuple[KeyPath, Gradient | None]]
     given = jax.tree.leaves_with_path(updates, is_leaf=is_leaf)
@@ -238,6 +244,34 @@ def in_lines(gradient: Gradient) -> Gradient:
     return joined(lines.with_leaves(lines.index_leaf, values, order="unique"), valid)
 
 
+def is_entries(x: object) -> TypeGuard[RowSparse]:
+    """Decide whether a gradient is of single entries: ids number all dimensions of a table."""
+    return is_row_sparse(x) and x.leading > 1 and not x.row
+
+
+def with_whole_rows(updates: PyTree, *, lines: bool = False) -> PyTree:
+    """Return gradients of entries (V, D) as rows, of zeros but for an entry each.
+
+    Args:
+        lines: whether to return rows of packed tables as lines, too.
+    """
+
+    def whole(x: Gradient) -> Gradient:
+        if not is_row_sparse(x) or not (is_entries(x) or (lines and x.width)):
+            return x
+        width, ids = x.width or 1, x.flat().row_ids()
+        each = x.shape[-1] // width
+        place = lax.broadcasted_iota(ids.dtype, (x.nse, each, width), 1)
+        rows = x.values.reshape(x.nse, 1, width)
+        values = jnp.where(place == (ids % each)[:, None, None], rows, 0)
+        values = values.reshape(x.nse, each * width)
+        return RowSparse.from_rows(
+            ids // each, values, x.shape, coalesced=False, leading=x.leading - 1
+        )
+
+    return jax.tree.map(whole, updates, is_leaf=is_gradient_leaf)
+
+
 def dense_gradient(gradient: Gradient) -> jax.Array:
     """Return a gradient as an array, zero where it is masked or stores nothing."""
     if isinstance(gradient, MaskedTensor):
@@ -260,30 +294,6 @@ def with_wide_rows(gradients: PyTree) -> PyTree:
 def coalesced(gradient: RowSparse) -> RowSparse:
     """Return the gradient with the rows of equal ids summed."""
     return gradient.coalesce() if gradient.order == "any" else gradient
-
-
-def unchanged_where_masked(update: jax.Array, valid: jax.Array | None) -> jax.Array:
-    """Return the update of a parameter, -0.0 where the gradient is masked."""
-    return keep_valid(update, jnp.asarray(-0.0, jnp.result_type(update)), valid)
-
-
-def keep_valid(new: jax.Array, old: jax.Array, valid: jax.Array | None) -> jax.Array:
-    """Return `new` where valid, `old` elsewhere.
-
-    They have the shape of `valid` (n, *row), or one entry for each of its rows: (n,), (n, 1).
-    """
-    if valid is None:
-        return new
-    shape = jnp.shape(new)
-    valid = valid.any(tuple(range(len(shape), valid.ndim)))
-    merged = tuple(d for d, size in enumerate(shape) if size == 1 != valid.shape[d])
-    valid = valid.any(merged, keepdims=True)
-    if valid.shape != shape:
-        raise NotRowLocalError(
-            f"its state of shape {shape} matches neither the entries nor the rows of a "
-            "masked gradient"
-        )
-    return jnp.where(valid, new, old)
 
 
 def _entries_as_rows(
@@ -313,3 +323,69 @@ def _in_promised_order(storage: BCOO | BCSR) -> jax.Array | bool:
     grows = jnp.take_along_axis(before < after, first, axis=1)[:, 0]
     is_padding = (after >= jnp.asarray(storage.shape[: storage.n_sparse])[None]).any(1)
     return jnp.all(grows | is_padding)
+
+
+# --- fit ----------------------------------------------------------------------------------
+#
+# Gradients and parameters in the form that optimizers take, aligned once for each step.
+#
+#     gradients   {"t": BCOO, "w": array}          masked rows of "t", array
+#     parameters  Model(t=RowSparse of all rows,   array, array, None
+#                       w=array, activation=relu)
+#
+# New parameters get the form of those that were given: `Fit.as_given`.
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Gradients aligned with the parameters that they belong to."""
+
+    gradients: PyTree  # a tree of arrays, `RowSparse` and `MaskedTensor`
+    params: PyTree  # arrays in a tree of the same structure, or None
+    model: Model  # what was given as parameters
+
+    @classmethod
+    def of(
+        cls, gradients: PyTree, params: PyTree, order: str = ORDER, *, partial: bool = False
+    ) -> "Fit":
+        """Return gradients, and parameters that they fit, or None."""
+        fit = dataclasses.replace(cls.alone(params, order), gradients=as_gradients(gradients))
+        if params is not None:
+            _check_aligned(fit.gradients, fit.params, order, partial=partial)
+        return fit
+
+    @classmethod
+    def alone(cls, params: PyTree, order: str = ORDER) -> "Fit":
+        """Return parameters without gradients."""
+        return cls((), dense_parameters(params, order), model_of(params))
+
+    def as_given(self, new: PyTree) -> PyTree:
+        """Return new parameters in the form they had: a model, or a `RowSparse` of all rows."""
+
+        def stored(old: Table, x: jax.Array) -> Table:
+            if not is_full(old):
+                return x
+            ids = jnp.arange(old.shape[0], dtype=id_dtype(old.shape[0]))
+            return RowSparse.from_rows(ids, x, old.shape, coalesced=True)
+
+        is_leaf = lambda x: is_full(x) or x is None
+        new = jax.tree.map(stored, self.model.parameters, new, is_leaf=is_leaf)
+        return self.model.with_parameters(new)
+
+
+def dense_parameters(params: PyTree, order: str = ORDER) -> PyTree:
+    """Return parameters, checked, with each `RowSparse` of all rows as the array it is.
+
+    A model that holds functions becomes its parameters, with None for all else.
+    """
+    check_parameters(params, order)
+
+    def as_array(x: Table) -> jax.Array:
+        if not isinstance(x, RowSparse):
+            return x
+        rows = x.coalesce().flat()
+        # Written, not added to zeros: -0.0 stays.
+        zeros = jnp.zeros(rows.shape, rows.dtype)
+        return set_rows(zeros, rows.row_ids(), rows.values, "sorted").reshape(x.shape)
+
+    return jax.tree.map(as_array, model_of(params).parameters, is_leaf=is_full)

@@ -18,16 +18,13 @@ Which state arrays hold rows is found from the shapes that `inner.init` gives th
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 
-from jmask._base.array_types import added, is_known, is_narrow, joint_dtype, wide
+from jmask._base.array_types import is_known
 from jmask._base.fallback import (
     LARGE,
     collected,
@@ -36,50 +33,23 @@ from jmask._base.fallback import (
     is_expected_dense,
     report_fallback,
 )
-from jmask._base.row_ids import id_dtype
-from jmask._base.types import Argument, Function, Gradient, PyTree, Table, Transformation
-from jmask._base.validation import Model, leaf_name
-from jmask._kernels.rows import set_rows
-from jmask._kernels.stochastic_rounding import check_key, stochastic_round
+from jmask._base.types import Argument, Function, PyTree, Transformation
+from jmask._base.validation import leaf_name
+from jmask._kernels.stochastic_rounding import check_key
 from jmask._lazy.checks import (
-    ORDER,
+    Fit,
     NotRowLocalError,
-    as_gradients,
-    check_gradient,
-    check_parameters,
     check_transformation,
     dense_gradient,
-    gradient_and_valid,
+    dense_parameters,
     has_gradients,
-    is_full,
     is_gradient_leaf,
-    model_of,
-    unchanged_where_masked,
 )
-from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass
+from jmask._lazy.one_pass import OnePassTransformation, applied
 from jmask._lazy.row_local import RowWise
-from jmask._lazy.state_rows import check_made_by, states_of
-from jmask._lazy.step import LazyStep, step_of
-from jmask._tables.rows_at import add_to_dense
-from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-from jmask._tensors.storage import stored_values, with_stored_values
-
-# What transformations hold back until a later step, by their states, and what to do instead. A
-# row held back need not be among the rows that the later step touches: it would be lost.
-_ACCUMULATE = "Use jmask.multi_steps(...), or jmask.tree.add and one update."
-_HELD_BACK: dict[type, tuple[str, str]] = {
-    optax.MultiStepsState: ("gradients", _ACCUMULATE),
-    optax.ApplyEvery: ("gradients", _ACCUMULATE),
-    optax.contrib.SAMState: (
-        "the way back from where it takes the second gradient",
-        "Take both gradients in one step, of the same rows, and give the second to jmask.lazy.",
-    ),
-    optax.LookaheadState: (
-        "slow parameters",
-        "Use jmask.densify() before it, or jmask.ema for averages of parameters.",
-    ),
-}
+from jmask._lazy.state_rows import check_made_by, check_nothing_held_back
+from jmask._lazy.step import LazyStep, step_of, with_updates
+from jmask._tensors.row_sparse import is_row_sparse
 
 
 def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -125,8 +95,14 @@ def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExt
 
     def init(params):
         state = inner.init(dense_parameters(params))
-        _check_not_deferring(state)
+        check_nothing_held_back(state)
         return state
+
+    def update_arrays(updates, state, params, **extra_args):
+        check_nothing_held_back(state)
+        if isinstance(inner, RowWise):
+            check_made_by(inner.init, state, params)
+        return inner.update(updates, state, params, **extra_args)
 
     @jax.named_scope("jmask.lazy.update")
     def update(updates, state, params=None, **extra_args):
@@ -137,37 +113,20 @@ def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExt
                     f"the extra argument `{name}` holds a row-sparse gradient, and what takes "
                     "whole gradients (a line search) is not row-local"
                 )
-        _check_not_deferring(state)
         if has_gradients(fit.gradients):
             return step_of(inner, fit.gradients, state, fit.params, extra_args).update()
-        if isinstance(inner, RowWise):
-            check_made_by(inner.init, state, fit.params)
-        return inner.update(fit.gradients, state, fit.params, **extra_args)
+        return update_arrays(fit.gradients, state, fit.params, **extra_args)
 
     def apply(grads, state, params):
         if has_gradients(grads):
-            _check_not_deferring(state)
             return applied(step_of(inner, grads, state, params, {}), params)
-        updates, state = update(grads, state, params)
+        updates, state = update_arrays(grads, state, params)
         return with_updates(params, updates), state
 
     lifted = OnePassTransformation(init, noticing_dense_tables(update))
     lifted.apply_gradients = noticing_dense_tables(apply)
     lifted.inner = inner
     return lifted
-
-
-def applied(step: LazyStep, params: PyTree) -> tuple[PyTree, PyTree]:
-    """Return new parameters and state, in one pass where there is one."""
-    # Outside jit a scatter with the optimizer inside would be compiled anew in each step.
-    is_traced = any(
-        isinstance(x, Tracer) for x in jax.tree.leaves([x.value for x in step.leaves])
-    )
-    result = applied_in_one_pass(step) if is_traced else None
-    if result is None:
-        updates, state = step.update()
-        result = with_updates(params, updates), state
-    return result
 
 
 def densify() -> optax.GradientTransformation:
@@ -254,31 +213,6 @@ def apply_updates(params: PyTree, updates: PyTree, *, key: jax.Array | None = No
     return fit.as_given(with_updates(fit.params, fit.gradients, key))
 
 
-def with_updates(params: PyTree, updates: PyTree, key: jax.Array | None = None) -> PyTree:
-    """Return parameters with updates added, which fit them."""
-    keys = (None if key is None else jax.random.fold_in(key, i) for i in itertools.count())
-
-    def apply(update: Gradient | None, param: jax.Array | None) -> jax.Array | None:
-        leaf_key = next(keys)
-        if update is None or param is None:
-            return param
-        if isinstance(update, MaskedTensor):
-            step, valid = gradient_and_valid(update)
-            step = with_stored_values(step, unchanged_where_masked(stored_values(step), valid))
-        else:
-            step = update
-        if is_row_sparse(step):
-            return add_to_dense(param, step, leaf_key)
-        param = jnp.asarray(param)
-        if leaf_key is None or not is_narrow(param.dtype):
-            return added(param, step).astype(param.dtype)
-        exact = added(param.astype(wide(joint_dtype(param, step))), step)
-        return stochastic_round(exact, param.dtype, leaf_key)
-
-    is_leaf = lambda x: x is None or is_gradient_leaf(x)
-    return jax.tree.map(apply, updates, params, is_leaf=is_leaf)
-
-
 @jax.named_scope("jmask.apply_gradients")
 def apply_gradients(
     tx: Transformation,
@@ -338,16 +272,6 @@ def apply_gradients(
     with advising_lazy("tx", fit.gradients):
         updates, opt_state = update(fit.gradients, opt_state, stored, **extra_args)
     return apply_updates(params, updates, key=key), opt_state
-
-
-def _check_not_deferring(state: PyTree) -> None:
-    for node in states_of(tuple(_HELD_BACK), state):
-        what, remedy = next(x for kind, x in _HELD_BACK.items() if isinstance(node, kind))
-        raise NotRowLocalError(
-            f"{type(node).__name__} holds {what} back for a later step, and a row that is not "
-            "among those touched then would lose them",
-            remedy,
-        )
 
 
 # --- dense tables -------------------------------------------------------------------------
@@ -434,65 +358,3 @@ def advising_lazy(name: str, gradients: PyTree) -> Iterator[None]:
                 "chained to it: docs/errors.md says what such errors mean."
             )
         raise
-
-
-# --- fit ----------------------------------------------------------------------------------
-#
-# Gradients and parameters in the form that optimizers take, aligned once for each step.
-#
-#     gradients   {"t": BCOO, "w": array}          masked rows of "t", array
-#     parameters  Model(t=RowSparse of all rows,   array, array, None
-#                       w=array, activation=relu)
-#
-# New parameters get the form of those that were given: `Fit.as_given`.
-
-
-@dataclasses.dataclass(frozen=True)
-class Fit:
-    """Gradients aligned with the parameters that they belong to."""
-
-    gradients: PyTree  # a tree of arrays, `RowSparse` and `MaskedTensor`
-    params: PyTree  # arrays in a tree of the same structure, or None
-    model: Model  # what was given as parameters
-
-    @classmethod
-    def of(
-        cls, gradients: PyTree, params: PyTree, order: str = ORDER, *, partial: bool = False
-    ) -> "Fit":
-        """Return gradients, and parameters that they fit, or None."""
-        arrays = dense_parameters(params, order)
-        fit = cls(as_gradients(gradients), arrays, model_of(params))
-        if params is not None:
-            check_gradient(fit.gradients, fit.params, order, partial=partial)
-        return fit
-
-    def as_given(self, new: PyTree) -> PyTree:
-        """Return new parameters in the form they had: a model, or a `RowSparse` of all rows."""
-
-        def stored(old: Table, x: jax.Array) -> Table:
-            if not is_full(old):
-                return x
-            ids = jnp.arange(old.shape[0], dtype=id_dtype(old.shape[0]))
-            return RowSparse.from_rows(ids, x, old.shape, coalesced=True)
-
-        is_leaf = lambda x: is_full(x) or x is None
-        new = jax.tree.map(stored, self.model.parameters, new, is_leaf=is_leaf)
-        return self.model.with_parameters(new)
-
-
-def dense_parameters(params: PyTree, order: str = ORDER) -> PyTree:
-    """Return parameters, checked, with each `RowSparse` of all rows as the array it is.
-
-    A model that holds functions becomes its parameters, with None for all else.
-    """
-    check_parameters(params, order)
-
-    def as_array(x: Table) -> jax.Array:
-        if not isinstance(x, RowSparse):
-            return x
-        rows = x.coalesce().flat()
-        # Written, not added to zeros: -0.0 stays.
-        zeros = jnp.zeros(rows.shape, rows.dtype)
-        return set_rows(zeros, rows.row_ids(), rows.values, "sorted").reshape(x.shape)
-
-    return jax.tree.map(as_array, model_of(params).parameters, is_leaf=is_full)

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmask._base.array_types import (
@@ -48,11 +49,16 @@ from jmask._kernels.lines import marked, unmarked
 from jmask._kernels.rows import add_rows, gather_unique_rows, set_rows
 from jmask._kernels.scatter_update import entry_by_entry, update_elementwise
 from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows, updated
-from jmask._lazy.checks import keep_valid, unchanged_where_masked
+from jmask._lazy.open_rows import Dimension, with_sizes
 from jmask._lazy.row_local import FILL, RowLocal
-from jmask._lazy.sizes import with_sizes
-from jmask._lazy.state_rows import Dimension
-from jmask._lazy.step import LazyStep, Leaf, with_row
+from jmask._lazy.step import (
+    LazyStep,
+    Leaf,
+    keep_valid,
+    unchanged_where_masked,
+    with_row,
+    with_updates,
+)
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import stored_values
 
@@ -66,22 +72,14 @@ class OnePassTransformation(optax.GradientTransformationExtraArgs):
     inner: optax.GradientTransformationExtraArgs | None = None
 
 
-def applied_in_one_pass(step: LazyStep) -> tuple[PyTree, PyTree] | None:
-    """Return new parameters and state, or None if it takes more than one pass."""
-    leaves, gradients, proof = step.leaves, step.gradients, step.proof
-    if proof is None or any(gradients[i].value.nse == 0 for i in proof.rows):
-        return None
-    jaxpr, parts = proof.program.jaxpr, _taken_apart(proof)
-    if parts is None:
-        return None
-    # What each leaf becomes; a parameter takes the output of its gradient.
-    outputs = [*jaxpr.outvars, *jaxpr.outvars[: len(gradients)]]
-    combiners: dict[int, Combiner] = {}
-    for table in proof.rows:
-        chosen = _combiner(step, proof, parts, table, outputs)
-        if chosen is None:
-            return None
-        combiners[table] = chosen
+def applied(step: LazyStep, params: PyTree) -> tuple[PyTree, PyTree]:
+    """Return new parameters and state, in one pass over the rows where there is one."""
+    way = _in_one_pass(step)
+    if way is None:
+        updates, state = step.update()
+        return with_updates(params, updates), state
+    proof, parts, outputs, combiners = way
+    leaves, jaxpr = step.leaves, proof.program.jaxpr
 
     # --- before the pass: what does not depend on rows, or on the gradient alone
     sources = {table: c.source for table, c in combiners.items()}
@@ -94,26 +92,24 @@ def applied_in_one_pass(step: LazyStep) -> tuple[PyTree, PyTree] | None:
         if leaf.table is None:
             known[v] = leaf.value
         elif v in needed:
-            known[v] = leaf.shown(stored_values(leaf.coalesced_value))
+            known[v] = leaf.to_inner(stored_values(leaf.coalesced_value))
             sizes[leaf.table] = leaf.coalesced_value.nse
     run(before, known, parts.rule(sizes))
 
     # --- the pass
     started = []
     for table, c in combiners.items():
-        leaf, steps = leaves[table], c.steps
-        gradient, scalars = leaf.value, [known[v] for v in c.scalars]
+        leaf, scalars = leaves[table], [known[v] for v in c.scalars]
+        gradient = leaf.value
         # Rows of equal ids are summed here only if something is computed of the sums. Then
         # nothing is gained by adding them one at a time.
         if c.source in computed or table in parts.reduced:
-            gradient = leaf.coalesced_value.with_values(leaf.stored(known[c.source]))
-            steps = None
-        replaced, is_elementwise = [leaves[i] for i in c.places], table not in proof.by_rows
-        update = _update_of_rows(c, replaced, gradient, scalars, is_elementwise, steps)
-        started.append(update)
+            gradient = leaf.coalesced_value.with_values(leaf.from_inner(known[c.source]))
+            c = c._replace(steps=None)
+        started.append(_update_of_rows(c, [leaves[i] for i in c.places], gradient, scalars))
     results: dict[int, Table] = {}
     for c, new in zip(combiners.values(), updated(started), strict=True):
-        results.update((i, leaves[i].stacked(x)) for i, x in zip(c.places, new, strict=True))
+        results.update((i, leaves[i].as_given(x)) for i, x in zip(c.places, new, strict=True))
     for i, (leaf, output) in enumerate(zip(leaves, outputs, strict=False)):
         if leaf.table is None and leaf.kind == "state":
             results[i] = keep_valid(read(known, output), leaf.value, leaf.valid)
@@ -125,14 +121,36 @@ def applied_in_one_pass(step: LazyStep) -> tuple[PyTree, PyTree] | None:
     return param_tree.unflatten(of_kind("param")), state_tree.unflatten(of_kind("state"))
 
 
+def _in_one_pass(
+    step: LazyStep,
+) -> tuple[RowLocal, "Parts", list[Atom], dict[int, "Combiner"]] | None:
+    """Return a proved program, its parts, what leaves become, and a combiner of each table."""
+    proof, values = step.proof, [x.value for x in step.leaves]
+    # Outside jit a scatter with the optimizer inside would be compiled anew in each step.
+    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(values))
+    if proof is None or not is_traced or any(values[i].nse == 0 for i in proof.rows):
+        return None
+    parts, new = _taken_apart(proof), proof.program.jaxpr.outvars
+    if parts is None:
+        return None
+    outputs = [*new, *new[: len(step.gradients)]]  # a parameter takes that of its gradient
+    combiners: dict[int, Combiner] = {}
+    for table in proof.rows:
+        combiner = _combiner(step, proof, parts, table, outputs)
+        if combiner is None:
+            return None
+        combiners[table] = combiner
+    return proof, parts, outputs, combiners
+
+
 # --- the update, taken apart -------------------------------------------------------------
 
 
 class Parts(NamedTuple):
     """The variables of an update that hold rows or entries of tables.
 
-    JAX keeps functions of an update, which must not keep its constants: they have these parts,
-    and not the proof.
+    JAX keeps the functions that an update is made of, and so all that they close over. They
+    close over these parts in place of the proof, whose constants may be traced arrays.
     """
 
     table_of: dict[Var, int]  # whose rows or entries a variable has; no others depend on rows
@@ -206,6 +224,7 @@ class Combiner(NamedTuple):
     # Rows of the leaves, of `source`, and `scalars` -> new rows, of a parameter what is added;
     # or entries, if the table is updated entry by entry.
     function: Function
+    is_elementwise: bool
     # `scalars`, rows of `source` -> what is added to the parameter, if that is all and is
     # linear in the gradient: rows of equal ids may be added one at a time.
     steps: Function | None
@@ -214,7 +233,11 @@ class Combiner(NamedTuple):
 def _combiner(
     step: LazyStep, proof: RowLocal, parts: Parts, table: int, outputs: Sequence[Atom]
 ) -> Combiner | None:
-    """Return the best way to compute rows of a table, from its gradient or a value of that."""
+    """Return how to compute new rows of a table, or None if it takes more than one pass.
+
+    Of its gradient, and then the values made of that alone (clipped by a norm), the first is
+    taken from which one scatter computes the rows, or a linear step; the gradient if none is.
+    """
     leaves, table_of, by_rows = step.leaves, parts.table_of, table in proof.by_rows
     jaxpr = proof.program.jaxpr
     places = [i for i, x in enumerate(leaves) if x.table == table and x.kind != "gradient"]
@@ -253,7 +276,8 @@ def _combiner(
 
         is_step = [leaves[i].kind for i in places] == ["param"]
         is_linear = is_step and all(_scales(eqn, table_of) for eqn in chosen)
-        return Combiner(places, source, scalars, function, steps if is_linear else None)
+        steps_or_none = steps if is_linear else None
+        return Combiner(places, source, scalars, function, not by_rows, steps_or_none)
 
     equations = [e for e in jaxpr.eqns if e.outvars and table_of.get(e.outvars[0]) == table]
     gradient = jaxpr.invars[table]
@@ -276,7 +300,7 @@ def _combiner(
             return way
         first = first or way
     # What is written to rows that it does not depend on has to come after reads.
-    return None if step.unordered else first
+    return None if step.read_first else first
 
 
 def _with_fewer_scalars(
@@ -329,8 +353,6 @@ def _update_of_rows(
     leaves: Sequence[Leaf],
     gradient: RowSparse,
     scalars: Sequence[jax.Array],
-    is_elementwise: bool,
-    steps: Function | None,
 ) -> RowUpdate | list[jax.Array]:
     """Make the update of these leaves, whose equal ids are summed first; `updated` runs it."""
     tables, are_steps = [x.value for x in leaves], [x.kind == "param" for x in leaves]
@@ -338,8 +360,9 @@ def _update_of_rows(
     is_masked = valid is not None  # JAX keeps `new_rows`, which must not keep the mask
     # The gradient is opened once: what follows takes canonical ids, rows, and their order.
     ids, rows, order = gradient.row_ids(), gradient.rows(), gradient.order
-    if steps is not None and table.dtype == gradient.dtype and not is_narrow(table.dtype):
-        added_rows = scaled(gradient.values, functools.partial(steps, scalars))
+    is_exact = table.dtype == gradient.dtype and not is_narrow(table.dtype)
+    if combiner.steps is not None and is_exact:
+        added_rows = scaled(gradient.values, functools.partial(combiner.steps, scalars))
         added_rows = unchanged_where_masked(added_rows, valid)
         return RowUpdate(ADDITION, tables, ids, gathered(added_rows), [], order)
 
@@ -348,7 +371,7 @@ def _update_of_rows(
         return [(added(x, y) if is_step else y).astype(x.dtype) for x, y, is_step in made]
 
     if valid is None and is_saturated(gradient, tables):
-        function = entry_by_entry(new_entries) if is_elementwise else new_entries
+        function = entry_by_entry(new_entries) if combiner.is_elementwise else new_entries
         dense = add_to_rows(jnp.zeros_like(table, gradient.dtype), ids, rows, order)
         touched = jnp.zeros(table.shape[:1], bool).at[ids].set(True, mode="drop")
         made = zip(function(*tables, dense, *scalars), tables, strict=True)
@@ -369,7 +392,7 @@ def _update_of_rows(
                 new.append(set_rows(table, x.ids, y, x.order))
         return new
 
-    if not is_elementwise:
+    if not combiner.is_elementwise:
         others = [*scalars] if valid is None else [*scalars, valid]
         return RowUpdate(Update(new_rows), tables, ids, rows, others, order)
     if valid is None:

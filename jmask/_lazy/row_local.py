@@ -55,8 +55,7 @@ from jmask._base.forms import (
 from jmask._base.jaxprs import ARITHMETIC, inlined, interpret, needed_for, run
 from jmask._base.types import Argument, ArraysFunction, Atom, Function, Scalar
 from jmask._lazy.checks import NotRowLocalError
-from jmask._lazy.sizes import with_sizes
-from jmask._lazy.state_rows import Dimension, open_shapes, refusing_counts
+from jmask._lazy.open_rows import Dimension, open_shapes, refusing_counts, with_sizes
 from jmask._ops.rows import trial
 
 Known = Scalar | None
@@ -75,7 +74,8 @@ ELEMENTWISE = ARITHMETIC | frozenset(
 FILL = "broadcast_in_dim"
 # They keep the entries of a row apart if the result's shape begins with the shape of a row.
 _ENTRY_BY_ENTRY = {*ELEMENTWISE, FILL, "concatenate", "reshape", "slice", "split", "squeeze"}
-# Operations on real numbers that NumPy rounds as XLA does, with a result that is no integer.
+# Operations on real numbers that NumPy rounds as XLA does, with a result that is no integer: a
+# value in untouched rows is found with these where it can be, since XLA would compile each.
 _EXACT: dict[str, Function] = {
     "abs": np.abs,
     "add": np.add,
@@ -150,7 +150,10 @@ class RowLocal:
 
     @functools.cached_property
     def by_rows(self) -> set[int]:
-        """Tables that are not updated entry by entry."""
+        """Tables that no combiner of scalars updates.
+
+        Their update has an operation that is more than arithmetic on entries of one shape.
+        """
         jaxpr, owners = self.program.jaxpr, self.owners
         # What shared numbers are made of is computed before the pass.
         of_rows = [eqn for eqn in jaxpr.eqns if any(v in owners for v in eqn.outvars)]
@@ -170,7 +173,8 @@ class RowLocal:
     def mixes_entries(self, table: int, is_masked: bool) -> bool:
         """Decide whether some part of a step takes more than one entry of a row.
 
-        A number for each row is one more entry of rows that are updated whole, as by
+        What repeats, joins or reshapes entries keeps them apart, though no combiner of scalars
+        does it. A number for each row is one more entry of rows that are updated whole, as by
         `jmask.ema` after an optimizer, but not where some of their entries are masked.
         """
         row = aval_of(self.program.jaxpr.invars[table]).shape[1:]
@@ -206,16 +210,16 @@ def proved(
     """
     rows, opened = open_shapes(shapes, tables)
     dense = None
-    without_mesh: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
-        # Bodies of loops get no types of the mesh that is set: the program runs where all axes
-        # are automatic, see `automatically`.
-        without_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
-    with without_mesh:
+    with contextlib.ExitStack() as contexts:
+        if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+            # Bodies of loops get no types of the mesh that is set: the program runs where all
+            # axes are automatic, see `automatically`.
+            no_mesh = jax.sharding.AbstractMesh((), ())
+            contexts.enter_context(jax.sharding.use_abstract_mesh(no_mesh))
         if not is_row_wise:
             dense = jax.make_jaxpr(function)(*shapes)  # what is no matter of rows raises here
-        with contextlib.nullcontext() if is_row_wise else refusing_counts("it"):
-            traced = jax.make_jaxpr(function)(*opened)
+            contexts.enter_context(refusing_counts("it"))
+        traced = jax.make_jaxpr(function)(*opened)
     program = _needed(traced)
     known = known_in(program, inputs)
     for x, v in zip(opened, program.jaxpr.outvars, strict=False):
@@ -336,7 +340,7 @@ def _evaluated(name: str, eqn: JaxprEqn, inputs: list[Known]) -> Known:
         name = "square"
     are_real = not any(map(np.iscomplexobj, operands))
     if name in _EXACT and are_real and not jnp.issubdtype(dtype, jnp.integer):
-        with np.errstate(all="ignore"):  # and nothing is compiled
+        with np.errstate(all="ignore"):
             return dtype.type(_EXACT[name](*operands))
     with trial():
         params = eqn.primitive.get_bind_params(eqn.params)

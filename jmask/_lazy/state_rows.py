@@ -8,7 +8,6 @@ number of rows of each table left open:
 
 import contextlib
 import contextvars
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar, cast
@@ -18,9 +17,10 @@ import optax
 from jax import export
 
 from jmask._base.array_types import shapes_from
-from jmask._base.types import Argument, PyTree, PyTreeDef, Shape
+from jmask._base.types import PyTree, PyTreeDef, Shape
 from jmask._base.validation import abstract_leaf, is_on_host, leaf_name, not_on_device
-from jmask._lazy.checks import NotRowLocalError
+from jmask._lazy.checks import ORDER, NotRowLocalError
+from jmask._lazy.open_rows import open_shapes, refusing_counts
 from jmask._tables.rows_at import shape_of
 
 _T = TypeVar("_T")
@@ -49,47 +49,6 @@ def once_a_step(key: object, find: Callable[[], _T]) -> _T:
     if key not in results:
         results[key] = find()
     return cast(_T, results[key])
-
-
-Dimension = int
-"""A size that `jax.export` leaves open: `rows0`, or a multiple of it."""
-
-
-def open_shapes(
-    shapes: Sequence[jax.ShapeDtypeStruct], tables: Sequence[int | None]
-) -> tuple[dict[int, Dimension], list[jax.ShapeDtypeStruct]]:
-    """Return an open number of rows for each table, and the shapes with these.
-
-    Args:
-        tables: whose rows each array has along its first axis, or None.
-    """
-    rows = _open_rows(tuple(sorted({i for i in tables if i is not None})))
-    pairs = zip(shapes, tables, strict=True)
-    return rows, [x if i is None else x.update(shape=(rows[i], *x.shape[1:])) for x, i in pairs]
-
-
-@contextlib.contextmanager
-def refusing_counts(subject: str) -> Iterator[None]:
-    """Context of a trace of open shapes, which fails where code asks for the number of rows."""
-    try:
-        yield
-    except NotRowLocalError:
-        raise
-    except Exception as error:  # whatever code makes of a number that is not known
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        why = f"{subject} depends on the number of rows ({reason})"
-        raise NotRowLocalError(why) from error
-
-
-@functools.cache
-def _open_rows(tables: tuple[int, ...]) -> dict[int, Dimension]:
-    """Return an open number of rows for each table, all of one scope.
-
-    They are the same in each call, so that JAX finds what it has traced for these shapes.
-    """
-    names = ", ".join(f"rows{i}" for i in tables)
-    sizes: Argument = export.symbolic_shape(names) if tables else ()
-    return dict(zip(tables, sizes, strict=True))
 
 
 def rows_of_state(
@@ -141,12 +100,14 @@ def rows_of_state(
     return owners
 
 
-def check_state_type(state: object, expected: type) -> None:
+def check_state_type(
+    state: object, expected: type, advice: str = f"The order is {ORDER}."
+) -> None:
     """Refuse what is no state of a transformation."""
     if not isinstance(state, expected):
         raise TypeError(
             f"`state` must be a {expected.__name__}, which `init` of the transformation makes, "
-            f"got {type(state).__name__}. The order is tx.update(grads, opt_state, params)."
+            f"got {type(state).__name__}. {advice}"
         )
 
 
@@ -189,6 +150,34 @@ def check_made_by(
     if params is not None:
         expected = shapes_from(init, jax.tree.map(shape_of, params))
         check_state(state, expected, [dtypes] * len(jax.tree.leaves(expected)))
+
+
+# What transformations hold back until a later step, by their states, and what to do instead. A
+# row held back need not be among the rows that the later step touches: it would be lost.
+_ACCUMULATE = "Use jmask.multi_steps(...), or jmask.tree.add and one update."
+_HELD_BACK: dict[type, tuple[str, str]] = {
+    optax.MultiStepsState: ("gradients", _ACCUMULATE),
+    optax.ApplyEvery: ("gradients", _ACCUMULATE),
+    optax.contrib.SAMState: (
+        "the way back from where it takes the second gradient",
+        "Take both gradients in one step, of the same rows, and give the second to jmask.lazy.",
+    ),
+    optax.LookaheadState: (
+        "slow parameters",
+        "Use jmask.densify() before it, or jmask.ema for averages of parameters.",
+    ),
+}
+
+
+def check_nothing_held_back(state: PyTree) -> None:
+    """Refuse the states of transformations that keep something of a row for a later step."""
+    for node in states_of(tuple(_HELD_BACK), state):
+        what, remedy = next(x for kind, x in _HELD_BACK.items() if isinstance(node, kind))
+        raise NotRowLocalError(
+            f"{type(node).__name__} holds {what} back for a later step, and a row that is not "
+            "among those touched then would lose them",
+            remedy,
+        )
 
 
 def states_of(kinds: type | tuple[type, ...], state: PyTree) -> list[PyTree]:

@@ -14,6 +14,7 @@ The one pass makes its combiner of the equations of the same program.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -25,49 +26,101 @@ import optax
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from jmask._base.array_types import has_8_bits
+from jmask._base.array_types import added, has_8_bits, is_narrow, joint_dtype, wide
 from jmask._base.jaxprs import evaluate, origins
 from jmask._base.row_ids import hide
 from jmask._base.shardings import automatically, explicit_sharding, spec_of, varying_axes
 from jmask._base.types import Argument, Gradient, PyTree, PyTreeDef, RowArray, Shape, Table
 from jmask._kernels.rows import gather_unique_rows, ids_after_reading, set_rows
+from jmask._kernels.stochastic_rounding import stochastic_round
 from jmask._lazy import row_local
 from jmask._lazy.checks import (
     NotRowLocalError,
     coalesced,
     gradient_and_valid,
     in_lines,
+    is_entries,
     is_gradient_leaf,
-    keep_valid,
-    unchanged_where_masked,
+    with_whole_rows,
     with_wide_rows,
 )
 from jmask._lazy.row_local import RowLocal, RowWise
-from jmask._lazy.state_rows import once_a_step, rows_of_state
-from jmask._tables.rows_at import as_one_table, routed_to_shards, shape_of
-from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-from jmask._tensors.storage import stored_values
+from jmask._lazy.state_rows import check_nothing_held_back, once_a_step, rows_of_state
+from jmask._tables.rows_at import add_to_dense, as_one_table, routed_to_shards, shape_of
+from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.row_sparse import is_row_sparse
+from jmask._tensors.storage import stored_values, with_stored_values
 
 Kind = Literal["gradient", "state", "param", "extra"]
 
 
+def step_of(
+    inner: optax.GradientTransformationExtraArgs,
+    updates: PyTree,
+    state: PyTree,
+    params: PyTree,
+    extra_args: dict[str, PyTree],
+) -> "LazyStep":
+    """Return the step of `inner` on rows, proved.
+
+    Single entries of a table are rows of one entry where `inner` works entry by entry, else
+    they are rows of zeros but for an entry.
+
+    Rows of 16 bits are summed in float32. An `inner` that does not take gradients wider than
+    its state gets the sums in 16 bits, as from JAX: one branch of the `lax.cond` in
+    `optax.novograd` has the dtype of the state, the other has the gradient's.
+    """
+
+    check_nothing_held_back(state)
+
+    def proved(gradients: PyTree, **how: bool) -> "LazyStep":
+        gradients = jax.tree.map(in_lines, gradients, is_leaf=is_gradient_leaf)
+        return LazyStep.of(inner, gradients, state, params, extra_args).proved(**how)
+
+    def by_entries_or_rows(gradients: PyTree, **how: bool) -> "LazyStep":
+        if any(map(is_entries, leaves)):
+            # Refused may be a state with one number for each row.
+            with contextlib.suppress(NotRowLocalError):
+                step = proved(gradients, **how)
+                if not (step.proof and step.proof.by_rows):
+                    return step
+        return proved(with_whole_rows(gradients), **how)
+
+    leaves_of = functools.partial(jax.tree.leaves, is_leaf=is_gradient_leaf)
+    wide, leaves, step = with_wide_rows(updates), leaves_of(updates), None
+    if any(map(operator.is_not, leaves, leaves_of(wide))):
+        with contextlib.suppress(TypeError):
+            step = by_entries_or_rows(wide, same_dtypes=True)
+    step = step or by_entries_or_rows(updates)
+    for i, leaf in enumerate(step.gradients):
+        is_packed = is_row_sparse(leaf.value) and leaf.value.order == "unique"
+        if is_packed and step.proof and step.proof.mixes_entries(i, leaf.valid is not None):
+            raise NotRowLocalError(
+                "it works row by row, and the table is packed: it would take lines of several "
+                "rows for rows",
+                "Leave the table unpacked, `jmask.embedding_lookup(lines, jnp.arange(V), "
+                "width=D)`, or use an optimizer that works entry by entry.",
+            )
+    return step
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A leaf of the gradient, the state, the parameters or the extra arguments."""
+    """A leaf of the gradient, the state, the parameters or the extra arguments.
 
-    # An array; of a gradient, an array or a `RowSparse` as it came. Stacked tables (M, V, D)
-    # are the one table (M * V, D) here.
-    value: Argument
+    Stacked tables (M, V, D) are stored as one table (M * V, D). `inner` sees (M * V, 1, D),
+    which has as many dimensions as the stack: a mask by `ndim` is that of the table.
+    """
+
+    value: Argument  # an array; of a gradient, an array or a `RowSparse` as it came
     kind: Kind  # which of these trees it is of
     # The position of the `RowSparse` gradient of its table, or None: no rows of it are
     # gathered.
     table: int | None = None
     # The valid entries of the gradient that it belongs to, if that is masked.
     valid: jax.Array | None = None
-    # Of stacked tables, the shape of a row as `inner` sees it: (1, D), which has as many
-    # dimensions as a table of the stack. None where `value` has it already.
-    row: Shape | None = None
-    stack: Argument = None  # what it was before it became one table: an array, or the gradient
+    inner_row: Shape | None = None  # of a stack, a row as `inner` sees it: (1, D)
+    given: Argument = None  # of a stack, what it was before it became one table
 
     @functools.cached_property
     def coalesced_value(self) -> Argument:
@@ -75,28 +128,28 @@ class Leaf:
         return coalesced(self.value) if is_row_sparse(self.value) else self.value
 
     @property
-    def seen(self) -> jax.ShapeDtypeStruct:
+    def inner_shape(self) -> jax.ShapeDtypeStruct:
         """Shape and dtype as `inner` sees them, of whole tables; and whether that is weak."""
-        shape, x = shape_of(self.value), self.value
+        like, x = shape_of(self.value), self.value
         weak = not is_row_sparse(x) and jax.typeof(x).weak_type
-        row = shape.shape if self.row is None else (shape.shape[0], *self.row)
-        return jax.ShapeDtypeStruct(row, shape.dtype, weak_type=weak)
+        shape = like.shape if self.inner_row is None else (like.shape[0], *self.inner_row)
+        return jax.ShapeDtypeStruct(shape, like.dtype, weak_type=weak)
 
-    def shown(self, rows: RowArray) -> RowArray:
+    def to_inner(self, rows: RowArray) -> RowArray:
         """Return rows of `value` as `inner` sees them."""
-        return rows if self.row is None else with_row(rows, self.row)
+        return rows if self.inner_row is None else with_row(rows, self.inner_row)
 
-    def stored(self, rows: RowArray) -> RowArray:
-        """Undo `shown`."""
-        return rows if self.row is None else with_row(rows, self.value.shape[1:])
+    def from_inner(self, rows: RowArray) -> RowArray:
+        """Undo `to_inner`."""
+        return rows if self.inner_row is None else with_row(rows, self.value.shape[1:])
 
-    def stacked(self, new: Table) -> Table:
-        """Return what `value` becomes in the shape of the stack."""
-        if self.row is None:
+    def as_given(self, new: Table) -> Table:
+        """Return what `value` becomes, of a stack in the shape that was given."""
+        if self.inner_row is None:
             return new
         if is_row_sparse(new):
-            return new.stacked_as(self.stack)
-        return jnp.reshape(new, self.stack.shape)
+            return new.stacked_as(self.given)
+        return jnp.reshape(new, self.given.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +194,7 @@ class LazyStep:
         )
         pairs = [(x.flat(), None) if is_row_sparse(x) else gradient_and_valid(x) for x in given]
         gradients, valid = [x for x, _ in pairs], [x for _, x in pairs]
+        # The parameter says which shards have which rows; where it is not given, the state.
         arrays = [*enumerate(param_leaves)]
         arrays += [(i, x) for (i, _), x in zip(owners, states, strict=True) if i is not None]
         for i, x in arrays:
@@ -154,18 +208,19 @@ class LazyStep:
             table = i if is_row_sparse(gradients[i]) else None
             if i not in stacks:
                 return Leaf(x, kind, table, valid[i])
-            stack, row = x, row if kind == "state" else seen[i].shape[1:]
+            like, table_row = stacks[i], seen[i].shape[1:]
             if kind == "gradient":
-                stack = stacks[i]
-            elif kind == "param":
-                x = as_one_table(x, stacks[i])
-            else:
-                # Numbers of rows have one dimension: XLA copies them in two (jaxlib 0.12).
-                is_number = math.prod(row) == 1 and row != seen[i].shape[1:]
-                is_flat = is_number and explicit_sharding(x) is None
-                kept = () if is_flat else row[stacks[i].leading - 1 :]
-                x = jnp.reshape(x, (stacks[i].row_count, *kept))
-            return Leaf(x, kind, table, None, row, stack)
+                return Leaf(x, kind, table, None, table_row, like)
+            if kind == "param":
+                return Leaf(as_one_table(x, like), kind, table, None, table_row, x)
+            # One number for each row is stored in one dimension: XLA copies the scattered
+            # array where it has two (jaxlib 0.12).
+            is_number = math.prod(row) == 1 and row != table_row
+            is_flat = is_number and explicit_sharding(x) is None
+            stored = jnp.reshape(
+                x, (like.row_count, *(() if is_flat else row[like.leading - 1 :]))
+            )
+            return Leaf(stored, kind, table, None, row, x)
 
         of_params = [leaf(x, "param", i) for i, x in enumerate(param_leaves)]  # refuses first
         leaves = [leaf(x, "gradient", i) for i, x in enumerate(gradients)]
@@ -215,8 +270,8 @@ class LazyStep:
         """
         if all(leaf.table is None for leaf in self.gradients):
             return self
-        seen, tables = [x.seen for x in self.leaves], [x.table for x in self.leaves]
-        of_shapes = [(x.shape, x.dtype, x.weak_type) for x in seen]
+        shapes, tables = [x.inner_shape for x in self.leaves], [x.table for x in self.leaves]
+        of_shapes = [(x.shape, x.dtype, x.weak_type) for x in shapes]
         others = [(i, id(x)) for i, x in self.others.items()]
         key = (self.inner.update, self.trees, *of_shapes, *tables, *others)
 
@@ -224,13 +279,13 @@ class LazyStep:
             is_rows = lambda leaf: leaf.kind == "gradient" and leaf.table is not None
             inputs = [0 if is_rows(leaf) else None for leaf in self.leaves]
             is_row_wise = isinstance(self.inner, RowWise)
-            args = self.flat_update, seen, tables, inputs
+            args = self.flat_update, shapes, tables, inputs
             program = row_local.proved(*args, is_row_wise=is_row_wise)
             return program, self.others  # kept so that no other object gets the same `id`
 
         program = once_a_step(key, proof)[0]
         new = program.program.out_avals
-        for leaf, x, y in zip(self.leaves, seen, new, strict=False):
+        for leaf, x, y in zip(self.leaves, shapes, new, strict=False):
             is_number = leaf.kind == "state" and leaf.table is None
             if same_dtypes and is_number and x.dtype != y.dtype:
                 raise TypeError(f"update makes a state of {y.dtype} of one of {x.dtype}")
@@ -249,25 +304,26 @@ class LazyStep:
         return dataclasses.replace(self, proof=program)
 
     @functools.cached_property
-    def unordered(self) -> dict[int, int]:
-        """Outputs that are written to rows which they do not depend on; the leaf of these.
+    def read_first(self) -> dict[int, int]:
+        """Outputs written to rows that they do not depend on, and the leaf whose rows are read.
 
         A new row of the state that does not depend on the old one; an update that does not
-        depend on the parameter where the state does (an average of parameters).
+        depend on the parameter where the state does (an average of parameters). XLA may then
+        write before it reads, to a copy of the table.
         """
         if self.proof is None:
             return {}
         jaxpr = self.proof.program.jaxpr
         inputs = origins(jaxpr, [1 << i for i in range(len(jaxpr.invars))])
         params = {leaf.table: i for i, leaf in enumerate(self.leaves) if leaf.kind == "param"}
-        unordered: dict[int, int] = {}
+        read_first: dict[int, int] = {}
         for i, (leaf, bits) in enumerate(zip(self.leaves, inputs, strict=False)):
             read = i if leaf.kind == "state" else params.get(leaf.table)
             if leaf.table is None or read is None or bits >> read & 1:
                 continue
             if any(x >> read & 1 for x in inputs):
-                unordered[i] = read
-        return unordered
+                read_first[i] = read
+        return read_first
 
     # --- its run -------------------------------------------------------------------------
 
@@ -284,16 +340,16 @@ class LazyStep:
             else:
                 new = keep_valid(new, old, leaf.valid)
             if gradient is not None:
-                new = leaf.stored(new)
-                if i in self.unordered:
+                new = leaf.from_inner(new)
+                if i in self.read_first:
                     # XLA knows where to write only after it has read these rows.
-                    ids = ids_after_reading(gradient.row_ids(), rows[self.unordered[i]])
+                    ids = ids_after_reading(gradient.row_ids(), rows[self.read_first[i]])
                     gradient = gradient.with_leaves(hide(ids), gradient.values)
                 if leaf.kind == "gradient":
                     new = gradient.with_values(new)
                 else:
                     new = set_rows(leaf.value, gradient.row_ids(), new, gradient.order)
-            results.append(leaf.stacked(new))
+            results.append(leaf.as_given(new))
         gradient_tree, state_tree, *_ = self.trees
         count = gradient_tree.num_leaves
         return gradient_tree.unflatten(results[:count]), state_tree.unflatten(results[count:])
@@ -309,11 +365,11 @@ class LazyStep:
             else:
                 gradient = self.leaves[leaf.table].coalesced_value
                 x = gather_unique_rows(leaf.value, gradient.row_ids(), gradient.order)
-            if i in self.unordered.values():
+            if i in self.read_first.values():
                 # GPUs would read them once more, for another result and after the write: from
                 # a copy of the table, where that is stacked (jaxlib 0.12).
                 x = lax.optimization_barrier(x)
-            rows.append(leaf.shown(x))
+            rows.append(leaf.to_inner(x))
         return rows
 
     def _on_rows(self, proof: RowLocal, rows: Sequence[jax.Array]) -> Sequence[jax.Array]:
@@ -340,82 +396,53 @@ def with_row(rows: RowArray, row: Shape) -> RowArray:
     return rows if rows.shape[1:] == row else jnp.reshape(rows, (rows.shape[0], *row))
 
 
-# --- steps of single entries, of packed tables, of sums of 16 bits ---------------------------
+# --- applied, where the gradient is valid -----------------------------------------------
 
 
-def step_of(
-    inner: optax.GradientTransformationExtraArgs,
-    updates: PyTree,
-    state: PyTree,
-    params: PyTree,
-    extra_args: dict[str, PyTree],
-) -> LazyStep:
-    """Return the step of `inner` on rows, proved.
+def unchanged_where_masked(update: jax.Array, valid: jax.Array | None) -> jax.Array:
+    """Return the update of a parameter, -0.0 where the gradient is masked."""
+    return keep_valid(update, jnp.asarray(-0.0, jnp.result_type(update)), valid)
 
-    Single entries of a table are rows of one entry where `inner` works entry by entry, else
-    they are rows of zeros but for an entry.
 
-    Rows of 16 bits are summed in float32. An `inner` that does not take gradients wider than
-    its state gets the sums in 16 bits, as from JAX: one branch of the `lax.cond` in
-    `optax.novograd` has the dtype of the state, the other has the gradient's.
+def keep_valid(new: jax.Array, old: jax.Array, valid: jax.Array | None) -> jax.Array:
+    """Return `new` where valid, `old` elsewhere.
+
+    They have the shape of `valid` (n, *row), or one entry for each of its rows: (n,), (n, 1).
     """
-
-    def proved(updates: PyTree, same_dtypes: bool) -> LazyStep:
-        updates = jax.tree.map(in_lines, updates, is_leaf=is_gradient_leaf)
-        step = LazyStep.of(inner, updates, state, params, extra_args)
-        return step.proved(same_dtypes=same_dtypes)
-
-    widened = with_wide_rows(updates)
-    leaves, wide_leaves = (
-        jax.tree.leaves(x, is_leaf=is_gradient_leaf) for x in (updates, widened)
-    )
-    ways = [(updates, False)]
-    if any(map(operator.is_not, leaves, wide_leaves)):
-        ways.insert(0, (widened, True))
-    for gradients, same_dtypes in ways:
-        with contextlib.suppress(TypeError) if same_dtypes else contextlib.nullcontext():
-            if any(map(_is_entries, leaves)):
-                # Refused may be a state with one number for each row.
-                with contextlib.suppress(NotRowLocalError):
-                    step = proved(gradients, same_dtypes)
-                    if step.proof is None or not step.proof.by_rows:
-                        return step
-            step = proved(with_whole_rows(gradients), same_dtypes)
-            break
-    for i, leaf in enumerate(step.gradients):
-        is_packed = is_row_sparse(leaf.value) and leaf.value.order == "unique"
-        if is_packed and step.proof and step.proof.mixes_entries(i, leaf.valid is not None):
-            raise NotRowLocalError(
-                "it works row by row, and the table is packed: it would take lines of several "
-                "rows for rows",
-                "Leave the table unpacked, `jmask.embedding_lookup(lines, jnp.arange(V), "
-                "width=D)`, or use an optimizer that works entry by entry.",
-            )
-    return step
-
-
-def _is_entries(x: Argument) -> bool:
-    return is_row_sparse(x) and x.leading > 1 and not x.row
-
-
-def with_whole_rows(updates: PyTree, *, lines: bool = False) -> PyTree:
-    """Return gradients of entries (V, D) as rows, of zeros but for an entry each.
-
-    Args:
-        lines: whether to return rows of packed tables as lines, too.
-    """
-
-    def whole(x: Gradient) -> Gradient:
-        if not is_row_sparse(x) or not (_is_entries(x) or (lines and x.width)):
-            return x
-        width, ids = x.width or 1, x.flat().row_ids()
-        each = x.shape[-1] // width
-        place = lax.broadcasted_iota(ids.dtype, (x.nse, each, width), 1)
-        rows = x.values.reshape(x.nse, 1, width)
-        values = jnp.where(place == (ids % each)[:, None, None], rows, 0)
-        values = values.reshape(x.nse, each * width)
-        return RowSparse.from_rows(
-            ids // each, values, x.shape, coalesced=False, leading=x.leading - 1
+    if valid is None:
+        return new
+    shape = jnp.shape(new)
+    valid = valid.any(tuple(range(len(shape), valid.ndim)))
+    merged = tuple(d for d, size in enumerate(shape) if size == 1 != valid.shape[d])
+    valid = valid.any(merged, keepdims=True)
+    if valid.shape != shape:
+        raise NotRowLocalError(
+            f"its state of shape {shape} matches neither the entries nor the rows of a "
+            "masked gradient"
         )
+    return jnp.where(valid, new, old)
 
-    return jax.tree.map(whole, updates, is_leaf=is_gradient_leaf)
+
+def with_updates(params: PyTree, updates: PyTree, key: jax.Array | None = None) -> PyTree:
+    """Return parameters with updates added, which fit them."""
+    keys = (None if key is None else jax.random.fold_in(key, i) for i in itertools.count())
+
+    def apply(update: Gradient | None, param: jax.Array | None) -> jax.Array | None:
+        leaf_key = next(keys)
+        if update is None or param is None:
+            return param
+        if isinstance(update, MaskedTensor):
+            step, valid = gradient_and_valid(update)
+            step = with_stored_values(step, unchanged_where_masked(stored_values(step), valid))
+        else:
+            step = update
+        if is_row_sparse(step):
+            return add_to_dense(param, step, leaf_key)
+        param = jnp.asarray(param)
+        if leaf_key is None or not is_narrow(param.dtype):
+            return added(param, step).astype(param.dtype)
+        exact = added(param.astype(wide(joint_dtype(param, step))), step)
+        return stochastic_round(exact, param.dtype, leaf_key)
+
+    is_leaf = lambda x: x is None or is_gradient_leaf(x)
+    return jax.tree.map(apply, updates, params, is_leaf=is_leaf)

@@ -27,6 +27,7 @@ from jmask._base.validation import check_flag, checked_choice, checked_dtype, sh
 from jmask._lazy.lazy import densified, lazy
 from jmask._optim.row_rule import (
     Common,
+    Incoming,
     Slot,
     check_denominator,
     check_learning_rate,
@@ -104,16 +105,8 @@ def adam(
         >>> jmask.apply_updates(table, updates).ravel().round(4)
         Array([1. , 1. , 0.9], dtype=float32)
     """
-    common = Common(
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        decay_mode=decay_mode,
-        clip_gradient=clip_gradient,
-        rescale_grad=rescale_grad,
-        maximize=maximize,
-        lazy_update=lazy_update,
-        state_dtype=state_dtype,
-    )
+    incoming = Incoming(clip_gradient, rescale_grad, maximize)
+    common = Common(learning_rate, weight_decay, decay_mode, incoming, lazy_update, state_dtype)
     return _adam(common, b1, b2, eps, eps_root, count, mu_dtype, per_row=False)
 
 
@@ -156,16 +149,8 @@ def rowwise_adam(
         >>> tx.init(jnp.ones((3, 8))).nu.shape
         (3, 1)
     """
-    common = Common(
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        decay_mode=decay_mode,
-        clip_gradient=clip_gradient,
-        rescale_grad=rescale_grad,
-        maximize=maximize,
-        lazy_update=lazy_update,
-        state_dtype=state_dtype,
-    )
+    incoming = Incoming(clip_gradient, rescale_grad, maximize)
+    common = Common(learning_rate, weight_decay, decay_mode, incoming, lazy_update, state_dtype)
     return _adam(common, b1, b2, eps, eps_root, count, mu_dtype, per_row=True)
 
 

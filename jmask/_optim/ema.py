@@ -17,7 +17,8 @@ import optax
 
 from jmask._base.array_types import added
 from jmask._base.types import PyTree, Scalar
-from jmask._lazy.lazy import dense_parameters, lazy
+from jmask._lazy.checks import Fit
+from jmask._lazy.lazy import lazy
 from jmask._lazy.row_local import RowWise
 from jmask._lazy.state_rows import only_state
 from jmask._optim.row_rule import Slot, check_numbers, row_rule
@@ -54,20 +55,15 @@ class Ema(optax.GradientTransformationExtraArgs):
             ValueError: if `opt_state` holds no state of `ema`, or several.
 
         Example:
-            >>> import jax.numpy as jnp, optax, jmask
-            >>> ema, table = jmask.ema(0.5), jnp.zeros(3)
-            >>> tx = optax.chain(jmask.sgd(1.0), ema)
-            >>> grads = jmask.RowSparse([1], jnp.array([-4.0]), (3,))
-            >>> updates, state = tx.update(grads, tx.init(table), table)
-            >>> ema.average(state, optax.apply_updates(table, updates))
-            Array([0., 2., 0.], dtype=float32)
+            See `jmask.ema`.
         """
         count, average, last = only_state(EmaState, "opt_state", opt_state, "jmask.ema")
 
         def read(param: jax.Array, average: jax.Array, last: jax.Array) -> jax.Array:
             return _caught_up(self.decay, param.astype(average.dtype), average, count - last)
 
-        return jax.tree.map(read, dense_parameters(params), average, last)
+        fit = Fit.alone(params)
+        return fit.as_given(jax.tree.map(read, fit.params, average, last))
 
 
 def ema(decay: Scalar) -> Ema:

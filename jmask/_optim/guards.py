@@ -28,13 +28,15 @@ from jmask._base.shardings import varying_axes
 from jmask._base.types import Function, Gradient, PyTree, PyTreeDef, Scalar
 from jmask._kernels.coalesce import unique_slots
 from jmask._lazy.checks import (
+    Fit,
     check_transformation,
     coalesced,
     gradient_and_valid,
+    is_entries,
     is_gradient_leaf,
     with_wide_rows,
 )
-from jmask._lazy.lazy import Fit, advising_lazy, apply_gradients, lazy, noticed_as
+from jmask._lazy.lazy import advising_lazy, apply_gradients, lazy, noticed_as
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.state_rows import check_state_type, one_step
 from jmask._ops.formulas import shortened
@@ -71,6 +73,7 @@ def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide)
     @one_step()
     def step(gradients, state, params, extra):
         """Return updates and state; without extra arguments new parameters and state."""
+        # --- all guards decide, the outermost first
         tx: optax.GradientTransformationExtraArgs = guard
         take = jnp.ones((), bool)
         states: list[PyTree] = []
@@ -81,24 +84,25 @@ def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide)
                 new = jax.tree.map(kept, new, state._replace(inner_state=None))
             states.append(new)
             take, tx, state = take & wanted, tx.guarded, state.inner_state
-
-        def of_inner(gradients: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-            """Return updates, or parameters as part of what is selected; and all of that."""
-            if extra is None:
-                return None, apply_gradients(tx, gradients, state, params)
-            with advising_lazy("inner", gradients):
-                return tx.update(gradients, state, params, **extra)
-
         gradients = noticed_as(gradients, _at_leaves(lambda x: _kept(take, x), gradients))
-        updates, new = of_inner(gradients, params, state)
-        bare, old = _at_leaves(_without_rows, gradients), state
-        without_rows = lambda state: of_inner(bare, params, state)[1]  # models are no arguments
-        if extra is None:
-            old, without_rows = (params, state), lambda both: of_inner(bare, *both)[1]
+
+        # --- the step of what they guard, of padding where it is not taken
+        def taken(gradients: PyTree, old: PyTree) -> tuple[PyTree, PyTree]:
+            """Return updates, or None where they are applied, and what `old` becomes."""
+            if extra is None:
+                return None, apply_gradients(tx, gradients, old[1], old[0])
+            with advising_lazy("inner", gradients):
+                return tx.update(gradients, old, params, **extra)
+
+        old = (params, state) if extra is None else state
+        updates, new = taken(gradients, old)
+
+        # --- what padding changes is as it was
         # Arrays that a step without rows returns as they came, but for reshapes, are tables: a
         # padded gradient changes no row of them.
+        bare = _at_leaves(_without_rows, gradients)
         with collected():
-            jaxpr = jax.make_jaxpr(without_rows)(old).jaxpr
+            jaxpr = jax.make_jaxpr(lambda old: taken(bare, old)[1])(old).jaxpr
         reshapes = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reshape")
         made_of = {eqn.outvars[0]: eqn.invars[0] for eqn in reshapes}
         structure: PyTreeDef
@@ -109,11 +113,10 @@ def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide)
             while isinstance(v, Var) and v in made_of:
                 v = made_of[v]
             selected.append(y if v is x else _where(take, y, z))
+        new = structure.unflatten(selected)
         # -0.0 changes nothing: -0.0 + 0.0 would be 0.0.
-        result = _at_leaves(lambda x: _kept(take, x, -0.0), updates)
-        state = structure.unflatten(selected)
-        if extra is None:
-            result, state = state
+        steps = _at_leaves(lambda x: _kept(take, x, -0.0), updates)
+        result, state = new if extra is None else (steps, new)
         for outer in reversed(states):
             state = outer._replace(inner_state=state)
         return result, state
@@ -334,7 +337,7 @@ def clip_by_row_norm(
     check_numbers(max_norm=max_norm, ord=ord)
 
     def clipped(x: Gradient) -> Gradient:
-        if is_row_sparse(x) and x.leading > 1 and not x.row:
+        if is_entries(x):
             return _clipped_entries(x, max_norm, ord)
         rows, valid = gradient_and_valid(x)
         values = jnp.asarray(stored_values(rows))

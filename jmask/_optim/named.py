@@ -17,6 +17,7 @@ from jmask._base.types import PyTree, Scalar
 from jmask._base.validation import check_flag
 from jmask._optim.row_rule import (
     Common,
+    Incoming,
     Slot,
     check_denominator,
     check_numbers,
@@ -94,16 +95,8 @@ def sgd(
         >>> jmask.apply_updates(table, updates).ravel()
         Array([1. , 1. , 0.5], dtype=float32)
     """
-    common = Common(
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        decay_mode=decay_mode,
-        clip_gradient=clip_gradient,
-        rescale_grad=rescale_grad,
-        maximize=maximize,
-        lazy_update=lazy_update,
-        state_dtype=state_dtype,
-    )
+    incoming = Incoming(clip_gradient, rescale_grad, maximize)
+    common = Common(learning_rate, weight_decay, decay_mode, incoming, lazy_update, state_dtype)
     check_flag("nesterov", nesterov)
     check_numbers(momentum=momentum)
     if nesterov and is_zero(momentum):
@@ -182,16 +175,8 @@ def adagrad(
         >>> jmask.apply_updates(table, updates).ravel().round(4)
         Array([1. , 1. , 0.9], dtype=float32)
     """
-    common = Common(
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        decay_mode=decay_mode,
-        clip_gradient=clip_gradient,
-        rescale_grad=rescale_grad,
-        maximize=maximize,
-        lazy_update=lazy_update,
-        state_dtype=state_dtype,
-    )
+    incoming = Incoming(clip_gradient, rescale_grad, maximize)
+    common = Common(learning_rate, weight_decay, decay_mode, incoming, lazy_update, state_dtype)
     initial = initial_accumulator_value
     return _adagrad(common, lr_decay, initial, eps, eps_root, per_row=False)
 
@@ -238,16 +223,8 @@ def rowwise_adagrad(
         >>> state.sum_of_squares.ravel()
         Array([ 0.,  0., 25.], dtype=float32)
     """
-    common = Common(
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        decay_mode=decay_mode,
-        clip_gradient=clip_gradient,
-        rescale_grad=rescale_grad,
-        maximize=maximize,
-        lazy_update=lazy_update,
-        state_dtype=state_dtype,
-    )
+    incoming = Incoming(clip_gradient, rescale_grad, maximize)
+    common = Common(learning_rate, weight_decay, decay_mode, incoming, lazy_update, state_dtype)
     initial = initial_accumulator_value
     return _adagrad(common, lr_decay, initial, eps, eps_root, per_row=True)
 
@@ -332,16 +309,8 @@ def ftrl(
         Array([ 0.  ,  0.  , -0.05], dtype=float32)
     """
     check_numbers(l1=l1, beta=beta, weight_decay=weight_decay)
-    common = Common(
-        learning_rate=learning_rate,
-        weight_decay=0.0,
-        decay_mode="l2",
-        clip_gradient=clip_gradient,
-        rescale_grad=rescale_grad,
-        maximize=maximize,
-        lazy_update=lazy_update,
-        state_dtype=state_dtype,
-    )
+    incoming = Incoming(clip_gradient, rescale_grad, maximize)
+    common = Common(learning_rate, 0.0, "l2", incoming, lazy_update, state_dtype)
 
     def rule(g, w, z, n, lr):
         total = n + g * g

@@ -169,6 +169,14 @@ def row_rule(
     return transformation
 
 
+class Incoming(NamedTuple):
+    """What is done to a gradient before all else; `jmask.sgd` says what each is."""
+
+    clip_gradient: Scalar | None
+    rescale_grad: Scalar
+    maximize: bool
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Common:
     """The hyperparameters of all named optimizers, checked; `jmask.sgd` says what each is."""
@@ -176,20 +184,19 @@ class Common:
     learning_rate: optax.ScalarOrSchedule
     weight_decay: Scalar
     decay_mode: str
-    clip_gradient: Scalar | None
-    rescale_grad: Scalar
-    maximize: bool
+    incoming: Incoming
     lazy_update: bool
     state_dtype: DTypeLike | None
 
     def __post_init__(self) -> None:
-        check_flag("maximize", self.maximize)
+        bound, scale, maximize = self.incoming
+        check_flag("maximize", maximize)
         check_flag("lazy_update", self.lazy_update)
         check_learning_rate(self.learning_rate)
-        check_numbers(weight_decay=self.weight_decay, rescale_grad=self.rescale_grad)
+        check_numbers(weight_decay=self.weight_decay, rescale_grad=scale)
         checked_choice(self.decay_mode, "decay_mode", ("l2", "decoupled"))
-        if self.clip_gradient is not None:
-            check_numbers(clip_gradient=self.clip_gradient)
+        if bound is not None:
+            check_numbers(clip_gradient=bound)
         if self.state_dtype is not None:
             checked_dtype("state_dtype", self.state_dtype, floating=True)
 
@@ -225,12 +232,12 @@ class Common:
             scalars: (count of steps done, lr) -> the rate that the rule gets, and more scalars.
             clips_last: whether the gradient is clipped after "l2" decay.
         """
-        bound, scale, decay = self.clip_gradient, self.rescale_grad, self.weight_decay
+        (bound, scale, maximize), decay = self.incoming, self.weight_decay
         decays = () if is_zero(decay) else (self.decay_mode,)
         clip = lambda x: x if bound is None else jnp.clip(x, -bound, bound)
 
         def common_rule(grad, param, *others):
-            grad = -grad if self.maximize else grad
+            grad = -grad if maximize else grad
             if not (isinstance(scale, int | float) and scale == 1):
                 grad = grad * scale
             grad = grad if clips_last else clip(grad)

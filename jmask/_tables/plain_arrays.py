@@ -6,8 +6,6 @@ The ids of a `RowSparse` travel through pytrees in an opaque dtype, which librar
 arrays do not know.
 """
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,7 @@ from jmask._base.row_ids import hide, reveal, widen, wrap
 from jmask._base.types import KeyPath, PyTree, PyTreeDef
 from jmask._base.validation import abstract_leaf, leaf_name, not_an_array
 from jmask._tensors.checks import check_coalesced
-from jmask._tensors.row_sparse import is_row_sparse
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 
 
 def to_arrays(tree: PyTree) -> PyTree:
@@ -76,11 +74,10 @@ def from_arrays(arrays: PyTree, like: PyTree) -> PyTree:
             'mapping {"indices": ..., "values": ...} for each RowSparse, got '
             f"{jax.tree.structure(arrays)}."
         )
-    pairs = zip(nodes, places, strict=True)
-    restored = [
-        _restored(leaf_name("arrays", path), [given[names] for names in place], x)
-        for (path, x), place in pairs
-    ]
+    restored = []
+    for (path, x), place in zip(nodes, places, strict=True):
+        of = _rows if is_row_sparse(x) else _array
+        restored.append(of(leaf_name("arrays", path), x, *(given[names] for names in place)))
     return structure.unflatten(restored)
 
 
@@ -90,22 +87,23 @@ def _names(path: KeyPath) -> tuple[str, ...]:
     return tuple(str(next(getattr(key, x) for x in kinds if hasattr(key, x))) for key in path)
 
 
-def _restored(name: str, given: Sequence[PyTree], like: PyTree) -> PyTree:
-    if not is_row_sparse(like):
-        if abstract_leaf(like) is None:
-            raise not_an_array(name.replace("arrays", "like", 1), like, "give arrays or shapes")
-        array, shape = _checked_kind(name, given[0], like), jnp.shape(like)
-        if jnp.shape(array) != shape:
-            raise ValueError(
-                f"{name} has shape {jnp.shape(array)}, and `like` has {shape} there."
-            )
-        return array
-    if len(given) == 1:
+def _array(name: str, like: PyTree, given: PyTree) -> jax.Array:
+    if abstract_leaf(like) is None:
+        raise not_an_array(name.replace("arrays", "like", 1), like, "give arrays or shapes")
+    array, shape = _checked_kind(name, given, like), jnp.shape(like)
+    if jnp.shape(array) != shape:
+        raise ValueError(f"{name} has shape {jnp.shape(array)}, and `like` has {shape} there.")
+    return array
+
+
+def _rows(name: str, like: RowSparse, ids: PyTree, *others: PyTree) -> RowSparse:
+    """Return rows like these from their ids and values."""
+    if not others:
         raise ValueError(
             f"{name} must be what jmask.to_arrays makes of a RowSparse, "
-            f'{{"indices": ..., "values": ...}}, got {type(given[0]).__name__}.'
+            f'{{"indices": ..., "values": ...}}, got {type(ids).__name__}.'
         )
-    (ids, values), name = given, name[1:-1]
+    (values,), name = others, name[1:-1]
     values = _checked_kind(f"`{name}['values']`", values, like)
     if getattr(ids, "dtype", None) == jnp.uint32 and jnp.ndim(ids) == 2:  # as orbax stores them
         ids = reveal(wrap(ids))

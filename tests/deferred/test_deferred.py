@@ -310,6 +310,26 @@ def test_on_eight_devices(name, axes):
 NOTHING = jmask.RowSparse([V], jnp.zeros((1, D)), (V, D))
 
 
+def test_a_model_that_holds_functions():
+    """What is no parameter is returned as it was."""
+    model = {"t": START, "w": jnp.ones(D), "activation": jnp.sin, "train": True}
+    loss = lambda model, ids: jnp.sum(model["activation"](model["t"][ids]) * model["w"][None])
+    tx = jmask.deferred(ADAM)
+    state = tx.init(model)
+    params = {"t": START, "w": jnp.ones(D)}
+    expected = ADAM.init(params)
+    for ids in jnp.asarray(IDS[:4]):
+        model, state = tx.catch_up(model, state, {"t": ids})
+        grads = jmask.grad(loss)(model, ids)
+        model, state = jmask.apply_gradients(tx, grads, state, model)
+        dense = lambda params, ids=ids: loss(params | {"activation": jnp.sin}, ids)
+        updates, expected = ADAM.update(jax.grad(dense)(params), expected)
+        params = optax.apply_updates(params, updates)
+    model, state = tx.catch_up(model, state)
+    assert (model.pop("activation"), model.pop("train")) == (jnp.sin, True)
+    assert_close((model, state.inner), (params, expected))
+
+
 def test_a_row_that_was_not_caught_up_is_nan():
     tx, table = jmask.deferred(ADAM), START
     state = tx.init(table)

@@ -52,3 +52,14 @@ def test_what_is_averaged_is_what_is_stored():
     average = ema.average(state, table)
     assert average.dtype == jnp.float32
     assert average.tolist() == [256, 256]
+
+
+def test_the_average_of_a_model_is_one():
+    """What is no parameter is returned as it was, and tensors as tensors."""
+    rows = jmask.RowSparse([0, 1], jnp.ones((2, 1)), (2, 1))
+    model = {"t": jnp.ones(3), "rows": rows, "activation": jnp.tanh}
+    ema = jmask.ema(0.5)
+    average = ema.average(ema.init(model), model)
+    assert average["activation"] is jnp.tanh
+    assert isinstance(average["rows"], jmask.RowSparse)
+    assert average["rows"].todense().tolist() == [[1], [1]]

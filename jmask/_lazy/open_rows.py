@@ -1,17 +1,64 @@
-"""Put numbers in the place of the open dimensions of a program.
+"""Open numbers of rows: dimensions of `jax.export` in the place of the rows of each table.
+
+tables (5, 3) and (9, 2)      opened (rows0, 3) and (rows1, 2)
 
 { lambda ; a:f32[rows0,3]. let b = mul a a in (b,) }     rows0 = 5     a:f32[5,3]
 """
 
+import contextlib
+import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+import jax
 from jax import export
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jmask._base.types import Argument, Atom
 from jmask._lazy.checks import NotRowLocalError
-from jmask._lazy.state_rows import Dimension
+
+Dimension = int
+"""A size that `jax.export` leaves open: `rows0`, or a multiple of it."""
+
+
+def open_shapes(
+    shapes: Sequence[jax.ShapeDtypeStruct], tables: Sequence[int | None]
+) -> tuple[dict[int, Dimension], list[jax.ShapeDtypeStruct]]:
+    """Return an open number of rows for each table, and the shapes with these.
+
+    Args:
+        tables: whose rows each array has along its first axis, or None.
+    """
+    rows = _open_rows(tuple(sorted({i for i in tables if i is not None})))
+    pairs = zip(shapes, tables, strict=True)
+    return rows, [x if i is None else x.update(shape=(rows[i], *x.shape[1:])) for x, i in pairs]
+
+
+@contextlib.contextmanager
+def refusing_counts(subject: str) -> Iterator[None]:
+    """Context of a trace of open shapes, which fails where code asks for the number of rows."""
+    try:
+        yield
+    except NotRowLocalError:
+        raise
+    except Exception as error:  # whatever code makes of a number that is not known
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        why = f"{subject} depends on the number of rows ({reason})"
+        raise NotRowLocalError(why) from error
+
+
+@functools.cache
+def _open_rows(tables: tuple[int, ...]) -> dict[int, Dimension]:
+    """Return an open number of rows for each table, all of one scope.
+
+    They are the same in each call, so that JAX finds what it has traced for these shapes.
+    """
+    names = ", ".join(f"rows{i}" for i in tables)
+    sizes: Argument = export.symbolic_shape(names) if tables else ()
+    return dict(zip(tables, sizes, strict=True))
+
+
+# --- numbers in the place of open dimensions ------------------------------------------------
 
 # JAX compiles a called jaxpr once, by its identity: outside jit in each update otherwise. It is
 # kept as long as JAX keeps the jaxpr that it is made of, which holds what a user's closures do.
