@@ -22,7 +22,6 @@ the other operand reaches a sum or a derivative through it. No index is read unc
 
 import functools
 import inspect
-import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -45,6 +44,7 @@ from jmask._ops.formulas import total
 from jmask._ops.lift import adopted, contracts, dense, entrywise, existing, extends, filled
 from jmask._ops.reduce import ZEROS_CHANGE_NOTHING, reduces
 from jmask._tensors.masked_tensor import MaskedTensor, any_masked, is_tensor, joined
+from jmask._tensors.methods import library
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import coordinates, is_sparse, stored_at, stype, unique_positions
 
@@ -438,7 +438,7 @@ def add_n(*tensors: TensorLike) -> Tensor:
         raise ValueError(f"`tensors` must have one shape, got {sorted(shapes)}.")
     # Sparse ones first, so that they meet a dense one once.
     order: list[Argument] = sorted(terms, key=lambda x: not isinstance(x, RowSparse))
-    return functools.reduce(operator.add, order)
+    return functools.reduce(library().numpy.add, order)
 
 
 def square_sum(x: TensorLike, axis: Axis = None, keepdims: bool = False) -> Tensor:

@@ -227,3 +227,13 @@ def test_positions_that_differ_are_said():
         with pytest.warns(jmask.StorageFallbackWarning, match="`add` made a sparse"):
             result = eye + other
         assert result.stype == "default"
+
+
+@pytest.mark.parametrize("other", [jnp.ones((3, 3)), jmask.masked_tensor(jnp.ones((3, 3)))])
+def test_sums_of_entries_and_others(other):
+    """`add_n` adds as `jmask.numpy.add`: JAX's operators of BCOO take no masked tensor."""
+    for terms in ((coo(np.eye(3)), other), (other, coo(np.eye(3)))):
+        with pytest.warns(jmask.StorageFallbackWarning, match="`add` made a sparse"):
+            result = jmask.add_n(*terms)
+        assert isinstance(result, type(other))
+        np.testing.assert_array_equal(jmask.todense(result), np.eye(3) + 1)
