@@ -27,9 +27,9 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from jmask._base.types import Argument, Function, HostArray, PyTree, Tensor
-from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
+from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined, with_values_of
 from jmask._tensors.row_sparse import RowSparse
-from jmask._tensors.specified import todense, with_placeholder, with_values_of
+from jmask._tensors.specified import todense, with_placeholder
 from jmask._tensors.storage import is_entry, is_sparse, stored_values
 
 
