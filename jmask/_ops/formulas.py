@@ -34,6 +34,7 @@ from jmask._ops.lift import data_of, dense, entrywise, filled
 from jmask._ops.reduce import (
     Kind,
     count,
+    divide,
     extremum,
     first_index,
     least,
@@ -117,7 +118,7 @@ def norm_in_parts(x: Kind, axis: Axes, order: float) -> tuple[Kind, Kind, Kind]:
         result = _root(reduced(_squared(x), axis, "sum"))
     else:
         pivot = on_values(jnp.ones_like, pivot) if order == 1 else _multiply(pivot, factor)
-        powers = entrywise(where_nonzero(lambda a: a**order))(_divide(size, pivot))
+        powers = entrywise(where_nonzero(lambda a: a**order))(divide(size, pivot))
         total = reduced(powers, axis, "sum")
         root = where_nonzero(lambda a: a ** (1 / order), 0 if order > 0 else jnp.inf)
         result = _multiply(entrywise(root)(total), pivot)
@@ -129,7 +130,7 @@ def norm_in_parts(x: Kind, axis: Axes, order: float) -> tuple[Kind, Kind, Kind]:
 def norm(x: MaskedTensor, axis: Axes, keepdims: bool = True, order: float = 2) -> MaskedTensor:
     """Return the norms of the valid entries along `axis`, which stays with size 1."""
     _, size, factor = norm_in_parts(x, axis, order)
-    return _divide(size, factor)
+    return divide(size, factor)
 
 
 def shortened(
@@ -148,7 +149,7 @@ def shortened(
 
 
 _add, _subtract = entrywise(jnp.add), entrywise(jnp.subtract)
-_multiply, _divide = entrywise(jnp.multiply), entrywise(jnp.true_divide)
+_multiply = entrywise(jnp.multiply)
 _exp, _squared = entrywise(jnp.exp), entrywise(squared)
 _log, _root = entrywise(jnp.log), entrywise(where_nonzero(jnp.sqrt))
 _size = entrywise(where_nonzero(jnp.abs))
@@ -161,7 +162,7 @@ product_of_all = with_zeros(product, jnp.zeros_like)
 
 
 def mean(x: MaskedTensor, axis: Axes) -> MaskedTensor:
-    return _divide(total(x, axis), count(x, axis).astype(x.dtype))
+    return divide(total(x, axis), count(x, axis).astype(x.dtype))
 
 
 def mean_of_all(x: MaskedTensor, axis: Axes) -> MaskedTensor:
@@ -184,7 +185,7 @@ def variance(
     # Two passes: the mean of squares less the square of the mean cancels.
     squares = total(_squared(_subtract(x, _center(x, axis, mean))), axis)
     left = on_values(lambda n: n - ddof, count(x, axis)).astype(squares.dtype)
-    return _divide(squares, joined(left.storage, left.valid & (stored_values(left) > 0)))
+    return divide(squares, joined(left.storage, left.valid & (stored_values(left) > 0)))
 
 
 def _center(x: MaskedTensor, axis: Axes, given: TensorLike | None) -> TensorLike:
@@ -248,7 +249,7 @@ def logsumexp(
 
 def softmax(x: MaskedTensor, axis: Axes) -> MaskedTensor:
     powers = _exp(_subtract(x, _peak(x, axis)))
-    return _divide(powers, total(powers, axis))
+    return divide(powers, total(powers, axis))
 
 
 def log_softmax(x: MaskedTensor, axis: Axes) -> MaskedTensor:
@@ -288,7 +289,7 @@ def normalize(
     entries, size, factor = norm_in_parts(x, axis, checked_order(ord))
     at_least = entrywise(lambda size, least: jnp.where(size < least, least, size))
     size = at_least(size, on_values(lambda factor: factor * eps, factor))
-    return _divide(entries, size.astype(x.dtype))
+    return divide(entries, size.astype(x.dtype))
 
 
 def checked_order(order: float | None) -> float:

@@ -40,9 +40,7 @@ from jmask._base.types import Argument, Axis, Dense, Function, Storage, Tensor, 
 from jmask._base.validation import check_flag, checked_array, checked_choice
 from jmask._kernels.gathered_rows import bag_sum
 from jmask._kernels.rows import add_rows
-from jmask._ops.formulas import total
-from jmask._ops.lift import adopted, contracts, dense, entrywise, existing, extends, filled
-from jmask._ops.reduce import ZEROS_CHANGE_NOTHING, reduces
+from jmask._ops.lift import adopted, contracts, dense, existing, extends, filled
 from jmask._tensors.masked_tensor import MaskedTensor, any_masked, is_tensor, joined
 from jmask._tensors.methods import library
 from jmask._tensors.row_sparse import RowSparse
@@ -408,9 +406,6 @@ def _four(x: TensorLike) -> jax.Array:
 
 # --- sums of tensors ---------------------------------------------------------------------
 
-_square = entrywise(jnp.square)
-_sum = reduces(total, jnp.sum, zeros=ZEROS_CHANGE_NOTHING, like=jnp.sum)
-
 
 def add_n(*tensors: TensorLike) -> Tensor:
     """Sum tensors: row-sparse if all are, with the rows of all of them.
@@ -458,4 +453,5 @@ def square_sum(x: TensorLike, axis: Axis = None, keepdims: bool = False) -> Tens
     """
     check_flag("keepdims", keepdims)
     x = x if is_tensor(x) else checked_array("x", x)
-    return _sum(_square(x), axis, keepdims=keepdims)
+    functions = library().numpy
+    return functions.sum(functions.square(x), axis, keepdims=keepdims)

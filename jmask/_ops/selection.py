@@ -111,7 +111,7 @@ def masked_where(condition: TensorLike, x: TensorLike) -> MaskedTensor:
         >>> jmask.numpy.masked_where(x < 0, x)
         MaskedTensor([1.0, --, 2.0], dtype=float32)
     """
-    x, condition = as_masked_tensor(as_tensor(adopted(x))), as_tensor(adopted(condition))
+    x, condition = as_masked_tensor(adopted(x)), as_tensor(adopted(condition))
     like, (values, holds), (valid, known) = aligned([x, condition], "masked_where")
     return on(like, values, jnp.asarray(valid) & known & ~holds.astype(bool))
 
@@ -122,7 +122,7 @@ def masks_where(name: str, condition: Function) -> Function:
 
     @functools.wraps(condition)
     def masked(x: TensorLike, *args: Argument, **kwargs: Argument) -> MaskedTensor:
-        x = as_masked_tensor(as_tensor(adopted(x)))
+        x = as_masked_tensor(adopted(x))
         return masked_where(holds(x, *args, **kwargs), x)
 
     masked.__name__ = masked.__qualname__ = name
