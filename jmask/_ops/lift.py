@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._base.fallback import report_fallback
-from jmask._base.types import Argument, Function, PyTree, Storage, Tensor, TensorLike
+from jmask._base.types import Argument, Function, PyTree, PyTreeDef, Storage, Tensor, TensorLike
 from jmask._base.validation import refuse_scipy
 from jmask._ops.rows import Words, on_stored_values, where_or
 from jmask._tensors.conversions import from_numpy_ma
@@ -267,22 +267,19 @@ def moves(function: Function, *, variadic: bool = False) -> Function:
     def lifted(*args: Argument, **kwargs: Argument) -> PyTree:
         if not args and first in kwargs:
             args = (kwargs.pop(first),)
-        operands, others = (args, ()) if variadic else (args[:1], args[1:])
-        operands = jax.tree.map(adopted, operands, is_leaf=is_tensor)
-        leaves = jax.tree.leaves(operands, is_leaf=is_tensor)
+        operands, options = (args, ()) if variadic else (args[:1], args[1:])
+        structure: PyTreeDef
+        leaves, structure = jax.tree.flatten(operands, is_leaf=is_tensor)
+        leaves = [adopted(x) for x in leaves]
         if not any(map(is_tensor, leaves)):
             return function(*args, **kwargs)
-
-        def moved(part: Callable[[Tensor], Storage]) -> PyTree:
-            return function(*jax.tree.map(part, operands, is_leaf=is_tensor), *others, **kwargs)
-
-        operands = jax.tree.map(
-            lambda x: dense(x, function.__name__), operands, is_leaf=is_tensor
-        )
-        data = moved(data_of)
+        leaves = [dense(x, function.__name__) for x in leaves]
+        moved = lambda parts: function(*structure.unflatten(parts), *options, **kwargs)
+        data = moved(map(data_of, leaves))
         if not any_masked(*leaves):
             return data
-        return jax.tree.map(lambda x, hidden: joined(x, ~hidden), data, moved(is_hidden))
+        hidden = moved(map(is_hidden, leaves))
+        return jax.tree.map(lambda x, hidden: joined(x, ~hidden), data, hidden)
 
     return lifted
 
