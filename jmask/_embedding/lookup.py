@@ -397,29 +397,28 @@ def numbered_by(hashed: bool, positions: jax.Array, rows: int) -> jax.Array:
 def looked_up_rows(table: AnyTable, entries: Entries, shape: Shape) -> jax.Array:
     """Return the rows that the entries read: (*entries, *row)."""
     positions, absent, outside = entries
-    is_packed, is_array = shape[0] != table.shape[0], isinstance(table, jax.Array)
+    is_packed = shape[0] != table.shape[0]
     if isinstance(table, RowSparse):
-        table, positions = stored_at(table, positions)
-    is_sharded = isinstance(table, jax.Array) and Shards.of(table, positions) is not None
-    fill: int | None = 0
-    if is_array and table.shape[0] != 0 and absent is None and not (is_sharded or is_packed):
-        # The gather itself fills in what is outside.
-        fill, outside = None if outside is not None else 0, None
-    if isinstance(table, QuantizedRows):
+        stored, places = stored_at(table, positions)
+        rows = looked_up_rows(stored, Entries(places, None, None), stored.shape)
+    elif isinstance(table, QuantizedRows):
         plain, arrays = Entries(positions, None, None), (table.values, table.scales)
         rows = table.dequantized(*(looked_up_rows(x, plain, x.shape) for x in arrays))
     elif table.shape[0] == 0:
         rows = jnp.zeros((*positions.shape, *table.shape[1:]), table.dtype)
-    elif is_packed:
-        if is_sharded:
+    elif Shards.of(table, positions) is not None:
+        if is_packed:
             raise ValueError(
                 f"`table` is sharded, {jax.typeof(table)}, and its lines hold several rows: "
                 "shard the table itself, `jmask.sharded(table, mesh)`, and give no `width`."
             )
-        rows = rows_of_lines(table, positions, slot_of(shape[1]))
-    elif is_sharded:
         rows = sharded_rows.looked_up(table, positions)
+    elif is_packed:
+        rows = rows_of_lines(table, positions, slot_of(shape[1]))
     else:
+        # The gather itself fills in what is outside, if nothing else reads V.
+        fills_in = absent is None and outside is not None
+        fill, outside = (None, None) if fills_in else (0, outside)
         # Not `table.at[positions].get(...)`: like `jnp.where`, it drops what has no entries,
         # and JAX then gives a table that is looked up for nothing a gradient of dense zeros.
         how = lax.GatherScatterMode.FILL_OR_DROP

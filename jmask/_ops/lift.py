@@ -174,14 +174,16 @@ def entrywise(
             # Operands made from one tensor share its mask, which is then not read twice.
             distinct = {id(mask): mask for mask in masks if mask is not _ALL}
             valid = functools.reduce(operator.and_, distinct.values())
-            return on(like, of_operands(*[where_or(valid, x, safe) for x in values]), valid)
+            return masked_at(
+                like, of_operands(*[where_or(valid, x, safe) for x in values]), valid
+            )
 
-        def sets(several: Sequence[tuple[int, ...]]) -> list[set[int]]:
-            # Words are about positions of arguments, some of which are options.
+        def among_operands(several: Sequence[tuple[int, ...]]) -> list[set[int]]:
+            # Words number arguments. An option among them has to be 0, as in where(c, 0, x).
             held = [one for one in several if all(i in places or not leaves[i] for i in one)]
             return [{places.index(i) for i in one if i in places} for one in held]
 
-        words = Words(adds, sets(scales), sets(vanishes), by_arrays)
+        words = Words(adds, among_operands(scales), among_operands(vanishes), by_arrays)
         return on_stored_values(of_operands, operands, name, safe, words)
 
     return lifted
@@ -240,8 +242,8 @@ def aligned(
     return like, values, list(map(at_positions, tensors, masks))
 
 
-def on(like: Storage | None, values: jax.Array, valid: jax.Array) -> MaskedTensor:
-    """Return values and a mask that broadcast to one shape, at the positions of `like`."""
+def masked_at(like: Storage | None, values: jax.Array, valid: jax.Array) -> MaskedTensor:
+    """Join values and a mask, which broadcast, at the positions of `like`; None is dense."""
     shape = jnp.broadcast_shapes(values.shape, valid.shape)
     values, valid = jnp.broadcast_to(values, shape), jnp.broadcast_to(valid, shape)
     return joined(values if like is None else with_stored_values(like, values), valid)
