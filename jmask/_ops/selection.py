@@ -425,9 +425,14 @@ def row_getitem(x: RowSparse, key: IndexLike) -> Tensor:
     if all(parts) and jnp.issubdtype(getattr(first, "dtype", object), jnp.integer):
         rows = library().embedding_lookup(x, from_the_end(first, x.shape[0]))
         return rows[(slice(None),) * first.ndim + tuple(rest)]
-    # NumPy keeps the dimension of one index array in place, but not of several.
     is_slice = isinstance(first, slice) and first == slice(None)
-    all_rows = is_slice or (first is Ellipsis and sum(map(_consumed, rest)) < x.ndim)
+    if not rest and (is_slice or first is Ellipsis):
+        return x
+    # Of stacked tables an index that begins with a slice may pick some, and a row of packed
+    # ones is a part of a line.
+    ends_in_row = sum(map(_consumed, rest)) <= x.ndim - x.leading and not x.width
+    all_rows = (is_slice and x.leading == 1) or (first is Ellipsis and ends_in_row)
+    # NumPy keeps the dimension of one index array in place, but not of several.
     if all_rows and (all(parts) or len(rest) == 1):
         return with_stored_values(x, x.values[key], shape)
     report_fallback(

@@ -237,3 +237,27 @@ def test_sums_of_entries_and_others(other):
             result = jmask.add_n(*terms)
         assert isinstance(result, type(other))
         np.testing.assert_array_equal(jmask.todense(result), np.eye(3) + 1)
+
+
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("leading", [2, 3])
+def test_indices_of_stacked_tables(leading, wrap):
+    """Columns are rows still; what picks tables, or rows of each, is dense."""
+    shape = (2, 5, 3)
+    values = jnp.arange(1.0, 1 + 4 * 3 ** (3 - leading)).reshape(4, *shape[leading:])
+    x = jmask.RowSparse([1, 1, 9, 7], values, shape, leading=leading)
+    s = np.s_
+    columns = s[:], s[...], s[..., 0], s[..., None, 1], s[..., 1:]
+    for index in (
+        *columns,
+        s[:, 1],
+        s[:, 1:],
+        s[:, :, 0],
+        s[:, np.array([3, 1])],
+        s[..., 1, 0],
+    ):
+        result = wrap(lambda x, index=index: jmask.todense(x[index]))(x)
+        np.testing.assert_array_equal(result, x.todense()[index])
+        is_sparse = isinstance(x[index], jmask.RowSparse)
+        assert is_sparse == any(index is i for i in columns[: 5 if leading == 2 else 2])
