@@ -96,19 +96,18 @@ def norm_in_parts(x: Kind, axis: Axes, order: float) -> tuple[Kind, Kind, Kind]:
         number: Kind = on_values(lambda a: a.astype(size.dtype), _count(x, axis, nonzero))
         return x, number, on_values(jnp.ones_like, number)
 
-    # --- the greatest power, near which all are brought ----------------------------------
-    # Powers of negative order are greatest where the entry is least.
-    taken = size
+    # --- the entry of the greatest power, near which all are brought ---------------------
+    # Powers of negative order are greatest where the entry is least, zeros apart.
+    candidates = size
     if order < 0 and isinstance(size, MaskedTensor):
-        taken = joined(size.storage, size.valid & nonzero)
+        candidates = joined(size.storage, size.valid & nonzero)
     extreme = "max" if order > 0 else "min"
     usable = lambda a: jnp.where(jnp.isfinite(a) & (a > 0), a, jnp.ones_like(a))
-    pivot = on_values(usable, reduced(on_values(lax.stop_gradient, taken), axis, extreme))
-    if isinstance(pivot, MaskedTensor):
-        pivot = joined(pivot.storage, jnp.ones_like(pivot.valid))  # 1 where all entries are 0
-    factor = on_values(factor_for, pivot)
-    x = _multiply(x, factor.astype(x.dtype))
-    size = _multiply(size, factor)
+    entry = on_values(usable, reduced(on_values(lax.stop_gradient, candidates), axis, extreme))
+    if isinstance(entry, MaskedTensor):
+        entry = joined(entry.storage, jnp.ones_like(entry.valid))  # 1 where all entries are 0
+    factor = on_values(factor_for, entry)
+    x, size = _multiply(x, factor.astype(x.dtype)), _multiply(size, factor)
 
     # --- the norm of what they are then --------------------------------------------------
     if math.isinf(order):
@@ -117,11 +116,11 @@ def norm_in_parts(x: Kind, axis: Axes, order: float) -> tuple[Kind, Kind, Kind]:
     elif order == 2:
         result = _root(reduced(_squared(x), axis, "sum"))
     else:
-        pivot = on_values(jnp.ones_like, pivot) if order == 1 else _multiply(pivot, factor)
-        powers = entrywise(where_nonzero(lambda a: a**order))(divide(size, pivot))
-        total = reduced(powers, axis, "sum")
+        # In units of that entry no power overflows; those of order 1 do not anyway.
+        unit = on_values(jnp.ones_like, entry) if order == 1 else _multiply(entry, factor)
+        powers = entrywise(where_nonzero(lambda a: a**order))(divide(size, unit))
         root = where_nonzero(lambda a: a ** (1 / order), 0 if order > 0 else jnp.inf)
-        result = _multiply(entrywise(root)(total), pivot)
+        result = _multiply(entrywise(root)(reduced(powers, axis, "sum")), unit)
     if order < 0:  # a single 0 makes the sum infinite and the norm 0
         result = _zero_where(_count(x, axis, ~nonzero), result)
     return x, result, factor
