@@ -34,7 +34,7 @@ from jmask._base.validation import (
 from jmask._kernels import sharded_rows
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.lines import LANES, rows_of_lines
-from jmask._kernels.rows import Gather, gather_rows, set_rows
+from jmask._kernels.rows import gather_rows, rows_or_fill, set_rows
 from jmask._kernels.sharded_rows import excess_of
 from jmask._ops.formulas import shortened
 from jmask._tables.packed import slot_of
@@ -419,11 +419,7 @@ def looked_up_rows(table: AnyTable, entries: Entries, shape: Shape) -> jax.Array
         # The gather itself fills in what is outside, if nothing else reads V.
         fills_in = absent is None and outside is not None
         fill, outside = (None, None) if fills_in else (0, outside)
-        # Not `table.at[positions].get(...)`: like `jnp.where`, it drops what has no entries,
-        # and JAX then gives a table that is looked up for nothing a gradient of dense zeros.
-        how = lax.GatherScatterMode.FILL_OR_DROP
-        gather = Gather.rows_of(table.shape, how, positions.ndim, fill_value=fill)
-        rows = gather(table, positions[..., None])
+        rows = rows_or_fill(table, positions, fill)
     if rows.ndim and rows.shape[-1:] != shape[-1:] and len(shape) > 1:
         rows = rows[..., : shape[1]]  # what its place in the line has more of
     if outside is not None and positions.size:

@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_known, joint_dtype, trailing, wide
 from jmask._base.lowering import CallPrimitive
-from jmask._base.shardings import varying_alike
+from jmask._base.shardings import explicit_sharding, varying_alike, varying_axes
 from jmask._base.side_table import SideTable
 from jmask._base.types import (
     Argument,
@@ -39,7 +39,7 @@ from jmask._base.types import (
     Shaped,
 )
 from jmask._kernels import tuning
-from jmask._kernels.rows import Gather, add_rows
+from jmask._kernels.rows import Gather, add_rows, rows_or_fill
 
 
 @jax.tree_util.register_dataclass
@@ -63,9 +63,7 @@ class GatheredRows:
     def array(self) -> jax.Array:
         """Return the rows (n, *row)."""
         source, index = varying_alike(self.source, self.index)
-        fills = lax.GatherScatterMode.FILL_OR_DROP
-        gather = Gather.rows_of(source.shape, fills, fill_value=0)
-        rows = gather(source, index[:, None])
+        rows = rows_or_fill(source, index)
         if self.weight is not None:
             dtype = joint_dtype(rows, self.weight)
             rows = rows.astype(dtype) * trailing(self.weight, rows.ndim).astype(dtype)
@@ -251,6 +249,20 @@ class BagSum:
             return add_rows(sums, part(bag_of_entry), rows)
 
         return lax.fori_loop(0, blocks, block, self.start())
+
+
+def is_bag_sum(
+    table: jax.Array, positions: jax.Array, weights: jax.Array | None, bags: int
+) -> bool:
+    """Decide whether `bag_sum` takes these arrays: inexact, not empty, and on one device."""
+    arrays = [x for x in (table, positions, weights) if x is not None]
+    return (
+        jnp.issubdtype(table.dtype, jnp.inexact)
+        and 0 not in (bags, *positions.shape, *table.shape)
+        # Where arrays are sharded by their type, XLA places the terms.
+        and explicit_sharding(*arrays) is None
+        and not any(map(varying_axes, arrays))
+    )
 
 
 def bag_sum(*operands: Argument) -> jax.Array:
