@@ -39,7 +39,7 @@ from jmask._base.types import (
     Shaped,
 )
 from jmask._kernels import tuning
-from jmask._kernels.rows import Gather, add_rows, rows_or_fill
+from jmask._kernels.rows import Gather, add_rows, gather_rows, rows_or_fill
 
 
 @jax.tree_util.register_dataclass
@@ -160,8 +160,7 @@ def rows_at(rows: Rows, entries: jax.Array) -> RowArray:
         index = rows_at(rows.index, entries)
         weight = None if rows.weight is None else rows_at(rows.weight, entries)
         return GatheredRows(rows.source, index, weight, rows.dtype).array()
-    clips = lax.GatherScatterMode.CLIP
-    return Gather.rows_of(rows.shape, clips)(rows, entries[:, None])
+    return gather_rows(rows, entries)
 
 
 # --- sums of rows, bag by bag, whose rows are not materialised --------------------------------
