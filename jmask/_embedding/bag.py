@@ -43,17 +43,17 @@ from jmask._base.validation import (
 from jmask._embedding.lookup import (
     MODES,
     AnyTable,
-    Entries,
+    Reads,
     bounded,
     check_norm_type,
     checked_integers,
     checked_table,
-    entries_of,
     is_padding,
     looked_up_rows,
     missing,
     narrowed,
-    positions_of,
+    reads_of,
+    rows_read,
     shape_of_rows,
 )
 from jmask._embedding.pad_bags import PaddedBags, check_weights, checked_offsets
@@ -169,8 +169,8 @@ def embedding_bag(
     shape = shape_of_rows(table, width)
     left_out = [x for x in (bags.left_out, is_padding(ids, padding_id)) if x is not None]
     absent = functools.reduce(operator.or_, left_out) if left_out else None
-    entries = entries_of(ids, absent, mode, shape, hashed)
-    positions, absent, outside = entries
+    reads = reads_of(ids, absent, mode, shape, hashed)
+    positions, absent, outside = reads
     if absent is not None:
         weights = None if weights is None else jnp.where(absent, 0, weights)
         if bags.ids is not None:
@@ -178,11 +178,11 @@ def embedding_bag(
 
     # --- combined ------------------------------------------------------------------------
     present = jnp.ones(positions.shape, bool) if absent is None else jnp.logical_not(absent)
-    rows_of: Function = lambda entries: bounded(
-        looked_up_rows(table, entries, shape), max_norm, norm_type, positions.ndim
+    rows_of: Function = lambda reads: bounded(
+        looked_up_rows(table, reads, shape), max_norm, norm_type, positions.ndim
     )
     if combiner == "max":
-        result = _max(rows_of(entries), bags, present)
+        result = _max(rows_of(reads), bags, present)
     else:
         # A bag with an id outside is nan: by its sum, if nothing else in a bag reads V and the
         # gather fills nan in there; or by a mark, below.
@@ -203,9 +203,7 @@ def embedding_bag(
             )
             result = result.reshape(*bags.shape, *table.shape[1:])
         else:
-            rows = rows_of(Entries(positions, None, outside if fills_in else None)).astype(
-                dtype
-            )
+            rows = rows_of(Reads(positions, None, outside if fills_in else None)).astype(dtype)
             result = bags.sum(rows if weights is None else rows * trailing(weights, rows.ndim))
         if combiner != "sum":
             counted = present.astype(dtype) if weights is None else weights
@@ -379,7 +377,7 @@ def _bags_of_segments(
             f"`segment_ids` hold {most}, and there are `num_segments`={number} bags: give the "
             "number of bags, >= 0; write padding as -1 or as `num_segments`."
         )
-    bags = positions_of(segment_ids, None, number)
+    bags = rows_read(segment_ids, None, number)
     # Known also while something is traced, so that concrete ids can be refused.
     left_out = (segment_ids < 0) | (segment_ids >= number) if is_known else bags == number
     return Bags((number,), bags, left_out)

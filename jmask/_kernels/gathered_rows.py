@@ -115,7 +115,7 @@ def cast(rows: RowArray, dtype: DTypeLike) -> RowArray:
     return result
 
 
-def joined(parts: Sequence[RowArray]) -> RowArray:
+def concatenated(parts: Sequence[RowArray]) -> RowArray:
     """Concatenate rows; they are known as gathered if some parts are and it pays."""
     if len(parts) == 1:
         return parts[0]
@@ -140,7 +140,7 @@ def joined_rows(parts: Sequence[Rows]) -> GatheredRows | None:
     for x, source in zip(parts, sources, strict=True):
         entries, m = x.shape[0], source.shape[0]
         own = x.index if isinstance(x, GatheredRows) else lax.iota(jnp.int32, entries)
-        # `m` stood for a row of zeros; among the joined sources that is `total`.
+        # `m` stood for a row of zeros; among the concatenated sources that is `total`.
         index.append(jnp.where(own < m, own + begin, total))
         begin += m
         if dtype is not None:
