@@ -31,7 +31,7 @@ from jax import lax, nn
 from jax.experimental.sparse import BCOO, BCSR
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import adds_when_cast, shapes_from, sum_dtype, trailing, wide
+from jmask._base.array_types import shapes_from, sum_dtype, trailing, wide
 from jmask._base.fallback import report_fallback
 from jmask._base.row_ids import canonical
 from jmask._base.types import Argument, Axis, Dense, Function, Storage, Tensor, TensorLike
@@ -42,7 +42,7 @@ from jmask._ops.lift import adopted, contracts, dense, existing, extends, filled
 from jmask._tensors.masked_tensor import MaskedTensor, any_masked, is_tensor, joined
 from jmask._tensors.methods import library
 from jmask._tensors.row_sparse import RowSparse
-from jmask._tensors.storage import coordinates, is_sparse, stored_at, stype, unique_positions
+from jmask._tensors.storage import coordinates, is_sparse, stored_at, stype, summed_before_cast
 
 # --- operands: an array, or one of these -------------------------------------------------
 
@@ -290,7 +290,7 @@ def _product_of(
 
 def _matrix(x: Storage, dtype: DTypeLike) -> Storage:
     """Return a vector as a column; sum equal positions where casts to `dtype` do not add."""
-    x = x if adds_when_cast(x.dtype, dtype) else unique_positions(x)
+    x = summed_before_cast(x, dtype)
     if x.ndim == 2 or isinstance(x, BCOO | BCSR):
         return x
     column: Function = lambda values: values[:, None]

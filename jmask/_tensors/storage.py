@@ -22,8 +22,9 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
+from jax.typing import DTypeLike
 
-from jmask._base.array_types import joint_dtype, sum_dtype, trailing
+from jmask._base.array_types import adds_when_cast, joint_dtype, sum_dtype, trailing
 from jmask._base.types import (
     Argument,
     Function,
@@ -247,6 +248,11 @@ def unique_positions(x: _Storage) -> _Storage:
     else:
         result = sum_duplicates(x, x.nse)
     return result
+
+
+def summed_before_cast(x: _Storage, dtype: DTypeLike) -> _Storage:
+    """Sum equal positions if that has to come before a cast: integers wrap, booleans `or`."""
+    return x if adds_when_cast(x.dtype, dtype) else unique_positions(x)
 
 
 def sum_duplicates(x: BCOO, nse: int | None = None) -> BCOO:

@@ -17,7 +17,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
 import jmask.numpy as jnm
-from jmask import nn  # noqa: F401, of the expressions
+from jmask import nn
 from tests.expressions import functions
 from tests.sparse_arrays import coo
 
@@ -261,3 +261,18 @@ def test_indices_of_stacked_tables(leading, wrap):
         np.testing.assert_array_equal(result, x.todense()[index])
         is_sparse = isinstance(x[index], jmask.RowSparse)
         assert is_sparse == any(index is i for i in columns[: 5 if leading == 2 else 2])
+
+
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
+@pytest.mark.parametrize("dtype", ["uint8", "bool", "int16"])
+@pytest.mark.dtype_promotion
+def test_integers_wrap_before_they_meet_others(dtype):
+    """Rows of equal ids are summed in their own dtype first: 200 + 100 is 44 in uint8."""
+    values = np.array([200, 100]) * (200 if dtype == "int16" else 1)
+    x = jmask.RowSparse([1, 1], values.astype(dtype), (3,))
+    for function in (jnp.add, jnp.subtract, jnp.multiply):
+        ours = getattr(jnm, function.__name__)
+        for other in (jnp.full(3, 1.5), 1.5):
+            for wrap in (lambda f: f, jax.jit):
+                result = jmask.todense(wrap(ours)(other, x))
+                np.testing.assert_array_equal(result, function(other, x.todense()))
