@@ -179,8 +179,9 @@ def entrywise(
             )
 
         def among_operands(several: Sequence[tuple[int, ...]]) -> list[set[int]]:
-            # Words number arguments. An option among them has to be 0, as in where(c, 0, x).
-            held = [one for one in several if all(i in places or not leaves[i] for i in one)]
+            # Words number arguments by position. An option has to be 0, as in where(c, 0, x).
+            is_held = lambda i: i < len(args) and (i in places or not leaves[i])
+            held = [one for one in several if all(map(is_held, one))]
             return [{places.index(i) for i in one if i in places} for one in held]
 
         words = Words(adds, among_operands(scales), among_operands(vanishes), by_arrays)

@@ -276,3 +276,11 @@ def test_integers_wrap_before_they_meet_others(dtype):
             for wrap in (lambda f: f, jax.jit):
                 result = jmask.todense(wrap(ours)(other, x))
                 np.testing.assert_array_equal(result, function(other, x.todense()))
+
+
+def test_operands_by_name():
+    """A function is 0 where its slope is only where its `x` is, too."""
+    slope = jmask.RowSparse([1], jnp.ones((1, 3)), (ROWS, WIDTH))
+    with pytest.warns(jmask.StorageFallbackWarning):
+        result = nn.leaky_relu(x=DENSE, negative_slope=slope)
+    np.testing.assert_array_equal(result, jax.nn.leaky_relu(DENSE, slope.todense()))
