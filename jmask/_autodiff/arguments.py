@@ -44,14 +44,9 @@ from jmask._base.validation import (
 )
 from jmask._kernels.gathered_rows import GATHERED
 from jmask._kernels.rows import plus_zero, zero_after_reading
-from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
+from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, with_values_of
 from jmask._tensors.row_sparse import is_row_sparse
-from jmask._tensors.specified import (
-    placeholder_of,
-    with_placeholder,
-    with_values_of,
-    without_placeholder,
-)
+from jmask._tensors.specified import placeholder_of, with_placeholder, without_placeholder
 from jmask._tensors.storage import (
     is_sparse,
     stored_values,

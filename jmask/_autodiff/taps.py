@@ -41,7 +41,7 @@ from jmask._base.types import (
     TableArray,
 )
 from jmask._kernels import sharded_rows, tuning
-from jmask._kernels.gathered_rows import GATHERED, GatheredRows, joined, pays
+from jmask._kernels.gathered_rows import GATHERED, GatheredRows, concatenated, pays
 from jmask._kernels.rows import split_rows
 from jmask._tensors.row_sparse import RowSparse
 
@@ -259,7 +259,7 @@ def _joined(table: TableArray, parts: Sequence[tuple[Tap, IdVector, RowArray]]) 
     ids = all_ids[0] if len(parts) == 1 else jnp.concatenate(all_ids)
     return RowSparse.from_rows(
         ids,
-        joined(all_rows),
+        concatenated(all_rows),
         table.shape,
         coalesced=False,
         leading=finest.leading,

@@ -20,7 +20,9 @@ bag, and its weight. V is no row; b, the number of bags, is no bag; padding has 
     position  2 0 1 V        bag  0 0 1 b        weight  1 1 1 0
 """
 
+import functools
 import math
+import operator
 from typing import NamedTuple
 
 import jax
@@ -29,7 +31,7 @@ import numpy as np
 
 from jmask._base.array_types import joint_dtype, sum_dtype, trailing
 from jmask._base.row_ids import canonical
-from jmask._base.shardings import explicit_sharding, varying_axes, with_whole_rows
+from jmask._base.shardings import with_whole_rows
 from jmask._base.types import DType, Function, Ids, Numbers, Scalar
 from jmask._base.validation import (
     check_flag,
@@ -41,21 +43,21 @@ from jmask._base.validation import (
 from jmask._embedding.lookup import (
     MODES,
     AnyTable,
-    Entries,
+    Reads,
     bounded,
     check_norm_type,
     checked_integers,
     checked_table,
-    entries_of,
     is_padding,
     looked_up_rows,
     missing,
     narrowed,
-    positions_of,
+    reads_of,
+    rows_read,
     shape_of_rows,
 )
 from jmask._embedding.pad_bags import PaddedBags, check_weights, checked_offsets
-from jmask._kernels.gathered_rows import bag_sum
+from jmask._kernels.gathered_rows import bag_sum, is_bag_sum
 from jmask._kernels.rows import add_rows
 from jmask._tensors.storage import row_of_each
 
@@ -164,12 +166,11 @@ def embedding_bag(
 
     # --- position, bag, weight -----------------------------------------------------------
     bags = _bags(ids, segment_ids, num_segments, offsets, include_last_offset, mode)
-    absent, padding = bags.left_out, is_padding(ids, padding_id)
-    if padding is not None:
-        absent = padding if absent is None else padding | absent
     shape = shape_of_rows(table, width)
-    entries = entries_of(ids, absent, mode, shape, hashed)
-    positions, absent, outside = entries
+    left_out = [x for x in (bags.left_out, is_padding(ids, padding_id)) if x is not None]
+    absent = functools.reduce(operator.or_, left_out) if left_out else None
+    reads = reads_of(ids, absent, mode, shape, hashed)
+    positions, absent, outside = reads
     if absent is not None:
         weights = None if weights is None else jnp.where(absent, 0, weights)
         if bags.ids is not None:
@@ -177,26 +178,24 @@ def embedding_bag(
 
     # --- combined ------------------------------------------------------------------------
     present = jnp.ones(positions.shape, bool) if absent is None else jnp.logical_not(absent)
-    rows_of: Function = lambda entries: bounded(
-        looked_up_rows(table, entries, shape), max_norm, norm_type, positions.ndim
+    rows_of: Function = lambda reads: bounded(
+        looked_up_rows(table, reads, shape), max_norm, norm_type, positions.ndim
     )
     if combiner == "max":
-        result = _max(rows_of(entries), bags, present)
+        result = _max(rows_of(reads), bags, present)
     else:
-        # Whether all that reads nan is outside: then it is in the sum without being looked for.
+        # A bag with an id outside is nan: by its sum, if nothing else in a bag reads V and the
+        # gather fills nan in there; or by a mark, below.
         fills_in = weights is None and jnp.issubdtype(dtype, jnp.inexact)
         fills_in &= outside is not None and (bags.ids is not None or absent is None)
-        arrays = [x for x in (table, positions, weights) if isinstance(x, jax.Array)]
+        number, fill = math.prod(bags.shape), math.nan if fills_in else 0
         if (
             isinstance(table, jax.Array)
-            and jnp.issubdtype(table.dtype, jnp.inexact)
-            and max_norm is None
             and shape == table.shape  # no lines
-            and 0 not in (*positions.shape, *bags.shape, *table.shape)
-            and not any(explicit_sharding(x) is not None or varying_axes(x) for x in arrays)
+            and max_norm is None
+            and is_bag_sum(table, positions, weights, number)
         ):
             # Rows that are read and added block by block.
-            number, fill = math.prod(bags.shape), math.nan if fills_in else 0
             flat = (-1,) if bags.ids is not None else (number, -1)
             weight = None if weights is None else weights.reshape(flat)
             result = bag_sum(
@@ -204,9 +203,7 @@ def embedding_bag(
             )
             result = result.reshape(*bags.shape, *table.shape[1:])
         else:
-            rows = rows_of(Entries(positions, None, outside if fills_in else None)).astype(
-                dtype
-            )
+            rows = rows_of(Reads(positions, None, outside if fills_in else None)).astype(dtype)
             result = bags.sum(rows if weights is None else rows * trailing(weights, rows.ndim))
         if combiner != "sum":
             counted = present.astype(dtype) if weights is None else weights
@@ -380,7 +377,7 @@ def _bags_of_segments(
             f"`segment_ids` hold {most}, and there are `num_segments`={number} bags: give the "
             "number of bags, >= 0; write padding as -1 or as `num_segments`."
         )
-    bags = positions_of(segment_ids, None, number)
+    bags = rows_read(segment_ids, None, number)
     # Known also while something is traced, so that concrete ids can be refused.
     left_out = (segment_ids < 0) | (segment_ids >= number) if is_known else bags == number
     return Bags((number,), bags, left_out)

@@ -34,7 +34,7 @@ from jmask._base.validation import (
 from jmask._kernels import sharded_rows
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.lines import LANES, rows_of_lines
-from jmask._kernels.rows import Gather, gather_rows, set_rows
+from jmask._kernels.rows import gather_rows, rows_or_fill, set_rows
 from jmask._kernels.sharded_rows import excess_of
 from jmask._ops.formulas import shortened
 from jmask._tables.packed import slot_of
@@ -61,7 +61,7 @@ AnyTable = Table | QuantizedRows
 """(V, *row)."""
 
 
-class Entries(NamedTuple):
+class Reads(NamedTuple):
     """The rows to be read, one for each id; arrays of the shape of the ids.
 
     Attributes:
@@ -75,8 +75,8 @@ class Entries(NamedTuple):
     outside: jax.Array | None
 
 
-def entries_of(ids: Ids, absent: Ids | None, mode: str, shape: Shape, hashed: bool) -> Entries:
-    """Find what `checked_integers` read in a table; `absent` says which of them are padding."""
+def reads_of(ids: Ids, absent: Ids | None, mode: str, shape: Shape, hashed: bool) -> Reads:
+    """Find what ids from `checked_integers` read in a table; `absent` ones read nothing."""
     rows, outside = shape[0], None
     if mode == "raise":
         positions = _refusing(ids, absent, shape)
@@ -89,11 +89,11 @@ def entries_of(ids: Ids, absent: Ids | None, mode: str, shape: Shape, hashed: bo
         positions = jnp.clip(narrowed(ids, rows), 0, max(rows - 1, 0))
         positions = positions if absent is None else jnp.where(absent, rows, positions)
     else:
-        positions = positions_of(ids, absent, rows)
+        positions = rows_read(ids, absent, rows)
         if mode == "fill":
             outside = positions == rows
             outside = outside if absent is None else outside & ~absent
-    return Entries(numbered_by(hashed, positions, rows), absent, outside)
+    return Reads(numbered_by(hashed, positions, rows), absent, outside)
 
 
 def _refusing(ids: Ids, absent: Ids | None, shape: Shape) -> jax.Array:
@@ -109,12 +109,12 @@ def _refusing(ids: Ids, absent: Ids | None, shape: Shape) -> jax.Array:
                 f"{shape} ({wrong.sum()} such in all). Ids that are to be left out can be "
                 "given as `padding_id`; for other choices see `mode`."
             )
-        return positions_of(ids, absent, shape[0])
+        return rows_read(ids, absent, shape[0])
     at = f"[{', '.join(['{}'] * ids.ndim)}]" if ids.ndim else ""
     message = f"`ids{at}` is {{id}}, which is no row of the table of shape {shape}"
 
     def checked(ids: jax.Array, absent: jax.Array | None) -> jax.Array:
-        positions = positions_of(ids, absent, shape[0])
+        positions = rows_read(ids, absent, shape[0])
         wrong = positions == shape[0]
         wrong = wrong if absent is None else wrong & ~absent
         if ids.size:
@@ -131,7 +131,7 @@ def _refusing(ids: Ids, absent: Ids | None, shape: Shape) -> jax.Array:
     return jax.checkpoint(checked)(jnp.asarray(ids), absent)
 
 
-def positions_of(ids: Ids, absent: Ids | None, rows: int) -> jax.Array:
+def rows_read(ids: Ids, absent: Ids | None, rows: int) -> jax.Array:
     """Return the rows that ids read, `rows` where they read none or are absent."""
     ids = narrowed(ids, rows)
     ids = ids if absent is None else jnp.where(absent, rows, ids)
@@ -261,7 +261,7 @@ def renormalize(
     if max_norm is None:
         raise ValueError("`max_norm` must be a positive number, got None.")
     count = table.shape[0]
-    positions = flat(positions_of(ids, is_padding(ids, padding_id), count))
+    positions = flat(rows_read(ids, is_padding(ids, padding_id), count))
     slots = fewer(positions.shape[0], count)
     if slots == 0:
         return table
@@ -361,7 +361,7 @@ def embedding_lookup(
     ids = checked_integers(ids, "ids", mode, "embedding_lookup(table, ids)")
     absent = is_padding(ids, padding_id)
     shape = shape_of_rows(table, width)
-    rows = looked_up_rows(table, entries_of(ids, absent, mode, shape, hashed), shape)
+    rows = looked_up_rows(table, reads_of(ids, absent, mode, shape, hashed), shape)
     return bounded(rows, max_norm, norm_type, ids.ndim)
 
 
@@ -394,37 +394,32 @@ def numbered_by(hashed: bool, positions: jax.Array, rows: int) -> jax.Array:
     return position_of(positions, rows)
 
 
-def looked_up_rows(table: AnyTable, entries: Entries, shape: Shape) -> jax.Array:
-    """Return the rows that the entries read: (*entries, *row)."""
-    positions, absent, outside = entries
-    is_packed, is_array = shape[0] != table.shape[0], isinstance(table, jax.Array)
+def looked_up_rows(table: AnyTable, reads: Reads, shape: Shape) -> jax.Array:
+    """Return the rows that are read: (*ids, *row)."""
+    positions, absent, outside = reads
+    is_packed = shape[0] != table.shape[0]
     if isinstance(table, RowSparse):
-        table, positions = stored_at(table, positions)
-    is_sharded = isinstance(table, jax.Array) and Shards.of(table, positions) is not None
-    fill: int | None = 0
-    if is_array and table.shape[0] != 0 and absent is None and not (is_sharded or is_packed):
-        # The gather itself fills in what is outside.
-        fill, outside = None if outside is not None else 0, None
-    if isinstance(table, QuantizedRows):
-        plain, arrays = Entries(positions, None, None), (table.values, table.scales)
+        stored, places = stored_at(table, positions)
+        rows = looked_up_rows(stored, Reads(places, None, None), stored.shape)
+    elif isinstance(table, QuantizedRows):
+        plain, arrays = Reads(positions, None, None), (table.values, table.scales)
         rows = table.dequantized(*(looked_up_rows(x, plain, x.shape) for x in arrays))
     elif table.shape[0] == 0:
         rows = jnp.zeros((*positions.shape, *table.shape[1:]), table.dtype)
-    elif is_packed:
-        if is_sharded:
+    elif Shards.of(table, positions) is not None:
+        if is_packed:
             raise ValueError(
                 f"`table` is sharded, {jax.typeof(table)}, and its lines hold several rows: "
                 "shard the table itself, `jmask.sharded(table, mesh)`, and give no `width`."
             )
-        rows = rows_of_lines(table, positions, slot_of(shape[1]))
-    elif is_sharded:
         rows = sharded_rows.looked_up(table, positions)
+    elif is_packed:
+        rows = rows_of_lines(table, positions, slot_of(shape[1]))
     else:
-        # Not `table.at[positions].get(...)`: like `jnp.where`, it drops what has no entries,
-        # and JAX then gives a table that is looked up for nothing a gradient of dense zeros.
-        how = lax.GatherScatterMode.FILL_OR_DROP
-        gather = Gather.rows_of(table.shape, how, positions.ndim, fill_value=fill)
-        rows = gather(table, positions[..., None])
+        # The gather itself fills in what is outside, if nothing else reads V.
+        fills_in = absent is None and outside is not None
+        fill, outside = (None, None) if fills_in else (0, outside)
+        rows = rows_or_fill(table, positions, fill)
     if rows.ndim and rows.shape[-1:] != shape[-1:] and len(shape) > 1:
         rows = rows[..., : shape[1]]  # what its place in the line has more of
     if outside is not None and positions.size:
@@ -472,7 +467,7 @@ def exchange_overflow(
     table = as_table(table)
     ids = checked_integers(ids, "ids", "zero", "exchange_overflow(table, ids)")
     count = table.shape[0]
-    positions = positions_of(ids, is_padding(ids, padding_id), count)
+    positions = rows_read(ids, is_padding(ids, padding_id), count)
     positions = numbered_by(hashed, positions, count)
     shards = Shards.of(table, positions)
     if shards is None:

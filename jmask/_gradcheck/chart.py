@@ -27,9 +27,9 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from jmask._base.types import Argument, Function, HostArray, PyTree, Tensor
-from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
+from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined, with_values_of
 from jmask._tensors.row_sparse import RowSparse
-from jmask._tensors.specified import todense, with_placeholder, with_values_of
+from jmask._tensors.specified import todense, with_placeholder
 from jmask._tensors.storage import is_entry, is_sparse, stored_values
 
 
@@ -167,7 +167,8 @@ def _stored_places(x: Tensor) -> HostArray:
             f"a {type(x).__name__} of shape {x.shape} stores one value for several entries: "
             f"its data of shape {shape} broadcasts over batch dimensions."
         )
-    # `todense` is linear in the stored values: its transpose reads a dense array at each.
+    # `todense` is linear in the stored values: its transpose reads for each what a dense array
+    # has at its entry. That is the number of the entry less the size here, and 0 for none.
     _, read = jax.vjp(lambda values: todense(with_values_of(x, values)), jnp.zeros(shape))
     (below,) = read(jnp.arange(-size, 0.0).reshape(x.shape))
     if is_sparse(x) and not batch:  # JAX wraps negative indices, which are padding here

@@ -31,8 +31,8 @@ from jmask._gradcheck.chart import (
     to_reals,
 )
 from jmask._gradcheck.message import GradcheckError, Setting
-from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
-from jmask._tensors.specified import todense, with_values_of
+from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, with_values_of
+from jmask._tensors.specified import todense
 from jmask._tensors.storage import stored_values
 
 # Positive and negative, large and small. Powers of two: a right rule is rounded alike.

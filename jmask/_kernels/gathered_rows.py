@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_known, joint_dtype, trailing, wide
 from jmask._base.lowering import CallPrimitive
-from jmask._base.shardings import varying_alike
+from jmask._base.shardings import explicit_sharding, varying_alike, varying_axes
 from jmask._base.side_table import SideTable
 from jmask._base.types import (
     Argument,
@@ -39,7 +39,7 @@ from jmask._base.types import (
     Shaped,
 )
 from jmask._kernels import tuning
-from jmask._kernels.rows import Gather, add_rows
+from jmask._kernels.rows import Gather, add_rows, gather_rows, rows_or_fill
 
 
 @jax.tree_util.register_dataclass
@@ -63,9 +63,7 @@ class GatheredRows:
     def array(self) -> jax.Array:
         """Return the rows (n, *row)."""
         source, index = varying_alike(self.source, self.index)
-        fills = lax.GatherScatterMode.FILL_OR_DROP
-        gather = Gather.rows_of(source.shape, fills, fill_value=0)
-        rows = gather(source, index[:, None])
+        rows = rows_or_fill(source, index)
         if self.weight is not None:
             dtype = joint_dtype(rows, self.weight)
             rows = rows.astype(dtype) * trailing(self.weight, rows.ndim).astype(dtype)
@@ -117,7 +115,7 @@ def cast(rows: RowArray, dtype: DTypeLike) -> RowArray:
     return result
 
 
-def joined(parts: Sequence[RowArray]) -> RowArray:
+def concatenated(parts: Sequence[RowArray]) -> RowArray:
     """Concatenate rows; they are known as gathered if some parts are and it pays."""
     if len(parts) == 1:
         return parts[0]
@@ -142,7 +140,7 @@ def joined_rows(parts: Sequence[Rows]) -> GatheredRows | None:
     for x, source in zip(parts, sources, strict=True):
         entries, m = x.shape[0], source.shape[0]
         own = x.index if isinstance(x, GatheredRows) else lax.iota(jnp.int32, entries)
-        # `m` stood for a row of zeros; among the joined sources that is `total`.
+        # `m` stood for a row of zeros; among the concatenated sources that is `total`.
         index.append(jnp.where(own < m, own + begin, total))
         begin += m
         if dtype is not None:
@@ -162,8 +160,7 @@ def rows_at(rows: Rows, entries: jax.Array) -> RowArray:
         index = rows_at(rows.index, entries)
         weight = None if rows.weight is None else rows_at(rows.weight, entries)
         return GatheredRows(rows.source, index, weight, rows.dtype).array()
-    clips = lax.GatherScatterMode.CLIP
-    return Gather.rows_of(rows.shape, clips)(rows, entries[:, None])
+    return gather_rows(rows, entries)
 
 
 # --- sums of rows, bag by bag, whose rows are not materialised --------------------------------
@@ -251,6 +248,20 @@ class BagSum:
             return add_rows(sums, part(bag_of_entry), rows)
 
         return lax.fori_loop(0, blocks, block, self.start())
+
+
+def is_bag_sum(
+    table: jax.Array, positions: jax.Array, weights: jax.Array | None, bags: int
+) -> bool:
+    """Decide whether `bag_sum` takes these arrays: inexact, not empty, and on one device."""
+    arrays = [x for x in (table, positions, weights) if x is not None]
+    return (
+        jnp.issubdtype(table.dtype, jnp.inexact)
+        and 0 not in (bags, *positions.shape, *table.shape)
+        # Where arrays are sharded by their type, XLA places the terms.
+        and explicit_sharding(*arrays) is None
+        and not any(map(varying_axes, arrays))
+    )
 
 
 def bag_sum(*operands: Argument) -> jax.Array:

@@ -42,7 +42,7 @@ from jmask._base.types import (
     Shaped,
     TableArray,
 )
-from jmask._kernels.rows import Gather
+from jmask._kernels.rows import gather_rows, rows_or_fill
 
 LANES = 128
 
@@ -70,14 +70,12 @@ def is_packed(shape: Shape, width: int) -> bool:
 
 
 def _by_definition(lines: TableArray, ids: IdArray, *, width: int) -> list[jax.Array]:
-    rows, fills = lines.reshape(-1, width), lax.GatherScatterMode.FILL_OR_DROP
-    return [Gather.rows_of(rows.shape, fills, ids.ndim, fill_value=0)(rows, ids[..., None])]
+    return [rows_or_fill(lines.reshape(-1, width), ids)]
 
 
 def _with_lines(lines: TableArray, ids: IdArray, *, width: int) -> list[jax.Array]:
     flat, each = ids.reshape(-1), per_line(width)
-    gather = Gather.rows_of(lines.shape, lax.GatherScatterMode.CLIP)
-    rows = picked(gather(lines, (flat // each)[:, None]), flat % each, width)
+    rows = picked(gather_rows(lines, flat // each), flat % each, width)
     exists = (flat < lines.shape[0] * each)[:, None]
     return [jnp.where(exists, rows, jnp.zeros_like(rows)).reshape(*ids.shape, width)]
 

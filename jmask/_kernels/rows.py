@@ -41,6 +41,7 @@ from jmask._base.shardings import (
 from jmask._base.types import (
     Argument,
     ArrayFunction,
+    IdArray,
     IdVector,
     RowArray,
     Scalar,
@@ -233,6 +234,17 @@ def gather_rows(table: TableArray, ids: IdVector, *, coalesced: bool = False) ->
         return jnp.zeros((ids.shape[0], *table.shape[1:]), table.dtype)
     gather = Gather.rows_of(table.shape, _CLIP, indices_are_sorted=coalesced)
     return gather(table, ids[:, None])
+
+
+def rows_or_fill(table: TableArray, ids: IdArray, fill: Scalar | None = 0) -> jax.Array:
+    """Gather `table[ids]` (*ids, *row); padding ids read `fill`, None for nan, and no row.
+
+    The table has rows, and its derivative none for padding.
+    """
+    # Not `table.at[ids].get(...)`: like `jnp.where`, it drops what has no entries, and JAX then
+    # gives a table that is looked up for nothing a gradient of dense zeros.
+    gather = Gather.rows_of(table.shape, _DROP, ids.ndim, fill_value=fill)
+    return gather(table, ids[..., None])
 
 
 def ids_after_reading(ids: IdVector, rows: RowArray) -> IdVector:

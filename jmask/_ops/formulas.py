@@ -34,6 +34,7 @@ from jmask._ops.lift import data_of, dense, entrywise, filled
 from jmask._ops.reduce import (
     Kind,
     count,
+    divide,
     extremum,
     first_index,
     least,
@@ -95,19 +96,18 @@ def norm_in_parts(x: Kind, axis: Axes, order: float) -> tuple[Kind, Kind, Kind]:
         number: Kind = on_values(lambda a: a.astype(size.dtype), _count(x, axis, nonzero))
         return x, number, on_values(jnp.ones_like, number)
 
-    # --- the greatest power, near which all are brought ----------------------------------
-    # Powers of negative order are greatest where the entry is least.
-    taken = size
+    # --- the entry of the greatest power, near which all are brought ---------------------
+    # Powers of negative order are greatest where the entry is least, zeros apart.
+    candidates = size
     if order < 0 and isinstance(size, MaskedTensor):
-        taken = joined(size.storage, size.valid & nonzero)
+        candidates = joined(size.storage, size.valid & nonzero)
     extreme = "max" if order > 0 else "min"
     usable = lambda a: jnp.where(jnp.isfinite(a) & (a > 0), a, jnp.ones_like(a))
-    pivot = on_values(usable, reduced(on_values(lax.stop_gradient, taken), axis, extreme))
-    if isinstance(pivot, MaskedTensor):
-        pivot = joined(pivot.storage, jnp.ones_like(pivot.valid))  # 1 where all entries are 0
-    factor = on_values(factor_for, pivot)
-    x = _multiply(x, factor.astype(x.dtype))
-    size = _multiply(size, factor)
+    entry = on_values(usable, reduced(on_values(lax.stop_gradient, candidates), axis, extreme))
+    if isinstance(entry, MaskedTensor):
+        entry = joined(entry.storage, jnp.ones_like(entry.valid))  # 1 where all entries are 0
+    factor = on_values(factor_for, entry)
+    x, size = _multiply(x, factor.astype(x.dtype)), _multiply(size, factor)
 
     # --- the norm of what they are then --------------------------------------------------
     if math.isinf(order):
@@ -116,11 +116,11 @@ def norm_in_parts(x: Kind, axis: Axes, order: float) -> tuple[Kind, Kind, Kind]:
     elif order == 2:
         result = _root(reduced(_squared(x), axis, "sum"))
     else:
-        pivot = on_values(jnp.ones_like, pivot) if order == 1 else _multiply(pivot, factor)
-        powers = entrywise(where_nonzero(lambda a: a**order))(_divide(size, pivot))
-        total = reduced(powers, axis, "sum")
+        # In units of that entry no power overflows; those of order 1 do not anyway.
+        unit = on_values(jnp.ones_like, entry) if order == 1 else _multiply(entry, factor)
+        powers = entrywise(where_nonzero(lambda a: a**order))(divide(size, unit))
         root = where_nonzero(lambda a: a ** (1 / order), 0 if order > 0 else jnp.inf)
-        result = _multiply(entrywise(root)(total), pivot)
+        result = _multiply(entrywise(root)(reduced(powers, axis, "sum")), unit)
     if order < 0:  # a single 0 makes the sum infinite and the norm 0
         result = _zero_where(_count(x, axis, ~nonzero), result)
     return x, result, factor
@@ -129,7 +129,7 @@ def norm_in_parts(x: Kind, axis: Axes, order: float) -> tuple[Kind, Kind, Kind]:
 def norm(x: MaskedTensor, axis: Axes, keepdims: bool = True, order: float = 2) -> MaskedTensor:
     """Return the norms of the valid entries along `axis`, which stays with size 1."""
     _, size, factor = norm_in_parts(x, axis, order)
-    return _divide(size, factor)
+    return divide(size, factor)
 
 
 def shortened(
@@ -148,7 +148,7 @@ def shortened(
 
 
 _add, _subtract = entrywise(jnp.add), entrywise(jnp.subtract)
-_multiply, _divide = entrywise(jnp.multiply), entrywise(jnp.true_divide)
+_multiply = entrywise(jnp.multiply)
 _exp, _squared = entrywise(jnp.exp), entrywise(squared)
 _log, _root = entrywise(jnp.log), entrywise(where_nonzero(jnp.sqrt))
 _size = entrywise(where_nonzero(jnp.abs))
@@ -161,7 +161,7 @@ product_of_all = with_zeros(product, jnp.zeros_like)
 
 
 def mean(x: MaskedTensor, axis: Axes) -> MaskedTensor:
-    return _divide(total(x, axis), count(x, axis).astype(x.dtype))
+    return divide(total(x, axis), count(x, axis).astype(x.dtype))
 
 
 def mean_of_all(x: MaskedTensor, axis: Axes) -> MaskedTensor:
@@ -184,7 +184,7 @@ def variance(
     # Two passes: the mean of squares less the square of the mean cancels.
     squares = total(_squared(_subtract(x, _center(x, axis, mean))), axis)
     left = on_values(lambda n: n - ddof, count(x, axis)).astype(squares.dtype)
-    return _divide(squares, joined(left.storage, left.valid & (stored_values(left) > 0)))
+    return divide(squares, joined(left.storage, left.valid & (stored_values(left) > 0)))
 
 
 def _center(x: MaskedTensor, axis: Axes, given: TensorLike | None) -> TensorLike:
@@ -248,7 +248,7 @@ def logsumexp(
 
 def softmax(x: MaskedTensor, axis: Axes) -> MaskedTensor:
     powers = _exp(_subtract(x, _peak(x, axis)))
-    return _divide(powers, total(powers, axis))
+    return divide(powers, total(powers, axis))
 
 
 def log_softmax(x: MaskedTensor, axis: Axes) -> MaskedTensor:
@@ -288,7 +288,7 @@ def normalize(
     entries, size, factor = norm_in_parts(x, axis, checked_order(ord))
     at_least = entrywise(lambda size, least: jnp.where(size < least, least, size))
     size = at_least(size, on_values(lambda factor: factor * eps, factor))
-    return _divide(entries, size.astype(x.dtype))
+    return divide(entries, size.astype(x.dtype))
 
 
 def checked_order(order: float | None) -> float:

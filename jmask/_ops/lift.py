@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._base.fallback import report_fallback
-from jmask._base.types import Argument, Function, PyTree, Storage, Tensor, TensorLike
+from jmask._base.types import Argument, Function, PyTree, PyTreeDef, Storage, Tensor, TensorLike
 from jmask._base.validation import refuse_scipy
 from jmask._ops.rows import Words, on_stored_values, where_or
 from jmask._tensors.conversions import from_numpy_ma
@@ -174,14 +174,17 @@ def entrywise(
             # Operands made from one tensor share its mask, which is then not read twice.
             distinct = {id(mask): mask for mask in masks if mask is not _ALL}
             valid = functools.reduce(operator.and_, distinct.values())
-            return on(like, of_operands(*[where_or(valid, x, safe) for x in values]), valid)
+            return masked_at(
+                like, of_operands(*[where_or(valid, x, safe) for x in values]), valid
+            )
 
-        def sets(several: Sequence[tuple[int, ...]]) -> list[set[int]]:
-            # Words are about positions of arguments, some of which are options.
-            held = [one for one in several if all(i in places or not leaves[i] for i in one)]
+        def among_operands(several: Sequence[tuple[int, ...]]) -> list[set[int]]:
+            # Words number arguments by position. An option has to be 0, as in where(c, 0, x).
+            is_held = lambda i: i < len(args) and (i in places or not leaves[i])
+            held = [one for one in several if all(map(is_held, one))]
             return [{places.index(i) for i in one if i in places} for one in held]
 
-        words = Words(adds, sets(scales), sets(vanishes), by_arrays)
+        words = Words(adds, among_operands(scales), among_operands(vanishes), by_arrays)
         return on_stored_values(of_operands, operands, name, safe, words)
 
     return lifted
@@ -240,8 +243,8 @@ def aligned(
     return like, values, list(map(at_positions, tensors, masks))
 
 
-def on(like: Storage | None, values: jax.Array, valid: jax.Array) -> MaskedTensor:
-    """Return values and a mask that broadcast to one shape, at the positions of `like`."""
+def masked_at(like: Storage | None, values: jax.Array, valid: jax.Array) -> MaskedTensor:
+    """Join values and a mask, which broadcast, at the positions of `like`; None is dense."""
     shape = jnp.broadcast_shapes(values.shape, valid.shape)
     values, valid = jnp.broadcast_to(values, shape), jnp.broadcast_to(valid, shape)
     return joined(values if like is None else with_stored_values(like, values), valid)
@@ -267,22 +270,19 @@ def moves(function: Function, *, variadic: bool = False) -> Function:
     def lifted(*args: Argument, **kwargs: Argument) -> PyTree:
         if not args and first in kwargs:
             args = (kwargs.pop(first),)
-        operands, others = (args, ()) if variadic else (args[:1], args[1:])
-        operands = jax.tree.map(adopted, operands, is_leaf=is_tensor)
-        leaves = jax.tree.leaves(operands, is_leaf=is_tensor)
+        operands, options = (args, ()) if variadic else (args[:1], args[1:])
+        structure: PyTreeDef
+        leaves, structure = jax.tree.flatten(operands, is_leaf=is_tensor)
+        leaves = [adopted(x) for x in leaves]
         if not any(map(is_tensor, leaves)):
             return function(*args, **kwargs)
-
-        def moved(part: Callable[[Tensor], Storage]) -> PyTree:
-            return function(*jax.tree.map(part, operands, is_leaf=is_tensor), *others, **kwargs)
-
-        operands = jax.tree.map(
-            lambda x: dense(x, function.__name__), operands, is_leaf=is_tensor
-        )
-        data = moved(data_of)
+        leaves = [dense(x, function.__name__) for x in leaves]
+        moved = lambda parts: function(*structure.unflatten(parts), *options, **kwargs)
+        data = moved(map(data_of, leaves))
         if not any_masked(*leaves):
             return data
-        return jax.tree.map(lambda x, hidden: joined(x, ~hidden), data, moved(is_hidden))
+        hidden = moved(map(is_hidden, leaves))
+        return jax.tree.map(lambda x, hidden: joined(x, ~hidden), data, hidden)
 
     return lifted
 

@@ -22,7 +22,6 @@ the other operand reaches a sum or a derivative through it. No index is read unc
 
 import functools
 import inspect
-import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -30,23 +29,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax, nn
 from jax.experimental.sparse import BCOO, BCSR
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import adds_when_cast, shapes_from, sum_dtype, trailing, wide
+from jmask._base.array_types import shapes_from, sum_dtype, trailing, wide
 from jmask._base.fallback import report_fallback
 from jmask._base.row_ids import canonical
-from jmask._base.shardings import explicit_sharding, spec_of, without_repetition
 from jmask._base.types import Argument, Axis, Dense, Function, Storage, Tensor, TensorLike
 from jmask._base.validation import check_flag, checked_array, checked_choice
-from jmask._kernels.gathered_rows import bag_sum
-from jmask._kernels.rows import add_rows
-from jmask._ops.formulas import total
-from jmask._ops.lift import adopted, contracts, dense, entrywise, existing, extends, filled
-from jmask._ops.reduce import ZEROS_CHANGE_NOTHING, reduces
+from jmask._kernels.gathered_rows import bag_sum, is_bag_sum
+from jmask._kernels.rows import add_rows, rows_or_fill
+from jmask._ops.lift import adopted, contracts, dense, existing, extends, filled
 from jmask._tensors.masked_tensor import MaskedTensor, any_masked, is_tensor, joined
+from jmask._tensors.methods import library
 from jmask._tensors.row_sparse import RowSparse
-from jmask._tensors.storage import coordinates, is_sparse, stored_at, stype, unique_positions
+from jmask._tensors.storage import coordinates, is_sparse, stored_at, stype, summed_before_cast
 
 # --- operands: an array, or one of these -------------------------------------------------
 
@@ -129,16 +125,9 @@ def _product(a: Operand, b: Operand, dtype: DTypeLike, sparse: bool) -> Argument
     if isinstance(a, Rows):
         return _product(a.matrix.values.T, _rows_at(table, positions, dtype), dtype, False)
     bags, weights = a.shape[0], a.values.astype(dtype)
-    # A bag sum is floating, in its table's own wide dtype, not empty, and on one device: where
-    # arrays are sharded by their type, or inside `shard_map`, XLA places the terms.
-    if (
-        not sparse
-        and jnp.issubdtype(table.dtype, jnp.floating)
-        and wide(table.dtype) == dtype
-        and 0 not in (bags, *positions.shape, *table.shape)
-        and explicit_sharding(table, positions, weights) is None
-        and not jax.sharding.get_abstract_mesh().manual_axes
-    ):
+    # A bag sum is in its table's own wide dtype.
+    is_wide = wide(table.dtype) == dtype
+    if not sparse and is_wide and is_bag_sum(table, positions, weights, bags):
         return bag_sum(table, positions, a.rows, weights, None, bags, 0)
     terms = weights[:, None] * _rows_at(table, positions, dtype)
     if sparse:
@@ -148,16 +137,9 @@ def _product(a: Operand, b: Operand, dtype: DTypeLike, sparse: bool) -> Argument
 
 def _rows_at(table: jax.Array, positions: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return the rows of a matrix at `positions`, zeros at padding."""
-    # Unlike in `gather_rows` the transpose drops padding, so that the gradient of a table does
-    # not touch a row that was not looked up.
     if 0 in table.shape:
         return jnp.zeros((*positions.shape, *table.shape[1:]), dtype)
-    sharding = explicit_sharding(table, positions)
-    if sharding is not None:  # rows go where their positions are, as in lookups
-        spec = without_repetition((*spec_of(positions), *spec_of(table)[1:]))
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
-    rows = table.at[positions].get(mode="fill", fill_value=0, out_sharding=sharding)
-    return rows.astype(dtype)
+    return rows_or_fill(table, positions).astype(dtype)
 
 
 def _on_values(x: _Product, function: Callable[[jax.Array], jax.Array]) -> _Product:
@@ -308,7 +290,7 @@ def _product_of(
 
 def _matrix(x: Storage, dtype: DTypeLike) -> Storage:
     """Return a vector as a column; sum equal positions where casts to `dtype` do not add."""
-    x = x if adds_when_cast(x.dtype, dtype) else unique_positions(x)
+    x = summed_before_cast(x, dtype)
     if x.ndim == 2 or isinstance(x, BCOO | BCSR):
         return x
     column: Function = lambda values: values[:, None]
@@ -408,9 +390,6 @@ def _four(x: TensorLike) -> jax.Array:
 
 # --- sums of tensors ---------------------------------------------------------------------
 
-_square = entrywise(jnp.square)
-_sum = reduces(total, jnp.sum, zeros=ZEROS_CHANGE_NOTHING, like=jnp.sum)
-
 
 def add_n(*tensors: TensorLike) -> Tensor:
     """Sum tensors: row-sparse if all are, with the rows of all of them.
@@ -438,7 +417,7 @@ def add_n(*tensors: TensorLike) -> Tensor:
         raise ValueError(f"`tensors` must have one shape, got {sorted(shapes)}.")
     # Sparse ones first, so that they meet a dense one once.
     order: list[Argument] = sorted(terms, key=lambda x: not isinstance(x, RowSparse))
-    return functools.reduce(operator.add, order)
+    return functools.reduce(library().numpy.add, order)
 
 
 def square_sum(x: TensorLike, axis: Axis = None, keepdims: bool = False) -> Tensor:
@@ -458,4 +437,5 @@ def square_sum(x: TensorLike, axis: Axis = None, keepdims: bool = False) -> Tens
     """
     check_flag("keepdims", keepdims)
     x = x if is_tensor(x) else checked_array("x", x)
-    return _sum(_square(x), axis, keepdims=keepdims)
+    functions = library().numpy
+    return functions.sum(functions.square(x), axis, keepdims=keepdims)

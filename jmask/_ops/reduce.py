@@ -52,6 +52,7 @@ from jmask._tensors.masked_tensor import (
     common_shape,
     is_tensor,
     joined,
+    with_values_of,
 )
 from jmask._tensors.storage import (
     as_dense,
@@ -138,7 +139,7 @@ def reduces(
             raise TypeError(f"`axis` of {name} must be an int or None, got {axis!r}.")
         keepdims = options.pop("keepdims", "keepdims" not in parameters)
         start = options.pop("initial", None)
-        masked, plain = isinstance(x, MaskedTensor), is_sparse(x)
+        is_masked, is_ordinary = isinstance(x, MaskedTensor), is_sparse(x)
         x = valid_entries(x, where)
 
         # --- result ----------------------------------------------------------------------
@@ -147,18 +148,18 @@ def reduces(
             kinds = {k: options.pop(k) for k in ("dtype", "promote_integers") if k in options}
             dtype = result_dtype(like, x.dtype, **kinds)
             x = x.astype(wide(joint_dtype(x.dtype, dtype)))
-        result = (zeros if plain and callable(zeros) else formula)(x, axis=axes, **options)
+        chosen = zeros if is_ordinary and callable(zeros) else formula
+        result = chosen(x, axis=axes, **options)
         result = result if dtype is None else result.astype(dtype)
         if not keepdims:  # the axes of several quantiles come first
             gone = [a + result.ndim - x.ndim for a in axes]
             shape = tuple(n for a, n in enumerate(result.shape) if a not in gone)
-            sparse, values = len(sparse_sizes(result.storage)), stored_values(result)
-            stored = (*values.shape[: sparse > 0], *shape[sparse:])  # indices of others stay
-            storage = with_stored_values(result.storage, values.reshape(stored), shape)
-            result = joined(storage, result.valid.reshape(stored))
-        if plain:
+            squeezed = lambda a, of=result: jnp.squeeze(a, stored_axes(of.storage, gone))
+            values, valid = squeezed(stored_values(result)), squeezed(result.valid)
+            result = joined(with_stored_values(result.storage, values, shape), valid)
+        if is_ordinary:
             result = filled(result)
-        elif not masked:
+        elif not is_masked:
             nothing = empty(result.dtype) if callable(empty) else empty
             if absent is not None:
                 exists = x.valid.any(axes, keepdims=True)
@@ -271,8 +272,7 @@ def reduced(x: Kind, axis: Sequence[int], kind: str) -> Kind:
     values = jnp.where(x.valid, stored_values(x), _IDENTITY[kind](x.dtype))
     shape = tuple(1 if a in axis else size for a, size in enumerate(x.shape))
     kept = [a for a in range(sparse) if a not in axis]
-    # Stored values have one axis in place of the sparse ones.
-    along: Shape = tuple(a - sparse + (sparse > 0) for a in axis if a >= sparse)
+    along: Shape = stored_axes(storage, [a for a in axis if a >= sparse])
     along = (0, *along) if sparse and not kept else along
     result, exists = _slices(kind, values, along), x.valid.any(along, keepdims=True)
     if len(kept) == sparse > 0:
@@ -283,6 +283,12 @@ def reduced(x: Kind, axis: Sequence[int], kind: str) -> Kind:
         result = _segmented(kind, result, ids, max(number, 1))[:number]
         exists = jax.ops.segment_max(exists.astype(jnp.uint8), ids, max(number, 1))[:number] > 0
     return joined(result.reshape(shape), exists.reshape(shape))
+
+
+def stored_axes(storage: Storage, axes: Sequence[int]) -> Shape:
+    """Return the axes of stored values that are `axes` of a tensor, which are not sparse."""
+    sparse = len(sparse_sizes(storage))  # for which stored values have one axis, the first
+    return tuple(a - sparse + (sparse > 0) for a in axes)
 
 
 def _slices(kind: str, values: jax.Array, axes: tuple[int, ...]) -> jax.Array:
@@ -334,7 +340,7 @@ def numbered(storage: Storage, axes: Sequence[int]) -> jax.Array:
         if axis < sparse and is_sparse(storage):
             last = max(storage.shape[axis] - 1, 0)
             return trailing(jnp.clip(coordinates(storage)[axis], 0, last), len(shape))
-        return lax.broadcasted_iota(integer, shape, axis - sparse + (sparse > 0))
+        return lax.broadcasted_iota(integer, shape, stored_axes(storage, [axis])[0])
 
     return row_ids.numbered([along(axis) for axis in axes], sizes, integer)
 
@@ -346,14 +352,12 @@ def _integer() -> DType:
 def count(x: MaskedTensor, axis: Sequence[int], holds: jax.Array | None = None) -> MaskedTensor:
     """Count the valid entries of each group, or the valid ones where `holds` is True."""
     ones = x.valid if holds is None else x.valid & holds
-    return reduced(x.with_values(ones.astype(_integer()), x.valid), axis, "sum")
+    return reduced(with_values_of(x, ones.astype(_integer())), axis, "sum")
 
 
 def on_values(function: Function, x: Kind) -> Kind:
     """Apply a function to an array, or to all stored values, also under the mask."""
-    if not isinstance(x, MaskedTensor):
-        return function(x)
-    return x.with_values(function(stored_values(x)), x.valid)
+    return with_values_of(x, function(stored_values(x)))
 
 
 # --- extrema -----------------------------------------------------------------------------
@@ -379,7 +383,7 @@ def extremum(x: MaskedTensor, axis: Sequence[int], kind: str) -> MaskedTensor:
     # That of a maximum would be shared with equal fills.
     ties = x.valid & _ties(x, axis, kind)
     number = on_values(lambda n: jnp.maximum(n, 1).astype(x.dtype), count(x, axis, ties))
-    mean = stored_values(reduced(_divide(joined(x.storage, ties), number), axis, "sum"))
+    mean = stored_values(reduced(divide(joined(x.storage, ties), number), axis, "sum"))
     return on_values(lambda value: _with_slope_of(value, mean), result)
 
 
@@ -387,7 +391,7 @@ def first_index(x: MaskedTensor, axis: Sequence[int], kind: str) -> MaskedTensor
     """Return where in `axis` the first valid entry is that equals the maximum or minimum."""
     numbers = jnp.broadcast_to(numbered(x.storage, axis), x.valid.shape)
     ties = x.valid & _ties(x, axis, kind)
-    first = reduced(x.with_values(numbers, ties), axis, "min")
+    first = reduced(joined(with_stored_values(x.storage, numbers), ties), axis, "min")
     return on_values(lambda i: jnp.where(first.valid, i, jnp.zeros_like(i)), first)
 
 
@@ -399,5 +403,5 @@ def _ties(x: MaskedTensor, axis: Sequence[int], kind: str) -> jax.Array:
     return stored_values(_equals(x, reduced(x, axis, kind)))
 
 
-_divide = entrywise(jnp.true_divide)
+divide = entrywise(jnp.true_divide)
 _equals = entrywise(lambda x, extremum: (x == extremum) | ((x != x) & (extremum != extremum)))

@@ -39,6 +39,7 @@ from jmask._tensors.storage import (
     sampled,
     stored_values,
     sum_duplicates,
+    summed_before_cast,
     unique_positions,
     with_stored_values,
 )
@@ -83,12 +84,14 @@ def on_stored_values(
             return _on_common_positions(function, operands, safe, shape)
         full = [x for x in operands if not is_sparse(x)]
         if words.adds and rows and len(full) == 1 and np.shape(full[0]) == shape:
-            alone = [x if is_sparse(x) else _zero(x) for x in operands]
+            ones = [np.ones((), x.dtype) if x is full[0] else _zero(x) for x in operands]
+            slope = np.asarray(_evaluated(function, ones))
+            summed = lambda x, dtype=slope.dtype: summed_before_cast(x, dtype)
+            alone = [summed(x) if is_sparse(x) else _zero(x) for x in operands]
             added: Argument = _each_alone(function, alone, shape)
             # The array itself, if it can be: a copy of it would not be updated in place.
-            ones = [np.ones((), x.dtype) if x is full[0] else _zero(x) for x in operands]
             dense: Argument = full[0]
-            if _evaluated(function, ones) != 1:
+            if slope != 1:
                 dense = function(*[_zero(x) if is_sparse(x) else x for x in operands])
             return add_to_dense(dense, added)
     report_fallback(

@@ -49,7 +49,7 @@ from jmask._ops.lift import (
     entrywise,
     extends,
     is_hidden,
-    on,
+    masked_at,
 )
 from jmask._tables.rows_at import from_the_end
 from jmask._tensors.masked_tensor import (
@@ -99,7 +99,7 @@ def where(
         # What one of them does not store may be chosen from the other.
         operands = [dense(a, "where") for a in operands]
     like, (holds, *values), (known, *valid) = aligned(operands, "where")
-    return on(like, choose(holds, *values), choose(holds, *valid) & known)
+    return masked_at(like, choose(holds, *values), choose(holds, *valid) & known)
 
 
 def masked_where(condition: TensorLike, x: TensorLike) -> MaskedTensor:
@@ -111,9 +111,9 @@ def masked_where(condition: TensorLike, x: TensorLike) -> MaskedTensor:
         >>> jmask.numpy.masked_where(x < 0, x)
         MaskedTensor([1.0, --, 2.0], dtype=float32)
     """
-    x, condition = as_masked_tensor(as_tensor(adopted(x))), as_tensor(adopted(condition))
+    x, condition = as_masked_tensor(adopted(x)), as_tensor(adopted(condition))
     like, (values, holds), (valid, known) = aligned([x, condition], "masked_where")
-    return on(like, values, jnp.asarray(valid) & known & ~holds.astype(bool))
+    return masked_at(like, values, jnp.asarray(valid) & known & ~holds.astype(bool))
 
 
 def masks_where(name: str, condition: Function) -> Function:
@@ -122,7 +122,7 @@ def masks_where(name: str, condition: Function) -> Function:
 
     @functools.wraps(condition)
     def masked(x: TensorLike, *args: Argument, **kwargs: Argument) -> MaskedTensor:
-        x = as_masked_tensor(as_tensor(adopted(x)))
+        x = as_masked_tensor(adopted(x))
         return masked_where(holds(x, *args, **kwargs), x)
 
     masked.__name__ = masked.__qualname__ = name
@@ -344,6 +344,7 @@ class Positions:
     def get(self, **kwargs: Argument) -> MaskedTensor:
         """Return the entries, masked out of range with mode="fill" and no `fill_value`."""
         fill = kwargs.pop("fill_value", None)
+        # As in `jax.Array.at`, reading clips by default, and writing drops.
         index, kwargs = self._places("fill", kwargs, clipped=("clip", None))
         data = self.data.at[index].get(fill_value=0 if fill is None else fill, **kwargs)
         valid = self.valid.at[index].get(fill_value=fill is not None, **kwargs)
@@ -388,6 +389,10 @@ class Positions:
     def _places(
         self, outside: str, kwargs: Options, clipped: tuple[str | None, ...] = ("clip",)
     ) -> tuple[tuple[Argument, ...], Options]:
+        """Return the index and options with which masked integers are `outside`.
+
+        Other integers that are out of range are then clipped here, in modes that clip.
+        """
         if not any_masked(*self.index):
             return self.index, kwargs
         places = known_places(self.index, self.valid.shape, clip=kwargs.get("mode") in clipped)
@@ -420,9 +425,14 @@ def row_getitem(x: RowSparse, key: IndexLike) -> Tensor:
     if all(parts) and jnp.issubdtype(getattr(first, "dtype", object), jnp.integer):
         rows = library().embedding_lookup(x, from_the_end(first, x.shape[0]))
         return rows[(slice(None),) * first.ndim + tuple(rest)]
-    # NumPy keeps the dimension of one index array in place, but not of several.
     is_slice = isinstance(first, slice) and first == slice(None)
-    all_rows = is_slice or (first is Ellipsis and sum(map(_consumed, rest)) < x.ndim)
+    if not rest and (is_slice or first is Ellipsis):
+        return x
+    # Of stacked tables an index that begins with a slice may pick some, and a row of packed
+    # ones is a part of a line.
+    ends_in_row = sum(map(_consumed, rest)) <= x.ndim - x.leading and not x.width
+    all_rows = (is_slice and x.leading == 1) or (first is Ellipsis and ends_in_row)
+    # NumPy keeps the dimension of one index array in place, but not of several.
     if all_rows and (all(parts) or len(rest) == 1):
         return with_stored_values(x, x.values[key], shape)
     report_fallback(

@@ -24,8 +24,17 @@ from jax.typing import ArrayLike, DTypeLike
 from jmask._base.array_types import is_nonzero, wide
 from jmask._base.shardings import typed_like
 from jmask._base.types import Argument, Dense, Function, PyTree, Scalar, Tensor, TensorLike
-from jmask._ops.lift import adopted, contracts, dense, entrywise, extends, filled, moves
-from jmask._ops.reduce import checked_axes, result_dtype, valid_entries
+from jmask._ops.lift import (
+    adopted,
+    contracts,
+    dense,
+    entrywise,
+    extends,
+    filled,
+    is_hidden,
+    moves,
+)
+from jmask._ops.reduce import checked_axes, divide, result_dtype, valid_entries
 from jmask._ops.selection import take_along_axis
 from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, as_tensor, joined
 from jmask._tensors.storage import as_dense, entry_indices, is_sparse, stored_values
@@ -108,17 +117,21 @@ def unique(
 
     Padding is masked unless `fill_value` is given.
     """
-    pair = jnp.stack([(~ar.valid).astype(ar.dtype), as_dense(filled(ar))])
-    pair = pair.reshape(2, -1) if axis is None else jnp.moveaxis(pair, axis % ar.ndim + 1, 1)
+    x, along = _along(ar, axis)
     # Rows of a mask and values, so that JAX compares both.
-    rows = jnp.moveaxis(pair, 0, 1).reshape(-1, 2 * math.prod(pair.shape[2:]))
+    pair = [jnp.moveaxis(a, along, 0) for a in (is_hidden(x), as_dense(filled(x)))]
+    count, *row = pair[0].shape
+    rows = jnp.concatenate(
+        [a.reshape(count, math.prod(row)).astype(x.dtype) for a in pair], axis=1
+    )
     fills = (fill_value is None, 0 if fill_value is None else fill_value)
-    padding = jnp.repeat(jnp.asarray(fills, ar.dtype), rows.shape[1] // 2)
+    padding = jnp.repeat(jnp.asarray(fills, x.dtype), math.prod(row))
     returned = return_index, return_inverse, return_counts
     result = jnp.unique(rows, *returned, axis=0, fill_value=padding, **options)
     result, *others = jax.tree.leaves(result)
-    pair = jnp.moveaxis(result.reshape(-1, 2, *pair.shape[2:]), 1, 0)
-    hidden, values = pair if axis is None else jnp.moveaxis(pair, 1, axis % ar.ndim + 1)
+    hidden, values = (
+        jnp.moveaxis(a.reshape(-1, *row), 0, along) for a in jnp.split(result, 2, axis=1)
+    )
     if axis is None and return_inverse:
         others[return_index] = others[return_index].reshape(ar.shape)
     result = joined(values, ~hidden.astype(bool))
@@ -137,7 +150,7 @@ def nonzero(
         >>> jmask.numpy.nonzero(jmask.numpy.masked_equal(jnp.array([7, 0, 2]), 7))
         (Array([2], dtype=int32),)
     """
-    x = as_masked_tensor(as_tensor(adopted(a)))
+    x = as_masked_tensor(adopted(a))
     if x.ndim == 0:
         raise ValueError("`a` is a scalar, whose entry has no index: take `a.reshape(1)`.")
     values, valid, places = _in_order(x)
@@ -164,7 +177,7 @@ def compressed(x: TensorLike, *, size: int | None = None, fill_value: complex = 
         >>> jmask.numpy.compressed(x)
         Array([2, 1], dtype=int32)
     """
-    values, valid, _ = _in_order(as_masked_tensor(as_tensor(adopted(x))))
+    values, valid, _ = _in_order(as_masked_tensor(adopted(x)))
     picked = jnp.flatnonzero(valid, size=size, fill_value=valid.size)
     return values.at[picked].get(mode="fill", fill_value=fill_value)
 
@@ -242,7 +255,7 @@ def skips_nan(function: Function, empty: ArrayLike | None) -> Function:
 
 
 _subtract, _differ = entrywise(jnp.subtract), entrywise(jnp.not_equal)
-_divide, _root = entrywise(jnp.true_divide), entrywise(lambda x: jnp.sqrt(jnp.real(x)))
+_root = entrywise(lambda x: jnp.sqrt(jnp.real(x)))
 
 
 @extends(jnp.cov, "m", "y")
@@ -306,7 +319,7 @@ def corrcoef(
     """
     c = cov(x, y, rowvar, dtype=dtype)
     deviation = _root(_diagonal(c) if c.ndim else c)
-    return _divide(c, _outer(deviation, deviation).reshape(c.shape))
+    return divide(c, _outer(deviation, deviation).reshape(c.shape))
 
 
 @extends(jnp.diff, "a", "prepend", "append")

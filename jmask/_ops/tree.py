@@ -13,13 +13,10 @@ from jmask._base.shardings import varying_alike, varying_axes
 from jmask._base.types import Function, PyTree, Scalar, Table, Tensor
 from jmask._base.validation import abstract_leaf, check_flag, check_leaves, shown
 from jmask._ops.formulas import factor_for, where_nonzero
-from jmask._ops.lift import entrywise
 from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, as_tensor, is_tensor
+from jmask._tensors.methods import library
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._tensors.storage import stored_values
-
-_add = entrywise(jnp.add, adds=True)
-_multiply = entrywise(jnp.multiply, scales=((0,), (1,)))
 
 
 def add(tree: PyTree, *others: PyTree, like: PyTree | None = None) -> PyTree:
@@ -70,7 +67,7 @@ def scale(scalar: Scalar, tree: PyTree) -> PyTree:
                 f"`tree` holds {x.dtype}, which a multiple by `scalar` {array.dtype} may not "
                 "be: cast it by x.astype(...)."
             )
-        return _multiply(x, jnp.asarray(scalar, x.dtype))
+        return library().numpy.multiply(x, jnp.asarray(scalar, x.dtype))
 
     return _map(scaled, tree)
 
@@ -275,7 +272,7 @@ def _map(function: Function, tree: PyTree, *others: PyTree) -> PyTree:
 def _add_leaves(x: Tensor, y: Tensor) -> Tensor:
     if x.shape != y.shape:
         raise ValueError(f"`tree`: leaves of shapes {x.shape} and {y.shape} cannot be added.")
-    return _add(x, y)
+    return library().numpy.add(x, y)
 
 
 def _sizes(x: Tensor) -> jax.Array:

@@ -137,19 +137,17 @@ def _has_valid(x: MaskedTensor) -> jax.Array:
 def _assembled_rows(x: MaskedTensor, stored: BCOO | BCSR, nse: int | None) -> MaskedTensor:
     """Return the rows of a tensor that stores entries, O(stored entries + stored rows)."""
     first, *others = coordinates(stored)
-    rows = x.shape[0]
-    touched = _has_valid(x)
-    first = jnp.where(touched, first, rows)
-    starts = jnp.sort(first)
-    starts = (starts < rows) & (starts != jnp.roll(starts, 1).at[:1].set(rows))
-    nse = _capacity(starts, nse, "rows")
+    rows, count, touched = x.shape[0], first.shape[0], _has_valid(x)
     # The padding id is the largest, so it never takes the place of a row.
-    ids = jnp.unique(first, size=nse, fill_value=rows)
-    at = (jnp.where(touched, jnp.searchsorted(ids, first), nse), *others)
+    first = jnp.where(touched, first, rows)
+    ids, slots = jnp.unique(first, size=count, fill_value=rows, return_inverse=True)
+    nse = _capacity(ids < rows, nse, "rows")
+    at = (jnp.where(touched, slots, nse), *others)
     zeros = lambda dtype: jnp.zeros((nse, *x.shape[1:]), dtype).at[at]
     values = zeros(x.dtype).set(stored.data, mode="drop")
     valid = zeros(bool).set(x.valid, mode="drop")
-    values = fit_or_poison(values, starts.sum(), nse, min(rows, first.shape[0]))
+    values = fit_or_poison(values, jnp.sum(ids < rows), nse, min(rows, count))
+    ids = jnp.pad(ids, (0, max(nse - count, 0)), constant_values=rows)[:nse]
     storage = RowSparse.from_rows(ids, values, x.shape, coalesced=True)
     return joined(storage, valid)
 

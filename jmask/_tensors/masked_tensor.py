@@ -12,7 +12,7 @@ entries that are not stored do not exist either; the mask is kept for the stored
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import NoReturn, Self
+from typing import NoReturn, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,8 @@ from jmask._tensors.storage import (
     with_stored_values,
     without_nothing_sparse,
 )
+
+_Tensor = TypeVar("_Tensor", bound=Tensor)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -266,6 +268,16 @@ def masked_tensor(data: StorageLike, mask: StorageLike | None = None) -> MaskedT
 def joined(storage: Storage, valid: jax.Array) -> MaskedTensor:
     """Return a masked tensor of storage and the booleans of its stored values, unchecked."""
     return MaskedTensor.tree_unflatten(None, (storage, valid))
+
+
+def with_values_of(x: _Tensor, values: jax.Array) -> _Tensor:
+    """Replace the stored values, masked or not, at the same positions."""
+    result: Argument = values  # of the class of `x`, which no checker follows
+    if isinstance(x, MaskedTensor):
+        result = joined(with_stored_values(x.storage, values), x.valid)
+    elif is_sparse(x):
+        result = with_stored_values(x, values)
+    return result
 
 
 def is_tensor(x: object) -> TypeIs[Sparse | MaskedTensor]:

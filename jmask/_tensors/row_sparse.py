@@ -15,7 +15,7 @@ is static; an index outside [0, shape[0]) is padding and its row is dropped.
 
 import math
 from collections.abc import Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +43,25 @@ from jmask._tensors import checks
 from jmask._tensors.flax_state import register_in_flax
 from jmask._tensors.methods import RowSparseMethods, library
 
-Static = tuple[Shape, Order, int, int | None]
-"""What a node keeps beside its leaves: `shape`, `order`, `leading` and `width`."""
+
+class Static(NamedTuple):
+    """What a node keeps beside its leaves; see the attributes of `RowSparse`."""
+
+    shape: Shape
+    order: Order
+    leading: int
+    width: int | None
+
+    @property
+    def row_count(self) -> int:
+        count = math.prod(self.shape[: self.leading])
+        return math.prod(self.shape) // self.width if self.width else count
+
+    @property
+    def row(self) -> Shape:
+        return (self.width,) if self.width else self.shape[self.leading :]
+
+
 _INDICES, _VALUES = map(jax.tree_util.GetAttrKey, ("indices", "values"))
 
 
@@ -99,16 +116,15 @@ class RowSparse(RowSparseMethods):
         indices = checks.checked_indices(indices)
         values = checked_array("values", values)
         shape = checks.shape_that_fits(indices, values) if shape is None else shape
-        self.shape = checks.checked_shape(shape)
-        self.leading, self.width = checks.checked_leading(leading, self.shape), None
-        checks.check_values(indices, values, (self.row_count, *self.row))
-        register_in_flax(RowSparse)
-        self.index_leaf = hide(widen(indices, self.row_count))
-        self.values = values
+        shape = checks.checked_shape(shape)
         check_flag("coalesced", coalesced)
-        self.order = _order(coalesced)
+        static = Static(shape, _order(coalesced), checks.checked_leading(leading, shape), None)
+        checks.check_values(indices, values, (static.row_count, *static.row))
         if coalesced and not isinstance(indices, jax.core.Tracer):
-            checks.check_coalesced(np.asarray(indices), self.row_count)
+            checks.check_coalesced(np.asarray(indices), static.row_count)
+        register_in_flax(RowSparse)
+        self.index_leaf, self.values = hide(widen(indices, static.row_count)), values
+        self.shape, self.order, self.leading, self.width = static
 
     # --- pytree: leaves are the opaque ids and the values -------------------------------
 
@@ -123,8 +139,7 @@ class RowSparse(RowSparseMethods):
         leaf, values = leaves
         # JAX also builds nodes of axes, masks and objects. Opaque dtypes are not NumPy's.
         if isinstance(getattr(leaf, "dtype", None), np.dtype):
-            row_ndim = 1 if static[3] else len(static[0]) - static[2]
-            leaf = checks.leaf_from_words(leaf, values, row_ndim)
+            leaf = checks.leaf_from_words(leaf, values, len(static.row))
         register_in_flax(cls)
         node = object.__new__(cls)
         node.index_leaf, node.values = leaf, values
@@ -132,17 +147,15 @@ class RowSparse(RowSparseMethods):
         return node
 
     @property
-    def _static(self) -> tuple[Shape, Order, int, int | None]:
-        return self.shape, self.order, self.leading, self.width
+    def _static(self) -> Static:
+        return Static(self.shape, self.order, self.leading, self.width)
 
     def with_leaves(
         self, index_leaf: jax.Array, values: jax.Array, **changes: Shape | Order | int | None
     ) -> "RowSparse":
         """Replace leaves, unchecked, and `shape`, `order`, `leading`, `width` where given."""
-        names = ("shape", "order", "leading", "width")
-        static = tuple(changes.get(n, old) for n, old in zip(names, self._static, strict=True))
-        # A checker sees a tuple of any length.
-        return RowSparse.tree_unflatten(static, (index_leaf, values))  # type: ignore[arg-type]
+        static = self._static._replace(**changes)  # type: ignore[arg-type]
+        return RowSparse.tree_unflatten(static, (index_leaf, values))
 
     @classmethod
     def from_rows(
@@ -156,9 +169,8 @@ class RowSparse(RowSparseMethods):
         width: int | None = None,
     ) -> "RowSparse":
         """Make a tensor of ids (n,) and values (n, *row) that are known to fit, unchecked."""
-        leaf = hide(widen(ids, _row_count(shape, leading, width)))
-        static = shape, _order(coalesced), leading, width
-        return cls.tree_unflatten(static, (leaf, values))
+        static = Static(shape, _order(coalesced), leading, width)
+        return cls.tree_unflatten(static, (hide(widen(ids, static.row_count)), values))
 
     # --- description --------------------------------------------------------------------
 
@@ -176,12 +188,12 @@ class RowSparse(RowSparseMethods):
     @property
     def row_count(self) -> int:
         """The number of rows, stored or not: V, or M * V of stacked tables."""
-        return _row_count(self.shape, self.leading, self.width)
+        return self._static.row_count
 
     @property
     def row(self) -> Shape:
         """The shape of a row."""
-        return (self.width,) if self.width else self.shape[self.leading :]
+        return self._static.row
 
     @property
     def nse(self) -> int:
@@ -269,12 +281,14 @@ class RowSparse(RowSparseMethods):
         """
         if self.leading == 1:
             return self
-        static = (self.row_count, *self.row), self.order, 1, None
-        return RowSparse.tree_unflatten(static, (self.index_leaf, self.values))
+        shape = (self.row_count, *self.row)
+        return self.with_leaves(
+            self.index_leaf, self.values, shape=shape, leading=1, width=None
+        )
 
     def stacked_as(self, like: "RowSparse") -> "RowSparse":
         """Undo `flat`: return the tensor with the shape of `like`."""
-        static = like.shape, self.order, like.leading, like.width
+        static = like._static._replace(order=self.order)
         return RowSparse.tree_unflatten(static, (self.index_leaf, self.values))
 
     def with_rows_of(self, like: "RowSparse") -> "RowSparse":
@@ -406,11 +420,7 @@ def _order(coalesced: bool) -> Order:
     return "sorted" if coalesced else "any"
 
 
-def _row_count(shape: Shape, leading: int, width: int | None) -> int:
-    return math.prod(shape) // width if width else math.prod(shape[:leading])
-
-
 def _unpickle(indices: Ids, values: HostArray, *static: PyTree) -> RowSparse:
-    shape, order, leading, width = (*static, None)[:4]  # no width, before there was one
-    leaf = hide(widen(indices, _row_count(shape, leading, width)))
-    return RowSparse.tree_unflatten((shape, order, leading, width), (leaf, jnp.asarray(values)))
+    layout = Static(*(*static, None)[:4])  # no width, before there was one
+    leaf = hide(widen(indices, layout.row_count))
+    return RowSparse.tree_unflatten(layout, (leaf, jnp.asarray(values)))

@@ -204,13 +204,6 @@ _KINDS: dict[type, PyTree] = {x: _subclass(x) for x in (BCOO, BCSR, RowSparse, M
 _BASES: dict[type, PyTree] = {kind: base for base, kind in _KINDS.items()}
 
 
-def with_values_of(x: Tensor, values: jax.Array) -> Tensor:
-    """Replace the stored values, at the same positions; the result has no placeholder."""
-    if isinstance(x, MaskedTensor):
-        return x.with_values(values, x.valid)
-    return with_stored_values(x, values)
-
-
 def with_placeholder(x: Sparse | MaskedTensor, placeholder: jax.Array | None) -> Tensor:
     """Return the sparse or masked tensor `x` with this placeholder in place of its own."""
     x = without_placeholder(x)

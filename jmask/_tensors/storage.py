@@ -22,8 +22,9 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
+from jax.typing import DTypeLike
 
-from jmask._base.array_types import sum_dtype, trailing
+from jmask._base.array_types import adds_when_cast, joint_dtype, sum_dtype, trailing
 from jmask._base.types import (
     Argument,
     Function,
@@ -220,19 +221,14 @@ def read_at_positions(x: Sparse, values: jax.Array, like: Sparse) -> jax.Array:
 
         x at (0, 2) (1, 0), like at (1, 0) (3, 1)    numbers 0 1, 1 2
     """
-    pairs = list(zip(coordinates(x), coordinates(like), strict=True))
-    dtype = jnp.promote_types(pairs[0][0].dtype, pairs[0][1].dtype)
-    both = [jnp.concatenate([a.astype(dtype), b.astype(dtype)]) for a, b in pairs]
-    order = jnp.lexsort(both)
-    places = [index[order] for index in both]
-    differs = functools.reduce(jnp.logical_or, [p[1:] != p[:-1] for p in places])
-    begins = jnp.zeros(order.shape, jnp.int32).at[1:].set(differs.astype(jnp.int32))
-    numbers = jnp.zeros_like(begins).at[order].set(jnp.cumsum(begins, dtype=jnp.int32))
-    of_x, of_like = numbers[: values.shape[0]], numbers[values.shape[0] :]
-    wide_values = jnp.where(is_entry(x), values, jnp.zeros_like(values))
-    wide_values = wide_values.astype(sum_dtype(values.dtype))
-    sums = jnp.zeros((order.shape[0], *values.shape[1:]), wide_values.dtype)
-    return sums.at[of_x].add(wide_values)[of_like].astype(values.dtype)
+    count, dtype = values.shape[0], sum_dtype(values.dtype)
+    places = [jnp.stack(coordinates(tensor), axis=1) for tensor in (x, like)]
+    both = jnp.concatenate([a.astype(joint_dtype(*places)) for a in places])
+    total = both.shape[0]
+    _, numbers = jnp.unique(both, axis=0, size=total, return_inverse=True)
+    values_of_x = jnp.where(is_entry(x), values, jnp.zeros_like(values)).astype(dtype)
+    sums = jnp.zeros((total, *values.shape[1:]), dtype).at[numbers[:count]].add(values_of_x)
+    return sums[numbers[count:]].astype(values.dtype)
 
 
 def has_unique_positions(x: Storage) -> bool:
@@ -252,6 +248,11 @@ def unique_positions(x: _Storage) -> _Storage:
     else:
         result = sum_duplicates(x, x.nse)
     return result
+
+
+def summed_before_cast(x: _Storage, dtype: DTypeLike) -> _Storage:
+    """Sum equal positions if that has to come before a cast: integers wrap, booleans `or`."""
+    return x if adds_when_cast(x.dtype, dtype) else unique_positions(x)
 
 
 def sum_duplicates(x: BCOO, nse: int | None = None) -> BCOO:

@@ -17,7 +17,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
 import jmask.numpy as jnm
-from jmask import nn  # noqa: F401, of the expressions
+from jmask import nn
 from tests.expressions import functions
 from tests.sparse_arrays import coo
 
@@ -227,3 +227,60 @@ def test_positions_that_differ_are_said():
         with pytest.warns(jmask.StorageFallbackWarning, match="`add` made a sparse"):
             result = eye + other
         assert result.stype == "default"
+
+
+@pytest.mark.parametrize("other", [jnp.ones((3, 3)), jmask.masked_tensor(jnp.ones((3, 3)))])
+def test_sums_of_entries_and_others(other):
+    """`add_n` adds as `jmask.numpy.add`: JAX's operators of BCOO take no masked tensor."""
+    for terms in ((coo(np.eye(3)), other), (other, coo(np.eye(3)))):
+        with pytest.warns(jmask.StorageFallbackWarning, match="`add` made a sparse"):
+            result = jmask.add_n(*terms)
+        assert isinstance(result, type(other))
+        np.testing.assert_array_equal(jmask.todense(result), np.eye(3) + 1)
+
+
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("leading", [2, 3])
+def test_indices_of_stacked_tables(leading, wrap):
+    """Columns are rows still; what picks tables, or rows of each, is dense."""
+    shape = (2, 5, 3)
+    values = jnp.arange(1.0, 1 + 4 * 3 ** (3 - leading)).reshape(4, *shape[leading:])
+    x = jmask.RowSparse([1, 1, 9, 7], values, shape, leading=leading)
+    s = np.s_
+    columns = s[:], s[...], s[..., 0], s[..., None, 1], s[..., 1:]
+    for index in (
+        *columns,
+        s[:, 1],
+        s[:, 1:],
+        s[:, :, 0],
+        s[:, np.array([3, 1])],
+        s[..., 1, 0],
+    ):
+        result = wrap(lambda x, index=index: jmask.todense(x[index]))(x)
+        np.testing.assert_array_equal(result, x.todense()[index])
+        is_sparse = isinstance(x[index], jmask.RowSparse)
+        assert is_sparse == any(index is i for i in columns[: 5 if leading == 2 else 2])
+
+
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
+@pytest.mark.parametrize("dtype", ["uint8", "bool", "int16"])
+@pytest.mark.dtype_promotion
+def test_integers_wrap_before_they_meet_others(dtype):
+    """Rows of equal ids are summed in their own dtype first: 200 + 100 is 44 in uint8."""
+    values = np.array([200, 100]) * (200 if dtype == "int16" else 1)
+    x = jmask.RowSparse([1, 1], values.astype(dtype), (3,))
+    for function in (jnp.add, jnp.subtract, jnp.multiply):
+        ours = getattr(jnm, function.__name__)
+        for other in (jnp.full(3, 1.5), 1.5):
+            for wrap in (lambda f: f, jax.jit):
+                result = jmask.todense(wrap(ours)(other, x))
+                np.testing.assert_array_equal(result, function(other, x.todense()))
+
+
+def test_operands_by_name():
+    """A function is 0 where its slope is only where its `x` is, too."""
+    slope = jmask.RowSparse([1], jnp.ones((1, 3)), (ROWS, WIDTH))
+    with pytest.warns(jmask.StorageFallbackWarning):
+        result = nn.leaky_relu(x=DENSE, negative_slope=slope)
+    np.testing.assert_array_equal(result, jax.nn.leaky_relu(DENSE, slope.todense()))
