@@ -411,7 +411,7 @@ def looked_up_rows(table: AnyTable, entries: Entries, shape: Shape) -> jax.Array
     elif table.shape[0] == 0:
         rows = jnp.zeros((*positions.shape, *table.shape[1:]), table.dtype)
     elif is_packed:
-        if is_sharded:
+        if any(spec_of(table)):
             raise ValueError(
                 f"`table` is sharded, {jax.typeof(table)}, and its lines hold several rows: "
                 "shard the table itself, `jmask.sharded(table, mesh)`, and give no `width`."
