@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jmask._autodiff.taps import Tap, Taps
 from jmask._autodiff.view_rules import element
 from jmask._autodiff.views import TableView, View, view_of_table
+from jmask._base.array_types import is_known
 from jmask._base.forms import (
     CALLS,
     REMATS,
@@ -213,8 +214,10 @@ def _scan(
         of_rounds = lambda tap: dataclasses.replace(tap, batch=(length, *tap.batch))
         outs, record = [aval_of(v) for v in eqn.outvars], jax.tree.map(of_rounds, record)
     else:
-        xs = lax.iota(id_dtype(length), length), plain, arrays
-        carry, (ys, record) = lax.scan(step, init, xs, **scan.how)
+        # The numbers of the rounds say how many there are, which an export may leave open.
+        dtype = id_dtype(length) if is_known(length) else jnp.int32
+        xs = jnp.arange(length, dtype=dtype), plain, arrays
+        carry, (ys, record) = lax.scan(step, init, xs, **(scan.how | {"length": None}))
         outs = [*_merged(kept, carry), *ys]
     taps.record.append(record)
     return [kept.get(i, x) for i, x in enumerate(outs)]

@@ -25,7 +25,7 @@ from tests.oracle import assert_close
 from tests.sampling import few_or_many
 from tests.stored_tables import STEPS, bits, mesh_of
 
-V, D, N = 64, 8, 16
+V, D, N = 128, 8, 16
 TABLE = np.random.default_rng(0).normal(size=(V, D)).astype(np.float32)
 BATCHES = np.random.default_rng(1).integers(0, V, (3, N)).astype(np.int32)
 # How a table of this kind is made of `TABLE`, and the index that a lookup of ids has.
@@ -151,10 +151,10 @@ def check(program):
     assert_close(found, expected, rtol=2e-4, atol=2e-5)
     new = found[0]["table"]
     if program["name"] != "deferred":
-        touched = KINDS["stack"][1](BATCHES) if kind == "stack" else (BATCHES // 8, BATCHES % 8)
-        others = np.ones((8, 8), bool)
+        touched = KINDS["stack"][1](BATCHES) if kind == "stack" else divmod(BATCHES, V // 8)
+        others = np.ones((8, V // 8), bool)
         others[touched] = False
-        old, new_rows = (np.asarray(x).reshape(8, 8, -1)[others] for x in (table, new))
+        old, new_rows = (np.asarray(x).reshape(*others.shape, -1)[others] for x in (table, new))
         np.testing.assert_array_equal(bits(new_rows), bits(old))
     if axes == "explicit" and not program["of_no_mesh"]:
         assert jax.typeof(new) == jax.typeof(table)
