@@ -165,11 +165,12 @@ class Taps:
         _, tap = next(self._given)
         sharding_of: Function = lambda x: getattr(jax.typeof(x), "sharding", None)
         there, here = sharding_of(rows), sharding_of(tap)
+        is_placed = isinstance(there, NamedSharding) and not there.mesh.empty
         # Also between axes that are explicit and those that are automatic for a while.
-        if isinstance(there, NamedSharding) and there.mesh != here.mesh:
+        if is_placed and there.mesh != here.mesh:
             tap = jax.sharding.reshard(tap, NamedSharding(there.mesh, PartitionSpec()))
         rows, tap = varying_alike(rows, as_result(tap).reshape(rows.shape))
-        if isinstance(there, NamedSharding) and there != sharding_of(tap):
+        if is_placed and there != sharding_of(tap):
             tap = jax.sharding.reshard(tap, there)
         self.record.append(ids())
         return tapped(rows, tap)

@@ -174,7 +174,8 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         for i, (form, x) in enumerate(zip(forms, jax.tree.leaves(params), strict=True)):
             if isinstance(form, Form):
                 fresh = form.line(wide(x.dtype))
-                last = jnp.zeros_like(x[..., 0] if x.ndim > 1 else x, jnp.int32)  # as it lies
+                of_rows = jnp.sum(x, -1) if x.ndim > 1 else x  # which lie as rows do
+                last = jnp.zeros_like(of_rows, jnp.int32)
                 carry = jnp.zeros((window, form.sums), fresh.dtype)
                 lines = jnp.tile(fresh, (window, 1))
                 tables[i] = TableState(last, lines, carry, jnp.zeros((), jnp.int32))

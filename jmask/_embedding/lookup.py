@@ -406,15 +406,15 @@ def looked_up_rows(table: AnyTable, reads: Reads, shape: Shape) -> jax.Array:
         rows = table.dequantized(*(looked_up_rows(x, plain, x.shape) for x in arrays))
     elif table.shape[0] == 0:
         rows = jnp.zeros((*positions.shape, *table.shape[1:]), table.dtype)
-    elif Shards.of(table, positions) is not None:
-        if is_packed:
+    elif is_packed:
+        if any(spec_of(table)):
             raise ValueError(
                 f"`table` is sharded, {jax.typeof(table)}, and its lines hold several rows: "
                 "shard the table itself, `jmask.sharded(table, mesh)`, and give no `width`."
             )
-        rows = sharded_rows.looked_up(table, positions)
-    elif is_packed:
         rows = rows_of_lines(table, positions, slot_of(shape[1]))
+    elif Shards.of(table, positions) is not None:
+        rows = sharded_rows.looked_up(table, positions)
     else:
         # The gather itself fills in what is outside, if nothing else reads V.
         fills_in = absent is None and outside is not None

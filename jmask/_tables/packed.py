@@ -15,6 +15,7 @@ take as lines of which some entries exist: see `jmask._kernels.lines`.
 import jax
 import jax.numpy as jnp
 
+from jmask._base.shardings import spec_of
 from jmask._base.types import Numbers, Shaped
 from jmask._base.validation import as_table
 from jmask._kernels.lines import LANES
@@ -65,6 +66,11 @@ def packed(table: Numbers) -> jax.Array:
             f"`table` must be (V, D), got shape {array.shape}: pack "
             "`table.reshape(-1, table.shape[-1])`, or `table.reshape(len(table), -1)`, and "
             "reshape the rows that are looked up."
+        )
+    if any(spec_of(array)):
+        raise ValueError(
+            f"`table` is sharded, {jax.typeof(array)}, and lines hold several rows: leave it "
+            "as it is, or pack one that every device has."
         )
     rows, columns = array.shape
     slot = slot_of(columns)

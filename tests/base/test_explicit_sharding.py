@@ -1,12 +1,11 @@
 """Where axes of a mesh are explicit, as those of `jax.make_mesh` are, all works as elsewhere.
 
 Tables of every kind, ids of every placement, each against the same program on one device:
-lookups lie where their ids do, gradients are row-sparse, tables stay where they are.
+lookups lie where their ids do, gradients are row-sparse. Steps: test_random_placements.py.
 """
 
 import contextlib
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +16,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmask
-from tests.optimizers import OPTIMIZERS
 from tests.oracle import is_row_sparse
 from tests.sampling import chosen
-from tests.stored_tables import STEPS
 
 pytestmark = pytest.mark.sampled(15)
 
@@ -184,66 +181,6 @@ def test_rows_that_are_shortened_or_refused(table, ids):
 context = lambda is_entered: (
     jax.set_mesh(mesh_with()) if is_entered else contextlib.nullcontext()
 )
-NAMES = ("sgd", "adam", "rowwise adagrad", "clipped optax.adam", "ftrl", "adam within norms")
-_GRADIENT = jax.eval_shape(jmask.grad(lambda t: jnp.sum(lookup(t, jnp.arange(16)))), TABLE)
-TRAINED = {name: OPTIMIZERS[name] for name in NAMES}
-TRAINED["adam, microbatches"] = jmask.multi_steps(jmask.adam(0.1), 2, like=_GRADIENT)
-
-
-def trained(tx, step, batches, table, placed, wrap=jax.jit):
-    """The table after a step with each batch of ids, and the losses."""
-
-    @wrap
-    def train(table, state, ids):
-        loss = lambda t: jnp.sum(jnp.sin(lookup(t, ids)))
-        value, gradient = jmask.value_and_grad(loss)(table)
-        return *step(tx, gradient, state, table), value
-
-    state, losses = tx.init(table), []
-    for ids in batches:
-        table, state, value = train(table, state, placed(ids))
-        losses.append(float(value))
-    return table, losses
-
-
-ALL_STEPS = list(itertools.product(TABLES, TRAINED, STEPS, (False, True)))
-
-
-@pytest.mark.parametrize(
-    ("table", "optimizer", "step", "in_context"),
-    chosen(ALL_STEPS[::14], ALL_STEPS),
-)
-@pytest.mark.dtype_promotion
-def test_steps(table, optimizer, step, in_context):
-    """The trajectory of one device; compiled once; every table stays where it is."""
-    tx = TRAINED[optimizer]
-    batches = np.random.default_rng(2).integers(0, 16, (4, 16))
-    run = functools.partial(trained, tx, STEPS[step], batches)
-    start = TABLES[table]()
-    with context(in_context):
-        new, losses = run(start, lambda ids: put(ids, "x"))
-    expected, expected_losses = run(jnp.asarray(TABLE), jnp.asarray)
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
-    np.testing.assert_allclose(np.asarray(new), expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_array_equal(np.asarray(new)[16:], TABLE[16:])
-    if table.startswith("an array spread") and "microbatches" not in optimizer:
-        state = jax.tree.leaves(tx.init(start))
-        rows = [x.sharding.spec[0] for x in state if x.ndim]
-        assert rows == [start.sharding.spec[0]] * len(rows)
-    if table != "an array of no mesh":
-        for old, array in zip(jax.tree.leaves(start), jax.tree.leaves(new), strict=True):
-            assert jax.typeof(array) == jax.typeof(old)
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_eagerly(step):
-    """In the context of the mesh, which JAX asks for."""
-    batches = np.random.default_rng(2).integers(0, 16, (2, 16))
-    run = functools.partial(trained, jmask.adam(0.1), STEPS[step], batches, wrap=lambda f: f)
-    with jax.set_mesh(mesh_with()):
-        new, _ = run(TABLES["an array spread by rows"](), lambda ids: put(ids, "x"))
-    expected, _ = run(jnp.asarray(TABLE), jnp.asarray)
-    np.testing.assert_allclose(np.asarray(new), expected, rtol=1e-5, atol=1e-6)
 
 
 # Along a dimension that is not sharded, as functions of JAX.

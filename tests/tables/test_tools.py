@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmask
+from tests.expressions import functions
 from tests.later import later
 from tests.optimizers import NAMED
 from tests.oracle import assert_close
@@ -294,6 +295,30 @@ def test_exported_steps(table, name):
         ours, wanted = exported_and_back(step, *args), jax.jit(step)(*args)
     assert jax.tree.structure(ours) == jax.tree.structure(wanted)
     np.testing.assert_allclose(table_of(ours[0]), table_of(wanted[0]), rtol=1e-6)
+
+
+LOOKUPS = functions("t, ids", globals())("""
+    t[ids]; jnp.take(t, ids, axis=0, mode="clip"); jnp.exp(t)[ids]; t[ids[:, None]].sum(1);
+    jmask.embedding_lookup(t, ids, padding_id=0); jmask.embedding_bag(t, ids[:, None]);
+    jax.lax.map(lambda i: t[i], ids)
+""")
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "rowwise adagrad", "adam unless not finite"])
+@pytest.mark.parametrize("lookup", LOOKUPS)
+def test_steps_of_batches_of_any_size(lookup, name):
+    """The number of ids is left open where a step is exported."""
+    tx, table = NAMED[name], jnp.arange(4.0 * V).reshape(V, 4)
+
+    def step(table, state, ids):
+        grads = jmask.grad(lambda t: jnp.sum(jnp.sin(LOOKUPS[lookup](t, ids))))(table)
+        return jmask.apply_gradients(tx, grads, state, table)
+
+    of_any_size = jax.ShapeDtypeStruct(export.symbolic_shape("b"), jnp.int32)
+    exported = export.export(jax.jit(step))(table, tx.init(table), of_any_size)
+    for count in (1, 5):
+        args = table, tx.init(table), jnp.arange(count, dtype=jnp.int32) % 3
+        assert_close(exported.call(*args), step(*args), rtol=1e-5, atol=1e-6)
 
 
 def test_exported_tensors():
