@@ -20,7 +20,7 @@ from jmask._base.validation import checked_array, leaf_name, named_parts
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.rows import set_rows
 from jmask._kernels.stochastic_rounding import check_key
-from jmask._lazy.checks import check_parameters, check_transformation
+from jmask._lazy.checks import Fit, check_transformation
 from jmask._lazy.state_rows import as_of_now, rows_of_state
 from jmask._optim.microbatches import holds_gradients
 from jmask._tables.rows_at import shape_of
@@ -81,7 +81,7 @@ def reset(
         [1. 0. 1.]
     """
     check_transformation("tx", tx, "jmask.lazy(optax.adam(1e-3))")
-    check_parameters(params)
+    fit = Fit.alone(params)
     if not callable(init):
         raise TypeError(
             "`init` must be a function (key, shape, dtype) -> rows, as "
@@ -97,9 +97,9 @@ def reset(
         raise TypeError(f"`vocab` must be a Vocabulary, got {type(vocab).__name__}.")
     key = jax.random.key(0) if key is None else key
     check_key(key)
-    paths = [path for path, _ in jax.tree.leaves_with_path(params)]
-    tree: PyTreeDef = jax.tree.structure(params)
-    leaves = jax.tree.leaves(params)
+    paths = [path for path, _ in jax.tree.leaves_with_path(fit.params)]
+    tree: PyTreeDef = jax.tree.structure(fit.params)
+    leaves = jax.tree.leaves(fit.params)
     chosen: dict[int, jax.Array] = {}
     for i, ids in named_parts("rows", paths, rows).items():
         name, table = leaf_name("params", paths[i]), jnp.asarray(leaves[i])
@@ -127,7 +127,7 @@ def reset(
         leaves[i], *new = _in_blocks(start, ids, arrays)
         for k, x in zip(places, new, strict=True):
             slots[k] = x
-    return tree.unflatten(leaves), state_tree.unflatten(slots)
+    return fit.as_given(tree.unflatten(leaves)), state_tree.unflatten(slots)
 
 
 def _in_blocks(
