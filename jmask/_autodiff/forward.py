@@ -72,7 +72,8 @@ class Forward:
     taps: Taps
     needed: Needed = dataclasses.field(default_factory=Needed)
     needs: list[Need] = dataclasses.field(default_factory=list)
-    eqns: tuple[JaxprEqn, ...] = ()  # those that run the program that this is in
+    # Those that run the program that this is in; while one of its equations runs, that too.
+    eqns: tuple[JaxprEqn, ...] = ()
 
     def run(self, program: Opened, inputs: Sequence[Argument], wanted: Flags) -> list[Argument]:
         """Return the outputs of a program; a gradient is taken of those that are wanted."""

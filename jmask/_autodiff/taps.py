@@ -19,11 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
 
 from jmask._base.row_ids import id_dtype
 from jmask._base.shardings import (
     explicit_sharding,
+    on_mesh,
     resharded,
     varying_alike,
     varying_axes,
@@ -33,7 +34,6 @@ from jmask._base.types import (
     ArrayFunction,
     Arrays,
     DType,
-    Function,
     IdVector,
     PyTree,
     RowArray,
@@ -163,14 +163,12 @@ class Taps:
         if self.is_without:
             return rows
         _, tap = next(self._given)
-        sharding_of: Function = lambda x: getattr(jax.typeof(x), "sharding", None)
-        there, here = sharding_of(rows), sharding_of(tap)
+        there = getattr(jax.typeof(rows), "sharding", None)
         is_placed = isinstance(there, NamedSharding) and not there.mesh.empty
-        # Also between axes that are explicit and those that are automatic for a while.
-        if is_placed and there.mesh != here.mesh:
-            tap = jax.sharding.reshard(tap, NamedSharding(there.mesh, PartitionSpec()))
+        if is_placed:
+            tap = on_mesh(there.mesh, tap)
         rows, tap = varying_alike(rows, as_result(tap).reshape(rows.shape))
-        if is_placed and there != sharding_of(tap):
+        if is_placed and there != jax.typeof(tap).sharding:
             tap = jax.sharding.reshard(tap, there)
         self.record.append(ids())
         return tapped(rows, tap)
@@ -202,15 +200,9 @@ def gradients_of_tables(
         table = tables[spec.table]
         sharding = explicit_sharding(table, cotangent)
         mesh = jax.sharding.get_abstract_mesh() if sharding is None else sharding.mesh
-
-        def on_mesh(x: jax.Array, mesh: AbstractMesh | Mesh = mesh) -> jax.Array:
-            """Bring what was made where axes are automatic to axes that are explicit."""
-            own = getattr(jax.typeof(x), "sharding", None)
-            if AxisType.Explicit not in mesh.axis_types or own is None or own.mesh == mesh:
-                return x
-            return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
-
-        both = _flat(spec, table, *jax.tree.map(on_mesh, (i, cotangent)))
+        if AxisType.Explicit in mesh.axis_types:
+            i, cotangent = jax.tree.map(functools.partial(on_mesh, mesh), (i, cotangent))
+        both = _flat(spec, table, i, cotangent)
         # A table that devices share has the gradients of all of them.
         axes = frozenset[str]().union(*map(varying_axes, both)) - varying_axes(table)
         if axes:

@@ -176,6 +176,17 @@ def on_every_device(x: jax.Array, shape: Shaped) -> jax.Array:
     return x if sharding is None else resharded(x, sharding, (None,) * x.ndim)
 
 
+def on_mesh(mesh: AbstractMesh | Mesh, x: jax.Array) -> jax.Array:
+    """Return an array whose type names another mesh on every device of this one.
+
+    It was made where axes are automatic that are explicit here, or the other way round.
+    """
+    own = getattr(jax.typeof(x), "sharding", None)
+    if own is None or own.mesh == mesh:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, P()))
+
+
 def varying_axes(x: jax.Array) -> frozenset[str]:
     """Return the axes over which an array in a `shard_map` differs, as far as JAX tracks it."""
     return axes_of_type(jax.typeof(x))

@@ -157,10 +157,7 @@ def nonzero(
     chosen = valid & is_nonzero(values)
     picked = jnp.flatnonzero(chosen, size=size, fill_value=chosen.size)
     fill = fill_value if isinstance(fill_value, tuple) else (fill_value or 0,) * len(places)
-    return tuple(
-        place.at[picked].get(mode="fill", fill_value=index)
-        for place, index in zip(places, fill, strict=True)
-    )
+    return tuple(_filled_at(*x, picked) for x in zip(places, fill, strict=True))
 
 
 def compressed(x: TensorLike, *, size: int | None = None, fill_value: complex = 0) -> jax.Array:
@@ -179,7 +176,14 @@ def compressed(x: TensorLike, *, size: int | None = None, fill_value: complex = 
     """
     values, valid, _ = _in_order(as_masked_tensor(adopted(x)))
     picked = jnp.flatnonzero(valid, size=size, fill_value=valid.size)
-    return values.at[picked].get(mode="fill", fill_value=fill_value)
+    return _filled_at(values, fill_value, picked)
+
+
+def _filled_at(x: jax.Array, fill: Scalar, places: jax.Array) -> jax.Array:
+    """Return the entries of x (m,) at `places` (n,), `fill` where there is none."""
+    if not x.size:  # of which JAX gathers nothing
+        return jnp.full(places.shape, fill, x.dtype)
+    return x.at[places].get(mode="fill", fill_value=fill)
 
 
 def _in_order(x: MaskedTensor) -> tuple[jax.Array, jax.Array, Sequence[jax.Array]]:
