@@ -25,11 +25,10 @@ from tests.stored_tables import of_lines
 pytestmark = pytest.mark.dtype_promotion
 
 ROOT = Path(__file__).parents[2]
-# Their state does not depend on what it was where it is read, is chosen by a condition, or is
-# filled anew.
+# Their state does not depend on what it was where it is read, or is chosen by a condition.
 IN_SEVERAL_PASSES = {
     "adan", "novograd", "optimistic_gradient_descent", "optimistic_adam_v2",
-    "chain(trace(0.9), forgetful(), scale(-0.1))", "apply_if_finite(adam(0.1), 3)",
+    "apply_if_finite(adam(0.1), 3)",
 }  # fmt: skip
 # Deprecated, in need of the value of the loss, and one that does nothing.
 LEFT_OUT = ("optimistic_adam", "polyak_sgd", "set_to_zero()")
