@@ -21,7 +21,7 @@ Everything else is computed on gathered rows; see `_update_of_rows`.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -93,7 +93,7 @@ def applied(step: LazyStep, params: PyTree) -> tuple[PyTree, PyTree]:
         elif v in needed:
             known[v] = leaf.to_inner(stored_values(leaf.coalesced_value))
     tables = {parts.table_of[v] for v in needed if v in parts.table_of}
-    run(before, known, parts.rule({i: leaves[i].coalesced_value.nse for i in tables}))
+    parts.run(before, known, {i: leaves[i].coalesced_value.nse for i in tables})
 
     # --- the pass
     started = []
@@ -158,10 +158,10 @@ class Parts(NamedTuple):
     rows: Mapping[int, Dimension]  # the open number of rows of each table
     nothing: Jaxpr  # of no equations
 
-    def rule(
-        self, sizes: Mapping[int, int]
-    ) -> Callable[[JaxprEqn, list[jax.Array]], Sequence[jax.Array]]:
-        """Return the rule that runs equations on so many rows; on single entries for none."""
+    def run(
+        self, eqns: Sequence[JaxprEqn], values: dict[Var, Argument], sizes: Mapping[int, int]
+    ) -> None:
+        """Add results of equations to `values`: of so many rows of tables, or of entries."""
         numbers = {self.rows[i]: size for i, size in sizes.items()}
 
         def rule(eqn: JaxprEqn, values: list[jax.Array]) -> Sequence[jax.Array]:
@@ -172,7 +172,7 @@ class Parts(NamedTuple):
             (sized,) = with_sizes(self.nothing.replace(eqns=[eqn]), numbers).eqns
             return bound(sized, values)
 
-        return rule
+        run(eqns, values, rule)
 
 
 def _taken_apart(proof: RowLocal) -> Parts | None:
@@ -245,7 +245,7 @@ def _combiner(
             rows = [v for v in given if v in table_of]
             given = given | {v: with_row(given[v], aval_of(v).shape[1:]) for v in rows}
         values: dict[Var, Argument] = constants | given
-        run(chosen, values, parts.rule(sizes))
+        parts.run(chosen, values, sizes)
         return [values[v] for v in wanted]
 
     def combiner(source: Var, chosen: Sequence[JaxprEqn], scalars: list[Var]) -> Combiner:

@@ -182,11 +182,11 @@ def explain(
         reading = Reading(loss_fn, (0,), (params, *args), keywords, has_aux)
         taps = jax.tree.leaves(reading.taps)
         for i, (path, leaf) in enumerate(jax.tree.leaves_with_path(params)):
-            its_taps = [x for x in taps if x.table == i] if i in reading.tables else None
+            taps_of_table = [x for x in taps if x.table == i] if i in reading.tables else None
             why = reason(reading.jaxpr, reading.needs.get(i, []), math.inf)
             note = "" if why is None else _with_place(*why[:2])
             note = note if reading.jaxpr.invars[i] in reading.needed else UNUSED
-            steps.append(_step(path, leaf, its_taps, note, platform))
+            steps.append(_step(path, leaf, taps_of_table, note, platform))
 
     with collected() as reports:
         jax.eval_shape(read, jax.tree.map(abstract_leaf, params), shapes)
