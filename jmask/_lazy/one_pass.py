@@ -228,9 +228,7 @@ def _combiner(
     places = [i for i, x in enumerate(leaves) if x.table == table and x.kind != "gradient"]
     places.sort(key=lambda i: leaves[i].kind != "param")
     inputs, new = [jaxpr.invars[i] for i in places], [outputs[i] for i in places]
-    wanted = [v for v in new if isinstance(v, Var)]
-    if len(wanted) < len(places):
-        return None  # a state that becomes a constant
+    wanted = [v for v in new if isinstance(v, Var)]  # all of them: no literal has rows
     constants: dict[Var, Argument] = {
         v: np.asarray(x, aval_of(v).dtype)
         for v, x in proof.known.items()
