@@ -229,7 +229,7 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         tables = tree.flatten_up_to(state.tables)
         forms = forms_of(fit.params)
         likes, is_table = list(map(shape_of, leaves)), [isinstance(x, Form) for x in forms]
-        owners = rows_of_state(inner.init, likes, likes, is_table, tree, state.inner)
+        owners = rows_of_state(inner.init, likes, is_table, tree, state.inner)
         slots = jax.tree.leaves(state.inner)
         for i, where in _chosen_rows([path for path, _ in paths], leaves, ids).items():
             form = forms[i]

@@ -45,7 +45,7 @@ def state_on_host(
     shapes = [shape_of(x) for x in params]
     state = shapes_from(tx.init, tree.unflatten(shapes))
     _check_takes_rows(tx, state, shapes, is_table, tree)
-    owners = [x for x, _ in rows_of_state(tx.init, shapes, shapes, is_table, tree, state)]
+    owners = [x for x, _ in rows_of_state(tx.init, shapes, is_table, tree, state)]
 
     def init(tables: dict[int, PyTree]) -> list[PyTree]:
         given = [tables.get(i, x) for i, x in enumerate(params)]

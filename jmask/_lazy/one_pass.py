@@ -7,7 +7,7 @@ The shapes of the program that was proved, whose number of rows is open, take it
 
     count -> count + 1 -> 1 - 0.9 ** count        ()          computed before the pass
     g -> g * g -> sum                             ()          of the gradient alone: so is this
-    full_like(g, 0.1)                             (rows, D)   one number, which fills it: so too
+    full_like(g, 0.1)                             (rows, D)   entry by entry: one number
     m, g  -> 0.9 m + 0.1 g -> / (1 - 0.9 ** c)    (rows, D)   entry by entry
     mean(g * g, 1)                                (rows,)     row by row
 
@@ -21,7 +21,7 @@ Everything else is computed on gathered rows; see `_update_of_rows`.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -50,7 +50,7 @@ from jmask._kernels.rows import add_rows, gather_unique_rows, set_rows
 from jmask._kernels.scatter_update import entry_by_entry, update_elementwise
 from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows, updated
 from jmask._lazy.open_rows import Dimension, with_sizes
-from jmask._lazy.row_local import FILL, RowLocal
+from jmask._lazy.row_local import RowLocal
 from jmask._lazy.step import (
     LazyStep,
     Leaf,
@@ -87,14 +87,13 @@ def applied(step: LazyStep, params: PyTree) -> tuple[PyTree, PyTree]:
     shared = [v for eqn in jaxpr.eqns for v in eqn.outvars if v not in parts.table_of]
     before, needed = needed_for([*shared, *computed], jaxpr.eqns)
     known = dict(zip(jaxpr.constvars, proof.program.consts, strict=True))
-    sizes: dict[int, int] = {}
     for v, leaf in zip(jaxpr.invars, leaves, strict=True):
         if leaf.table is None:
             known[v] = leaf.value
         elif v in needed:
             known[v] = leaf.to_inner(stored_values(leaf.coalesced_value))
-            sizes[leaf.table] = leaf.coalesced_value.nse
-    run(before, known, parts.rule(sizes))
+    tables = {parts.table_of[v] for v in needed if v in parts.table_of}
+    parts.run(before, known, {i: leaves[i].coalesced_value.nse for i in tables})
 
     # --- the pass
     started = []
@@ -155,44 +154,35 @@ class Parts(NamedTuple):
 
     table_of: dict[Var, int]  # whose rows or entries a variable has; no others depend on rows
     from_gradient: set[Var]  # those that are made of the gradient alone
-    # Those that have one number in the shape of a table that is updated by entries.
-    filled: set[Var]
     reduced: set[int]  # tables over whose gradient something shared is computed
     rows: Mapping[int, Dimension]  # the open number of rows of each table
     nothing: Jaxpr  # of no equations
 
-    def rule(
-        self, sizes: Mapping[int, int]
-    ) -> Callable[[JaxprEqn, list[jax.Array]], Sequence[jax.Array]]:
-        """Return the rule that runs equations on so many rows; what is filled is a number."""
+    def run(
+        self, eqns: Sequence[JaxprEqn], values: dict[Var, Argument], sizes: Mapping[int, int]
+    ) -> None:
+        """Add results of equations to `values`: of so many rows of tables, or of entries."""
         numbers = {self.rows[i]: size for i, size in sizes.items()}
 
         def rule(eqn: JaxprEqn, values: list[jax.Array]) -> Sequence[jax.Array]:
-            is_filled = self.filled.issuperset(eqn.outvars)
-            if is_filled and eqn.primitive.name == FILL:
-                return values[:1]
-            if eqn.primitive.name not in ARITHMETIC:
-                (sized,) = with_sizes(self.nothing.replace(eqns=[eqn]), numbers).eqns
-                return bound(sized, values)
-            # Arithmetic takes scalars and arrays together, except in `select_n` and `clamp`.
-            shapes = {jnp.shape(x) for x in values}
-            shapes -= set() if eqn.primitive.name in ("clamp", "select_n") else {()}
-            if not is_filled and len(shapes) > 1:
-                values = list(jnp.broadcast_arrays(*values))
-            return bound(eqn, values)
+            if eqn.primitive.name in ARITHMETIC:
+                return bound(eqn, values)
+            if not numbers and self.table_of.keys() & {*eqn.outvars}:
+                return values[:1]  # a fill: an entry of it is the number
+            (sized,) = with_sizes(self.nothing.replace(eqns=[eqn]), numbers).eqns
+            return bound(sized, values)
 
-        return rule
+        run(eqns, values, rule)
 
 
 def _taken_apart(proof: RowLocal) -> Parts | None:
     """Return the parts of an update, or None if it computes something shared of old rows."""
     jaxpr, owners = proof.program.jaxpr, proof.owners
     from_gradient = {jaxpr.invars[i] for i in proof.rows}
-    filled: set[Var] = set()
     reduced: set[int] = set()
     for eqn in jaxpr.eqns:
         operands = {v for v in eqn.invars if isinstance(v, Var) and v in owners}
-        is_from_gradient = operands <= from_gradient | filled
+        is_from_gradient = operands <= from_gradient
         if not owners.keys() & {*eqn.outvars}:
             if not is_from_gradient:
                 return None
@@ -201,15 +191,10 @@ def _taken_apart(proof: RowLocal) -> Parts | None:
         is_mixed = len({owners.get(v) for v in (*operands, *eqn.outvars)}) > 1
         if is_mixed or eqn.effects or holds_jaxprs(eqn):
             return None
-        if operands <= filled and owners[eqn.outvars[0]] not in proof.by_rows:
-            if eqn.primitive.name not in (*ARITHMETIC, FILL):
-                return None
-            filled.update(eqn.outvars)
-        elif is_from_gradient:
+        if is_from_gradient:
             from_gradient.update(eqn.outvars)
-    table_of = {v: i for v, i in owners.items() if v not in filled}
     nothing = jaxpr.replace(constvars=[], invars=[], eqns=[], outvars=[])
-    return Parts(table_of, from_gradient, filled, reduced, proof.rows, nothing)
+    return Parts(owners, from_gradient, reduced, proof.rows, nothing)
 
 
 # --- combiners ---------------------------------------------------------------------------
@@ -243,13 +228,11 @@ def _combiner(
     places = [i for i, x in enumerate(leaves) if x.table == table and x.kind != "gradient"]
     places.sort(key=lambda i: leaves[i].kind != "param")
     inputs, new = [jaxpr.invars[i] for i in places], [outputs[i] for i in places]
-    wanted = [v for v in new if isinstance(v, Var)]
-    if [table_of.get(v) for v in wanted] != [table] * len(places):
-        return None  # a state that is filled anew
+    wanted = [v for v in new if isinstance(v, Var)]  # all of them: no literal has rows
     constants: dict[Var, Argument] = {
         v: np.asarray(x, aval_of(v).dtype)
         for v, x in proof.known.items()
-        if x is not None and (v in parts.filled or not aval_of(v).ndim)
+        if x is not None and not aval_of(v).ndim
     }
 
     def evaluated(chosen: Sequence[JaxprEqn], given: dict[Var, Argument]) -> list[jax.Array]:
@@ -260,7 +243,7 @@ def _combiner(
             rows = [v for v in given if v in table_of]
             given = given | {v: with_row(given[v], aval_of(v).shape[1:]) for v in rows}
         values: dict[Var, Argument] = constants | given
-        run(chosen, values, parts.rule(sizes))
+        parts.run(chosen, values, sizes)
         return [values[v] for v in wanted]
 
     def combiner(source: Var, chosen: Sequence[JaxprEqn], scalars: list[Var]) -> Combiner:
@@ -287,7 +270,7 @@ def _combiner(
         chosen, needed = needed_for(wanted, equations, source)
         scalars = [v for v in needed if v not in table_of and v not in constants]
         more, scalars = _with_fewer_scalars(scalars, jaxpr.eqns, constants)
-        if any(aval_of(v).ndim for v in scalars if v not in parts.filled):
+        if any(aval_of(v).ndim for v in scalars):
             break
         if source is not gradient and gradient in needed:
             continue

@@ -54,23 +54,25 @@ def once_a_step(key: object, find: Callable[[], _T]) -> _T:
 def rows_of_state(
     init: optax.TransformInitFn,
     params: list[jax.ShapeDtypeStruct],
-    seen: list[jax.ShapeDtypeStruct],
     is_table: list[bool],
     param_tree: PyTreeDef,
     state: PyTree,
+    *,
+    as_tables: list[jax.ShapeDtypeStruct] | None = None,
     dtypes: bool = True,
 ) -> list[tuple[int | None, Shape]]:
     """Return, for each leaf of the state, the table whose rows it holds, or None; their shape.
 
     Args:
         params: shapes of the leaves of the parameters.
-        seen: the same, of stacked tables (M, V, D) as one table (M * V, 1, D).
         is_table: which of them have a sparse or masked gradient.
+        as_tables: their shapes, of stacked tables (M, V, D) as one table (M * V, 1, D).
         dtypes: whether the dtypes of `params` are known; then rows must have the dtypes that
             `init` gives them. All other leaves may get another dtype in a step, as optax
             promotes them.
     """
-    rows, opened = open_shapes(seen, [i if x else None for i, x in enumerate(is_table)])
+    as_tables = params if as_tables is None else as_tables
+    rows, opened = open_shapes(as_tables, [i if x else None for i, x in enumerate(is_table)])
 
     def shapes() -> tuple[PyTree, PyTree]:
         with refusing_counts("its state"):
@@ -89,7 +91,7 @@ def rows_of_state(
                 f"its state holds an array of shape {x.shape} that depends on the number of "
                 "rows of a table, but has not one entry for each of them"
             )
-        if owner is not None and y.size != math.prod((*seen[owner].shape[:1], *row)):
+        if owner is not None and y.size != math.prod((*as_tables[owner].shape[:1], *row)):
             raise NotRowLocalError(
                 f"its state holds an array of shape {y.shape} for stacked tables, which has "
                 "not one entry for each of their rows",

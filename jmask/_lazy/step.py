@@ -184,13 +184,14 @@ class LazyStep:
         # Without parameters the gradient has their structure and shapes.
         shapes = list(map(shape_of, given if params is None else param_leaves))
         stacks = {i: x for i, x in enumerate(given) if is_row_sparse(x) and x.leading > 1}
-        seen = [
+        flat = [
             x.update(shape=(g.row_count, *(1,) * (g.leading - 1), *g.row)) if i in stacks else x
             for i, (x, g) in enumerate(zip(shapes, given, strict=True))
         ]
         is_table = list(map(is_gradient_leaf, given))
+        dtypes = params is not None
         owners = rows_of_state(
-            inner.init, shapes, seen, is_table, gradient_tree, state, params is not None
+            inner.init, shapes, is_table, gradient_tree, state, as_tables=flat, dtypes=dtypes
         )
         pairs = [(x.flat(), None) if is_row_sparse(x) else gradient_and_valid(x) for x in given]
         gradients, valid = [x for x, _ in pairs], [x for _, x in pairs]
@@ -208,7 +209,7 @@ class LazyStep:
             table = i if is_row_sparse(gradients[i]) else None
             if i not in stacks:
                 return Leaf(x, kind, table, valid[i])
-            like, table_row = stacks[i], seen[i].shape[1:]
+            like, table_row = stacks[i], flat[i].shape[1:]
             if kind == "gradient":
                 return Leaf(x, kind, table, None, table_row, like)
             if kind == "param":

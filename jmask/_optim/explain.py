@@ -183,11 +183,11 @@ def explain(
         program = LossProgram(loss_fn, models, (params_and_rest, *args), keywords, has_aux)
         taps = jax.tree.leaves(program.taps)
         for i, (path, leaf) in enumerate(jax.tree.leaves_with_path(params)):
-            its_taps = [x for x in taps if x.table == i] if i in program.tables else None
+            taps_of_table = [x for x in taps if x.table == i] if i in program.tables else None
             why = reason(program.jaxpr, program.needs.get(i, []), math.inf)
             note = "" if why is None else _with_place(*why[:2])
             note = note if i in program.live else UNUSED
-            steps.append(_step(path, leaf, its_taps, note, platform))
+            steps.append(_step(path, leaf, taps_of_table, note, platform))
 
     with collected() as reports:
         jax.eval_shape(read, jax.tree.map(abstract_leaf, model.parameters), shapes)

@@ -110,7 +110,7 @@ def reset(
         if size:
             chosen[i], _ = unique_slots(ids, size, count)
     likes, is_table = list(map(shape_of, leaves)), [i in chosen for i in range(len(leaves))]
-    owners = rows_of_state(tx.init, likes, likes, is_table, tree, state, dtypes=False)
+    owners = rows_of_state(tx.init, likes, is_table, tree, state, dtypes=False)
     state_tree: PyTreeDef = jax.tree.structure(state)
     slots = jax.tree.leaves(state)
     for i, ids in chosen.items():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -20,16 +21,15 @@ import jmask
 from tests.compiled_step import temporary_bytes
 from tests.expressions import functions
 from tests.optax_cases import CHAINS, ROW_LOCAL
-from tests.stored_tables import of_lines
+from tests.stored_tables import bits, of_lines
 
 pytestmark = pytest.mark.dtype_promotion
 
 ROOT = Path(__file__).parents[2]
-# Their state does not depend on what it was where it is read, is chosen by a condition, or is
-# filled anew.
+# Their state does not depend on what it was where it is read, or is chosen by a condition.
 IN_SEVERAL_PASSES = {
     "adan", "novograd", "optimistic_gradient_descent", "optimistic_adam_v2",
-    "chain(trace(0.9), forgetful(), scale(-0.1))", "apply_if_finite(adam(0.1), 3)",
+    "apply_if_finite(adam(0.1), 3)",
 }  # fmt: skip
 # Deprecated, in need of the value of the loss, and one that does nothing.
 LEFT_OUT = ("optimistic_adam", "polyak_sgd", "set_to_zero()")
@@ -63,6 +63,23 @@ def test_which_take_one_pass(name):
     assert ("jmask_update_rows" in program(name, (20, 64), MOST)) == (
         name in ("sgd", "identity()")
     )
+
+
+def test_a_table_that_is_frozen():
+    """It keeps its bits, and does not make the step of others two passes."""
+    each = {"train": optax.adam(0.1), "freeze": optax.set_to_zero()}
+    tx = jmask.lazy(optax.partition(each, {"a": "train", "b": "freeze"}))
+    table = jnp.arange(-150.0, 150.0).reshape(50, 6).at[5].set(jnp.nan)
+    params, alone = {"a": table, "b": table}, jmask.lazy(optax.adam(0.1))
+    gradient = jmask.RowSparse([3, 4, 5, 4], jnp.ones((4, 6)), table.shape)
+    step = lambda g, params: jmask.apply_gradients(tx, g, tx.init(params), params)[0]
+    given = {"a": gradient, "b": gradient}, params
+    assert str(jax.make_jaxpr(step)(*given)).count("jmask_update_rows[") == 2
+    new = jax.jit(step)(*given)
+    expected, _ = jax.jit(alone.update)(gradient, alone.init(table), table)
+    expected = jmask.apply_updates(table, expected)
+    np.testing.assert_allclose(new["a"], expected, rtol=1e-6)
+    np.testing.assert_array_equal(bits(new["b"]), bits(table))
 
 
 # Those of Adam and of a schedule take their scalars and which entries are touched: no room.
