@@ -164,11 +164,12 @@ class Taps:
             return rows
         _, tap = next(self._given)
         there = getattr(jax.typeof(rows), "sharding", None)
-        is_placed = isinstance(there, NamedSharding) and not there.mesh.empty
-        if is_placed:
+        if not isinstance(there, NamedSharding) or there.mesh.empty:
+            there = None
+        if there is not None:
             tap = on_mesh(there.mesh, tap)
         rows, tap = varying_alike(rows, as_result(tap).reshape(rows.shape))
-        if is_placed and there != jax.typeof(tap).sharding:
+        if there is not None and there != jax.typeof(tap).sharding:
             tap = jax.sharding.reshard(tap, there)
         self.record.append(ids())
         return tapped(rows, tap)

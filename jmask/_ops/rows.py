@@ -83,7 +83,9 @@ def on_stored_values(
         if keeps_zeros:
             return _on_common_positions(function, operands, safe, shape)
         full = [x for x in operands if not is_sparse(x)]
-        if words.adds and rows and len(full) == 1 and np.shape(full[0]) == shape:
+        are_numbers = any(x.dtype != jnp.dtype(bool) for x in operands)  # else it is `or`
+        fits = rows and len(full) == 1 and np.shape(full[0]) == shape
+        if words.adds and fits and are_numbers:
             ones = [np.ones((), x.dtype) if x is full[0] else _zero(x) for x in operands]
             slope = np.asarray(_evaluated(function, ones))
             summed = lambda x, dtype=slope.dtype: summed_before_cast(x, dtype)

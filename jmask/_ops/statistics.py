@@ -121,17 +121,15 @@ def unique(
     # Rows of a mask and values, so that JAX compares both.
     pair = [jnp.moveaxis(a, along, 0) for a in (is_hidden(x), as_dense(filled(x)))]
     count, *row = pair[0].shape
-    rows = jnp.concatenate(
-        [a.reshape(count, math.prod(row)).astype(x.dtype) for a in pair], axis=1
-    )
+    size = math.prod(row)
+    rows = jnp.concatenate([a.reshape(count, size).astype(x.dtype) for a in pair], axis=1)
     fills = (fill_value is None, 0 if fill_value is None else fill_value)
-    padding = jnp.repeat(jnp.asarray(fills, x.dtype), math.prod(row))
+    padding = jnp.repeat(jnp.asarray(fills, x.dtype), size)
     returned = return_index, return_inverse, return_counts
     result = jnp.unique(rows, *returned, axis=0, fill_value=padding, **options)
     result, *others = jax.tree.leaves(result)
-    hidden, values = (
-        jnp.moveaxis(a.reshape(-1, *row), 0, along) for a in jnp.split(result, 2, axis=1)
-    )
+    parts = [a.reshape(-1, *row) for a in jnp.split(result, 2, axis=1)]
+    hidden, values = (jnp.moveaxis(a, 0, along) for a in parts)
     if axis is None and return_inverse:
         others[return_index] = others[return_index].reshape(ar.shape)
     result = joined(values, ~hidden.astype(bool))
@@ -179,7 +177,7 @@ def compressed(x: TensorLike, *, size: int | None = None, fill_value: complex = 
     return _filled_at(values, fill_value, picked)
 
 
-def _filled_at(x: jax.Array, fill: Scalar, places: jax.Array) -> jax.Array:
+def _filled_at(x: jax.Array, fill: complex, places: jax.Array) -> jax.Array:
     """Return the entries of x (m,) at `places` (n,), `fill` where there is none."""
     if not x.size:  # of which JAX gathers nothing
         return jnp.full(places.shape, fill, x.dtype)

@@ -281,10 +281,8 @@ class RowSparse(RowSparseMethods):
         """
         if self.leading == 1:
             return self
-        shape = (self.row_count, *self.row)
-        return self.with_leaves(
-            self.index_leaf, self.values, shape=shape, leading=1, width=None
-        )
+        static = self._static._replace(shape=(self.row_count, *self.row), leading=1, width=None)
+        return RowSparse.tree_unflatten(static, (self.index_leaf, self.values))
 
     def stacked_as(self, like: "RowSparse") -> "RowSparse":
         """Undo `flat`: return the tensor with the shape of `like`."""

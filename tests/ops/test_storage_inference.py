@@ -213,6 +213,9 @@ def test_booleans_add_as_or(kind):
         np.testing.assert_array_equal(jmask.todense(result), expected)
     with pytest.warns(jmask.StorageFallbackWarning):
         np.testing.assert_array_equal(jnm.logical_not(x), ~dense)
+    rows = jmask.cast_storage(x, "row_sparse")
+    with pytest.warns(jmask.StorageFallbackWarning):
+        np.testing.assert_array_equal(jnm.add(~dense, rows), dense | ~dense)
 
 
 def test_positions_that_differ_are_said():
