@@ -38,6 +38,7 @@ COMPLEX, EMPTY = masked([1j, 2.0, 3 + 1j], [T, F, T]), masked(np.zeros((3, 0), n
 QUARTERS = masked([1.0, inf, 4.0, -3.0, 2.0], [T, F, T, T, T])
 BYTES, NOTHING = jnp.arange(3, dtype=jnp.int8), np.zeros(3, bool)
 LIKE, NO_SPARSE = coo(np.eye(2, dtype=np.float32)), BCOO.fromdense(jnp.ones((2, 3)), n_dense=2)
+NO_ROWS = jmask.RowSparse.zeros((3, 2), nse=0)
 ENDS, METHODS = jnp.array([-inf, 1.0, inf]), ("linear", "lower", "higher", "nearest")
 
 EDGES = """
@@ -45,6 +46,8 @@ EDGES = """
     jax.jit(lambda x: x.compressed(size=4, fill_value=-9))(ROW) | [5.0, 3.0, 8.0, -9.0]
     jax.jit(lambda x: x.nonzero(size=6, fill_value=9))(X) |
         ([0, 0, 0, 1, 1, 9], [0, 2, 3, 1, 3, 9])
+    jnm.nonzero(NO_ROWS, size=2) | ([0, 0], [0, 0])
+    jnm.compressed(NO_ROWS, size=1) | [0.0]
     jax.jit(lambda x: jnm.unique(x, size=4))(TIES) | [1.0, 2.0, None, None]
     jnm.unique(TIES, size=4, fill_value=3) | [1.0, 2.0, None, 3.0]
     jnm.unique(MANY, True, True, True, size=4)[1:] |
