@@ -25,6 +25,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import adds_when_cast, trailing
 from jmask._base.fallback import report_fallback
+from jmask._base.shardings import with_whole_rows
 from jmask._base.types import Argument, Function, HostArray, Ids, Shape, Sparse, Storage
 from jmask._tables.rows_at import add_to_dense
 from jmask._tensors.masked_tensor import common_shape
@@ -223,13 +224,13 @@ def _on_union(sparse: Sequence[Sparse]) -> list[Sparse]:
     starts = np.cumsum([0, *(stored_values(x).shape[0] for x in entries)])
 
     def among_all(x: Sparse, start: int) -> jax.Array:
-        values = stored_values(x)
+        values = with_whole_rows(stored_values(x))
         after = starts[-1] - start - values.shape[0]
         return jnp.pad(values, [(start, after), *[(0, 0)] * (values.ndim - 1)])
 
     pairs = [(x, among_all(x, start)) for x, start in zip(entries, starts, strict=False)]
     if isinstance(entries[0], RowSparse):
-        ids = jnp.concatenate([coordinates(x)[0] for x in entries])
+        ids = jnp.concatenate([with_whole_rows(coordinates(x)[0]) for x in entries])
         return [RowSparse(ids, values, x.shape).coalesce() for x, values in pairs]
     indices = jnp.concatenate([x.indices for x in entries])
     nse = indices.shape[0] if isinstance(indices, jax.core.Tracer) else None

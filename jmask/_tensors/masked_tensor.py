@@ -349,7 +349,7 @@ def _on_sparse(data: Sparse, mask: Storage | None) -> tuple[Storage, jax.Array]:
             f"`mask` of shape {tuple(mask.shape)} must have the shape of `data`, {shape}."
         )
     if mask is None:
-        valid = jnp.ones(values.shape, bool)
+        valid = jnp.ones_like(values, bool)  # placed as they are
     elif is_sparse(mask):
         if sparse_sizes(data) != sparse_sizes(mask):
             raise ValueError(

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmask
+from tests.expressions import functions
 from tests.oracle import is_row_sparse
 from tests.sampling import chosen
 
@@ -181,6 +182,36 @@ def test_rows_that_are_shortened_or_refused(table, ids):
 context = lambda is_entered: (
     jax.set_mesh(mesh_with()) if is_entered else contextlib.nullcontext()
 )
+
+
+OF_GRADIENTS = functions("g", globals())("""
+    jmask.tree.norm(g); jmask.tree.add(g, g); jmask.tree.scale(2.0, g); g + g; g * 2; -g;
+    abs(g);
+    jmask.tree.merge(jax.tree.map(lambda x: jnp.stack([x, x]), g)); TABLE + g; g.coalesce();
+    jmask.numpy.sum(g); jmask.numpy.sum(g, axis=0); jmask.numpy.sum(g, axis=1); g[[1, 5]];
+    jmask.numpy.where(g > 0, g, 0); g.retain(jnp.array([1, 2])); jmask.square_sum(g);
+    jmask.dot(g, TABLE.T); jmask.masked_tensor(g.coalesce()); g * TABLE[0];
+    jmask.from_arrays(jmask.to_arrays(g), like=g);
+    jax.lax.scan(lambda c, _: (c, None), g, None, 2)[0]
+""")
+
+
+@pytest.mark.parametrize("name", OF_GRADIENTS)
+@pytest.mark.dtype_promotion
+def test_functions_of_gradients(name):
+    """Outside of jit and in it, in the context of the mesh, as one takes norms of gradients."""
+    loss = lambda t, ids: jnp.sum(jnp.sin(jmask.embedding_lookup(t, ids)))
+    dense = lambda x: x.to_tensor(0) if hasattr(x, "to_tensor") else jmask.todense(x)
+    result = lambda t, ids: dense(OF_GRADIENTS[name](jmask.grad(loss)(t, ids)))
+    expected = result(jnp.asarray(TABLE), np.asarray(ids_of("spread")))
+    for table in TABLES:
+        if table != "an array of no mesh":
+            ids = ids_of("spread")
+            ids = put(ids) if table.endswith("columns") else ids
+            with context(True):
+                for run in (result, jax.jit(result)):
+                    found = np.asarray(run(TABLES[table](), ids))
+                    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 # Along a dimension that is not sharded, as functions of JAX.
