@@ -267,17 +267,14 @@ def is_bag_sum(
 def bag_sum(*operands: Argument) -> jax.Array:
     """Return the sums of a `BagSum` of these attributes."""
     x = BagSum(*operands)
-    is_static = is_known(*x.positions.shape, x.bags)
-    if not is_static or not pays_in_blocks(
-        (*x.positions.shape, *x.table.shape[1:]), x.table.dtype
-    ):
-        return x.by_parts()
-    return BAG_SUM(x)[0]
+    shape = *x.positions.shape, *x.table.shape[1:]
+    pays = is_known(x.bags) and pays_in_blocks(shape, x.table.dtype)
+    return BAG_SUM(x)[0] if pays else x.by_parts()
 
 
 def pays_in_blocks(shape: Shape, dtype: DType) -> bool:
-    """Decide whether rows of this shape are better not materialised."""
-    return math.prod(shape) * dtype.itemsize > tuning.SMALL_ROWS
+    """Decide whether rows of this shape are better not materialised; no, if it is open."""
+    return is_known(*shape) and math.prod(shape) * dtype.itemsize > tuning.SMALL_ROWS
 
 
 def _weighted(rows: jax.Array, weights: jax.Array | None) -> jax.Array:
