@@ -102,12 +102,8 @@ class RowUpdate:
         return self if self.update.additive else self.coalesced()
 
 
-def updated(updates: Sequence[RowUpdate | list[jax.Array]]) -> list[list[jax.Array]]:
-    """Return the tables of each update; lists are results already there."""
-    return [x if isinstance(x, list) else _updated(x) for x in updates]
-
-
-def _updated(x: RowUpdate) -> list[jax.Array]:
+def updated(x: RowUpdate) -> list[jax.Array]:
+    """Return the tables after an update."""
     assert x.order != "any" or not any(map(jnp.ndim, x.scalars))
     if 0 in x.values.shape or x.tables[0].shape[0] == 0:
         return list(x.tables)
@@ -155,8 +151,7 @@ def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]
             own = [scalars[i] for i in range(len(scalars))]
             order: Order = "any" if x.order == "any" else "unique"
             places = shards.local(ids, size)
-            (new,) = updated([RowUpdate(x.update, tables, places, values, own, order)])
-            return new
+            return updated(RowUpdate(x.update, tables, places, values, own, order))
 
         return with_own_rows(shards, axes, ids, rows, size, count, with_all, tables)
 
@@ -181,7 +176,7 @@ def add_to_rows(
         return table
     if not isinstance(values, GatheredRows):
         return add_rows(table, ids, values, order)
-    ((total,),) = updated([RowUpdate(ADDITION, [table], ids, values, [], order)])
+    (total,) = updated(RowUpdate(ADDITION, [table], ids, values, [], order))
     return total
 
 
