@@ -71,7 +71,10 @@ if LOWERED_FOR is not None:
     jax.lax.platform_dependent = lambda *args, default=None, **of: of.get(LOWERED_FOR, default)(
         *args
     )
-    ways = {"cuda": update_rows._defined, "tpu": update_rows._coalesced_in_one_round}
+    ways = {
+        "cuda": update_rows._defined,
+        "tpu": lambda x: update_rows._in_one_round(x.coalesced()),
+    }
     update_rows._update_rows.lower(ways[LOWERED_FOR], platform="cpu")
 
 

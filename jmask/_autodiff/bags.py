@@ -27,7 +27,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jmask._autodiff.lookups import WINDOWS, Sums, windows_of
 from jmask._autodiff.taps import NONE, Taps
 from jmask._autodiff.views import Lookup, TableView, View
-from jmask._base.array_types import is_known, trailing, wide
+from jmask._base.array_types import trailing, wide
 from jmask._base.forms import aval_of, name_of, parameter
 from jmask._base.jaxprs import bound_to_differentiate, read
 from jmask._base.shardings import sharding_of_type
@@ -115,7 +115,6 @@ def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Argument], lookup: Lookup) 
     if not (
         windows.are_rows()
         and x.ndim > 1
-        and is_known(*windows.batch)
         and pays_in_blocks(aval.shape, x.dtype)
         and jnp.issubdtype(x.dtype, jnp.floating)
         and (fill is None or fill == 0 or math.isnan(fill))

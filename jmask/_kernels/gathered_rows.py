@@ -69,10 +69,6 @@ class GatheredRows:
             rows = rows.astype(dtype) * trailing(self.weight, rows.ndim).astype(dtype)
         return rows.astype(self.dtype)
 
-    def scaled(self, function: Callable[[jax.Array], jax.Array]) -> "GatheredRows":
-        """Multiply all rows by one number, as `function` multiplies an array."""
-        return dataclasses.replace(self, source=function(self.source))  # fewer than entries
-
 
 Rows = RowArray | GatheredRows
 
@@ -103,7 +99,8 @@ def scaled(rows: RowArray, function: Callable[[jax.Array], jax.Array]) -> RowArr
     """Multiply all rows by one number, and what makes them too."""
     known, result = GATHERED.of(rows), function(rows)
     if known is not None and result.dtype == rows.dtype:
-        GATHERED.note(result, known.scaled(function))
+        source = function(known.source)  # fewer than entries
+        GATHERED.note(result, dataclasses.replace(known, source=source))
     return result
 
 
@@ -115,25 +112,17 @@ def cast(rows: RowArray, dtype: DTypeLike) -> RowArray:
     return result
 
 
-def concatenated(parts: Sequence[RowArray]) -> RowArray:
-    """Concatenate rows; they are known as gathered if some parts are and it pays."""
-    if len(parts) == 1:
-        return parts[0]
-    result = jnp.concatenate(parts)
-    known = joined_rows([gathered(x) for x in parts])
-    if known is not None:
-        GATHERED.note(result, known)
-    return result
-
-
-def joined_rows(parts: Sequence[Rows]) -> GatheredRows | None:
-    """Join gathered rows and arrays of rows; None if that does not pay."""
+def concatenated(arrays: Sequence[RowArray]) -> RowArray:
+    """Concatenate rows; they are known as gathered if some of them are and it pays."""
+    if len(arrays) == 1:
+        return arrays[0]
+    result, parts = jnp.concatenate(arrays), [gathered(x) for x in arrays]
     sources = [x.source if isinstance(x, GatheredRows) else x for x in parts]
     known = [x for x in parts if isinstance(x, GatheredRows)]
     total = sum(x.shape[0] for x in sources)
     alike = len({x.dtype for x in sources}) == 1
-    if not known or not alike or not pays(total, sum(x.shape[0] for x in parts)):
-        return None
+    if not known or not alike or not pays(total, result.shape[0]):
+        return result
     weights = [x.weight for x in known if x.weight is not None]
     dtype = joint_dtype(*weights) if weights else None
     index, weight, begin = [], [], 0
@@ -146,12 +135,14 @@ def joined_rows(parts: Sequence[Rows]) -> GatheredRows | None:
         if dtype is not None:
             factor = x.weight if isinstance(x, GatheredRows) else None
             weight.append(jnp.ones(entries, dtype) if factor is None else factor.astype(dtype))
-    return GatheredRows(
+    joined = GatheredRows(
         jnp.concatenate(sources),
         jnp.concatenate(index),
         jnp.concatenate(weight) if weight else None,
         known[0].dtype,
     )
+    GATHERED.note(result, joined)
+    return result
 
 
 def rows_at(rows: Rows, entries: jax.Array) -> RowArray:
@@ -267,17 +258,14 @@ def is_bag_sum(
 def bag_sum(*operands: Argument) -> jax.Array:
     """Return the sums of a `BagSum` of these attributes."""
     x = BagSum(*operands)
-    is_static = is_known(*x.positions.shape, x.bags)
-    if not is_static or not pays_in_blocks(
-        (*x.positions.shape, *x.table.shape[1:]), x.table.dtype
-    ):
-        return x.by_parts()
-    return BAG_SUM(x)[0]
+    shape = *x.positions.shape, *x.table.shape[1:]
+    pays = is_known(x.bags) and pays_in_blocks(shape, x.table.dtype)
+    return BAG_SUM(x)[0] if pays else x.by_parts()
 
 
 def pays_in_blocks(shape: Shape, dtype: DType) -> bool:
-    """Decide whether rows of this shape are better not materialised."""
-    return math.prod(shape) * dtype.itemsize > tuning.SMALL_ROWS
+    """Decide whether rows of this shape are better not materialised; no, if it is open."""
+    return is_known(*shape) and math.prod(shape) * dtype.itemsize > tuning.SMALL_ROWS
 
 
 def _weighted(rows: jax.Array, weights: jax.Array | None) -> jax.Array:

@@ -70,10 +70,11 @@ def update_elementwise(
 
 def _by_parts(combiner: Combiner) -> Form:
     """Make the definition: what a single scatter computes, in three operations."""
+    rule = entry_by_entry(combiner)
 
     def update(x: RowUpdate) -> list[jax.Array]:
         old = [gather_unique_rows(table, x.ids, x.order) for table in x.tables]
-        new = combiner(*old, x.rows, *x.scalars)
+        new = rule(*old, x.rows, *x.scalars)
         return [
             set_rows(table, x.ids, rows, x.order)
             for table, rows in zip(x.tables, new, strict=True)
@@ -92,8 +93,7 @@ def _one_scatter(program: ClosedJaxpr) -> Update:
         operands = *x.tables, ids[:, None], *rows
         return _scatter_rows_p.bind(*operands, program=program, is_sorted=x.is_sorted)
 
-    rule = entry_by_entry(lambda *entries: evaluate(program, *entries))
-    return Update(_by_parts(rule), scattered)
+    return Update(_by_parts(lambda *entries: evaluate(program, *entries)), scattered)
 
 
 def _by_kernel(program: ClosedJaxpr, update: Update) -> Form:
@@ -126,14 +126,15 @@ def _by_kernel(program: ClosedJaxpr, update: Update) -> Form:
 
 
 def entry_by_entry(scalar_function: Combiner) -> Combiner:
-    """Map a function of single entries over arrays, which are broadcast to each other."""
+    """Map a function of single entries over arrays of one shape, and scalars."""
 
-    def function(*given: jax.Array) -> Arrays:
-        rows = jnp.broadcast_arrays(*given)
+    def function(*arrays: jax.Array) -> Arrays:
+        # Scalars are not broadcast: they would have to be sharded as the arrays are.
+        axes = [0 if x.ndim else None for x in arrays]
         mapped = scalar_function
-        for _ in range(rows[0].ndim):
-            mapped = jax.vmap(mapped)
-        return tuple(mapped(*rows))
+        for _ in range(max(x.ndim for x in arrays)):
+            mapped = jax.vmap(mapped, axes)
+        return tuple(mapped(*arrays))
 
     return function
 

@@ -9,7 +9,7 @@ computes and writes where the row lives: parameters and state never move.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -98,34 +98,6 @@ def _outbox(
 def _swapped(shards: Shards, x: jax.Array) -> jax.Array:
     """Exchange parts (S, ...) between shards: part s comes from shard s."""
     return lax.all_to_all(x, shards.rows, split_axis=0, concat_axis=0, tiled=True)
-
-
-def rows_from_owners(
-    shards: Shards,
-    batch: MeshAxes,
-    block: TableArray,
-    ids: IdVector,
-    capacity: int,
-    by_all_gather: Callable[[jax.Array, jax.Array], jax.Array],
-) -> jax.Array:
-    """Return the rows (m, *row) of the ids of this device (m,), zeros for padding.
-
-    An id that a device looks up several times is sent once, to the shard that has it.
-    """
-    size, row = block.shape[0], block.shape[1:]
-    count = shards.count * size
-    unique, slot_of_entry = unique_slots(ids, fewer(ids.shape[0], count), count)
-    outbox = _outbox(shards, batch, unique, size, capacity)
-
-    def by_exchange(block: TableArray, ids: IdVector) -> jax.Array:
-        places = _swapped(shards, outbox.places)
-        rows = gather_rows(block, places.reshape(-1)).reshape(*places.shape, *row)
-        received = _swapped(shards, rows).reshape(-1, *row)
-        zeros = jnp.zeros((unique.shape[0], *row), block.dtype)
-        rows = set_rows(zeros, outbox.entries.reshape(-1), received, "unique")
-        return rows.at[slot_of_entry].get(mode="fill", fill_value=0)
-
-    return lax.cond(outbox.excess > 0, by_all_gather, by_exchange, block, ids)
 
 
 def with_own_rows(
@@ -230,8 +202,21 @@ def _lookup(table: TableArray, ids: IdArray, *, sharding: NamedSharding) -> list
     def rows_of(block: TableArray, ids: IdArray) -> jax.Array:
         if capacity is None:
             return by_all_gather(block, ids)
-        rows = rows_from_owners(shards, batch, block, ids.reshape(-1), capacity, by_all_gather)
-        return rows.reshape(*ids.shape, *block.shape[1:])
+        # An id that a device looks up several times is sent once, to the shard that has it.
+        (size, *row), rows = block.shape, table.shape[0]
+        slots = fewer(math.prod(ids.shape), rows)
+        unique, slot_of_entry = unique_slots(ids.reshape(-1), slots, rows)
+        outbox = _outbox(shards, batch, unique, size, capacity)
+
+        def by_exchange(block: TableArray, ids: IdArray) -> jax.Array:
+            places = _swapped(shards, outbox.places)
+            sent = gather_rows(block, places.reshape(-1)).reshape(*places.shape, *row)
+            received = _swapped(shards, sent).reshape(-1, *row)
+            zeros = jnp.zeros((slots, *row), block.dtype)
+            rows = set_rows(zeros, outbox.entries.reshape(-1), received, "unique")
+            return rows.at[slot_of_entry.reshape(ids.shape)].get(mode="fill", fill_value=0)
+
+        return lax.cond(outbox.excess > 0, by_all_gather, by_exchange, block, ids)
 
     return [
         shards.run(rows_of, table, ids, specs=[shards.spec, spec], out=tuple(sharding.spec))
@@ -254,7 +239,7 @@ LOOKUP = primitive(
 """Rows (*n, *row) of a table and ids (*n,), V for padding, which gives zeros."""
 
 
-def flat(ids: IdArray, rows: jax.Array) -> tuple[IdVector, RowArray]:
+def flat_rows(ids: IdArray, rows: jax.Array) -> tuple[IdVector, RowArray]:
     """Return ids (n,) and rows (n, *row), sharded if the first dimension of both alone is."""
     batch = ids.ndim
     if batch == 0:
@@ -291,7 +276,7 @@ def _transposed(
         return [ad.Zero(aval), None]
     sharding = aval.sharding
     zeros = resharded(jnp.zeros(aval.shape, rows.dtype), sharding, tuple(sharding.spec))
-    return [add_rows(zeros, *flat(ids, rows)), None]
+    return [add_rows(zeros, *flat_rows(ids, rows)), None]
 
 
 batching.primitive_batchers[LOOKUP] = _batched_lookup

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from jmask._base.array_types import wide
 from jmask._base.validation import abstract_leaf, checked_dtype
 
 _DRAWS = 2**16
@@ -39,7 +40,8 @@ def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Arra
 
     A number between two neighbours a < x < b becomes b with probability (x - a) / (b - a).
     That is exact for float32 to bfloat16 and to float16 (16 random bits decide, and no more
-    are lost), subnormal results of float16 apart, where it is off by less than 2**-16.
+    are lost), subnormal results of float16 apart, where it is off by less than 2**-16, as for
+    dtypes of 8 bits.
 
     Args:
         x: floating.
@@ -73,10 +75,11 @@ def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Arra
     x = jnp.asarray(x)
     check_key(key)
     dtype = checked_dtype("dtype", dtype, floating=True)
+    x = x.astype(wide(x.dtype))  # 2**16 is no number of float16, nor the draws of bfloat16
     nearest = _nearest(x, dtype)
     near, error = nearest.astype(dtype), x - nearest
-    towards = jnp.where(error > 0, jnp.inf, -jnp.inf).astype(dtype)
-    other = jnp.nextafter(near, towards)
+    largest = jnp.finfo(dtype).max  # some dtypes of 8 bits have no infinity
+    other = jnp.nextafter(near, jnp.where(error > 0, largest, -largest))
     gap = other.astype(x.dtype) - nearest
     # Where nothing was lost, or x is not finite, the quotient is 0 or nan: near stays.
     draw = jax.random.bits(key, x.shape, jnp.uint16).astype(x.dtype)
@@ -90,9 +93,13 @@ def _nearest(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     holds on GPUs): by two casts the error of the rounding would be 0. It keeps
     `reduce_precision`, which makes subnormal numbers of fewer exponents 0.
     """
-    wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
-    nearest = lax.reduce_precision(x, narrow.nexp, narrow.nmant)
-    if narrow.nexp >= wide.nexp:
+    own, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
+    # Dtypes without an infinity use the greatest exponent for numbers: one bit more holds it.
+    bits = min(narrow.nexp + 1, own.nexp)
+    nearest = lax.reduce_precision(x, bits, narrow.nmant)
+    if narrow.nexp >= own.nexp:
         return nearest
+    overflows = jnp.abs(nearest) > float(narrow.max)
+    nearest = jnp.where(overflows, jnp.copysign(jnp.inf, x), nearest)
     unit = float(narrow.smallest_subnormal)
     return jnp.where(jnp.abs(x) < float(narrow.tiny), jnp.round(x / unit) * unit, nearest)

@@ -102,12 +102,8 @@ class RowUpdate:
         return self if self.update.additive else self.coalesced()
 
 
-def updated(updates: Sequence[RowUpdate | list[jax.Array]]) -> list[list[jax.Array]]:
-    """Return the tables of each update; lists are results already there."""
-    return [x if isinstance(x, list) else _updated(x) for x in updates]
-
-
-def _updated(x: RowUpdate) -> list[jax.Array]:
+def updated(x: RowUpdate) -> list[jax.Array]:
+    """Return the tables after an update."""
     assert x.order != "any" or not any(map(jnp.ndim, x.scalars))
     if 0 in x.values.shape or x.tables[0].shape[0] == 0:
         return list(x.tables)
@@ -116,7 +112,8 @@ def _updated(x: RowUpdate) -> list[jax.Array]:
     shards = Shards.of(main, *x.tables, x.ids, *jax.tree.leaves(x.values))
     if shards is not None:
         return _on_shards(shards, main, x)
-    return _defined(_prepared(x)) if x.update.captures else _update_rows(_prepared(x))
+    x = _prepared(x)
+    return _defined(x) if x.update.captures else _update_rows(x)
 
 
 def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]:
@@ -155,8 +152,7 @@ def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]
             own = [scalars[i] for i in range(len(scalars))]
             order: Order = "any" if x.order == "any" else "unique"
             places = shards.local(ids, size)
-            (new,) = updated([RowUpdate(x.update, tables, places, values, own, order)])
-            return new
+            return updated(RowUpdate(x.update, tables, places, values, own, order))
 
         return with_own_rows(shards, axes, ids, rows, size, count, with_all, tables)
 
@@ -167,6 +163,7 @@ def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]
 
 
 def _prepared(x: RowUpdate) -> RowUpdate:
+    """Return the update as `_update_rows` takes it: sequences are lists, arrays vary alike."""
     x = dataclasses.replace(x, tables=list(x.tables), scalars=list(x.scalars))
     tree: PyTreeDef
     operands, tree = jax.tree.flatten(x)
@@ -181,7 +178,7 @@ def add_to_rows(
         return table
     if not isinstance(values, GatheredRows):
         return add_rows(table, ids, values, order)
-    ((total,),) = updated([RowUpdate(ADDITION, [table], ids, values, [], order)])
+    (total,) = updated(RowUpdate(ADDITION, [table], ids, values, [], order))
     return total
 
 
@@ -367,14 +364,9 @@ def _in_one_round(x: RowUpdate) -> list[jax.Array]:
 
 # On several devices equal ids are summed first. XLA would add sharded rows that come one at a
 # time to a table of zeros on each device, and sum these tables over devices: it moves as much
-# as the table holds.
-_coalesced = lambda x: x.update.definition(x.coalesced())
-# XLA cannot shard a kernel over devices, and it is believed to add rows faster that are
-# promised to be distinct.
-_coalesced_and_fused = lambda x: x.update.fastest(x.coalesced())
-_coalesced_in_one_round = lambda x: _in_one_round(x.coalesced())
-
-_update_rows.lower(_defined, _coalesced)
-_update_rows.lower(_on_one_gpu, _coalesced, platform="gpu")
-_update_rows.lower(_on_a_tpu, _coalesced_and_fused, platform="tpu")
-_update_rows.lower(_on_one_cpu, _coalesced_in_one_round, platform="cpu")
+# as the table holds. For CPUs and TPUs it is the fused form: XLA cannot shard a kernel over
+# devices, and is believed to add rows faster that are promised to be distinct.
+_update_rows.lower(_defined, lambda x: _defined(x.coalesced()))
+_update_rows.lower(_on_one_gpu, lambda x: _defined(x.coalesced()), platform="gpu")
+_update_rows.lower(_on_a_tpu, lambda x: _fused(x.coalesced()), platform="tpu")
+_update_rows.lower(_on_one_cpu, lambda x: _in_one_round(x.coalesced()), platform="cpu")

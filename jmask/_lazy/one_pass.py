@@ -17,7 +17,7 @@ fixed rate needs two scalars, and a scatter of parameter and both moments takes 
 are compiled in and need none. A value made of the gradient alone (clipped by the norm of all
 gradients) can replace the gradient, which saves its scalars. A mask is one operand more.
 
-Everything else is computed on gathered rows; see `_update_of_rows`.
+Everything else is computed on gathered rows; see `_updated_tables`.
 """
 
 import functools
@@ -96,7 +96,7 @@ def applied(step: LazyStep, params: PyTree) -> tuple[PyTree, PyTree]:
     parts.run(before, known, {i: leaves[i].coalesced_value.nse for i in tables})
 
     # --- the pass
-    started = []
+    results: dict[int, Table] = {}
     for table, c in combiners.items():
         leaf, scalars = leaves[table], [known[v] for v in c.scalars]
         gradient = leaf.value
@@ -105,9 +105,7 @@ def applied(step: LazyStep, params: PyTree) -> tuple[PyTree, PyTree]:
         if c.source in computed or table in parts.reduced:
             gradient = leaf.coalesced_value.with_values(leaf.from_inner(known[c.source]))
             c = c._replace(steps=None)
-        started.append(_update_of_rows(c, [leaves[i] for i in c.places], gradient, scalars))
-    results: dict[int, Table] = {}
-    for c, new in zip(combiners.values(), updated(started), strict=True):
+        new = _updated_tables(c, [leaves[i] for i in c.places], gradient, scalars)
         results.update((i, leaves[i].as_given(x)) for i, x in zip(c.places, new, strict=True))
     for i, (leaf, output) in enumerate(zip(leaves, outputs, strict=False)):
         if leaf.table is None and leaf.kind == "state":
@@ -331,13 +329,13 @@ def _scales(eqn: JaxprEqn, table_of: Mapping[Var, int]) -> bool:
 # bit for bit the old table in the rows that no id names.
 
 
-def _update_of_rows(
+def _updated_tables(
     combiner: Combiner,
     leaves: Sequence[Leaf],
     gradient: RowSparse,
     scalars: Sequence[jax.Array],
-) -> RowUpdate | list[jax.Array]:
-    """Make the update of these leaves, whose equal ids are summed first; `updated` runs it."""
+) -> list[jax.Array]:
+    """Return the arrays of these leaves after an update, whose equal ids are summed first."""
     tables, are_steps = [x.value for x in leaves], [x.kind == "param" for x in leaves]
     valid, table, count = leaves[0].valid, tables[0], len(tables)
     is_masked = valid is not None  # JAX keeps `new_rows`, which must not keep the mask
@@ -347,7 +345,7 @@ def _update_of_rows(
     if combiner.steps is not None and is_exact:
         added_rows = scaled(gradient.values, functools.partial(combiner.steps, scalars))
         added_rows = unchanged_where_masked(added_rows, valid)
-        return RowUpdate(ADDITION, tables, ids, gathered(added_rows), [], order)
+        return updated(RowUpdate(ADDITION, tables, ids, gathered(added_rows), [], order))
 
     def new_entries(*entries: jax.Array) -> list[jax.Array]:
         made = zip(entries, combiner.function(*entries), are_steps, strict=False)
@@ -377,9 +375,9 @@ def _update_of_rows(
 
     if not combiner.is_elementwise:
         others = [*scalars] if valid is None else [*scalars, valid]
-        return RowUpdate(Update(new_rows), tables, ids, rows, others, order)
+        return updated(RowUpdate(Update(new_rows), tables, ids, rows, others, order))
     if valid is None:
-        return update_elementwise(new_entries, tables, ids, rows, scalars, order)
+        return updated(update_elementwise(new_entries, tables, ids, rows, scalars, order))
 
     # Lines have their mask in their bits. It is a number else: a scatter takes one dtype.
     has_marks = order == "unique" and not is_complex(gradient)
@@ -398,7 +396,7 @@ def _update_of_rows(
         rows, others = marked(gradient.values, valid), [*scalars]
     else:
         others = [*scalars, valid.astype(gradient.dtype)]
-    return update_elementwise(new_valid_entries, tables, ids, rows, others, order)
+    return updated(update_elementwise(new_valid_entries, tables, ids, rows, others, order))
 
 
 def is_saturated(gradient: RowSparse, tables: Sequence[jax.Array]) -> bool:

@@ -199,7 +199,7 @@ def _found(
     if has_narrow_rows(lines.shape):  # the other way warns on TPUs, with advice for tables
         lines = add_rows(lines, after, change)
     else:
-        ((lines,),) = updated([RowUpdate(ADDITION, [lines], after, change, [], "any")])
+        (lines,) = updated(RowUpdate(ADDITION, [lines], after, change, [], "any"))
 
     # --- in the order of the batch
     number = first_row + sets.astype(dtype) * ways + kept.astype(dtype)

@@ -159,6 +159,14 @@ def test_any_batch(name):
         )
 
 
+def test_any_width():
+    exported = export.export(jax.jit(jmask.embedding_bag))(
+        jax.ShapeDtypeStruct(export.symbolic_shape("9, d"), np.float32), MANY_IDS
+    )
+    expected = jmask.embedding_bag(NINE_ROWS, MANY_IDS)
+    np.testing.assert_allclose(exported.call(NINE_ROWS, MANY_IDS), expected, rtol=1e-6)
+
+
 # --- padded bags ------------------------------------------------------------------------
 
 

@@ -213,6 +213,17 @@ def test_one_entry_for_each_row(count, dtype, shape):
 
 
 @pytest.mark.usefixtures("interpreted")
+def test_fewer_entries_than_a_line_has():
+    """A kernel would read a line past the end of the table."""
+    table, ids = table_of((127, 1), "float32"), np.array([5, 126, 127])
+    new = np.array(numbers(np.random.default_rng(0), (3, 1), "float32"))
+    check_written(table, ids, new, "add", "sorted")
+    how = functools.partial(choice._read_on_a_tpu, order="sorted")
+    (read,) = jax.jit(how)(table, jnp.asarray(ids, jnp.int32))
+    assert read[:2].tobytes() == table[ids[:2]].tobytes()
+
+
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("width", [128, 256])
 @pytest.mark.parametrize("kind", ["set", "add"])

@@ -208,3 +208,20 @@ def test_rows_of_a_linear_step_are_added_one_at_a_time(name):
     for word in ("while(", " sort(", " scatter(", " gather("):
         assert program.as_text().count(word) == ours.as_text().count(word)
     assert temporary_bytes(program) <= temporary_bytes(ours) + 64
+
+
+@pytest.mark.parametrize("make", [optax.adagrad, optax.inject_hyperparams(optax.adagrad)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_constants_beside_rows_without_a_scatter_of_all(make, dtype):
+    """Adagrad takes 0.0 where a sum is 0: a number beside rows that are no single entries."""
+    tx, table, ids = make(0.1), jnp.linspace(-1, 1, 32, dtype=dtype).reshape(8, 4), [6, 1]
+    gradient = jmask.RowSparse(ids, jnp.ones((2, 4), dtype), (8, 4))
+    lazy = jmask.lazy(tx)
+    new, _ = jax.jit(functools.partial(jmask.apply_gradients, lazy))(
+        gradient, lazy.init(table), table
+    )
+    updates, _ = tx.update(gradient.todense(), tx.init(table), table)
+    expected = optax.apply_updates(table, updates)
+    np.testing.assert_allclose(
+        *(np.float32(x[jnp.array(ids)]) for x in (new, expected)), rtol=1e-2
+    )

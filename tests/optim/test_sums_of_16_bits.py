@@ -213,6 +213,34 @@ def test_a_neighbour_and_right_on_average(dtype):
     assert nearest.sum() > 10 * error.sum()
 
 
+@pytest.mark.parametrize("source", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2"])
+def test_to_8_bits(dtype, source):
+    """Where there is no infinity, too, up to the largest number, and below the smallest."""
+    grid = np.arange(256, dtype=np.uint8).view(jnp.dtype(dtype)).astype(np.float64)
+    grid = np.unique(grid[np.isfinite(grid)])
+    smallest = float(jnp.finfo(dtype).smallest_subnormal)
+    x = jnp.array([1.3 * smallest, 0.3, 1.04, -5.1, 0.99 * grid[-1]], source)
+    check_rounded(x, grid, dtype)
+
+
+def test_from_16_bits_to_16():
+    grid = np.array([-1.5, 1.0, 1.0078125])
+    check_rounded(jnp.array([1.002, 1.006, -1.5], jnp.float16), grid, "bfloat16")
+
+
+def check_rounded(x, grid, dtype):
+    """To a neighbour in the sorted numbers of `grid`, with x as the mean."""
+    draws, exact = 20_000, np.asarray(x, np.float64)
+    y = jmask.stochastic_round(jnp.broadcast_to(x, (draws, *x.shape)), dtype, jax.random.key(1))
+    assert y.dtype == dtype
+    y = np.asarray(y, np.float64)
+    below = grid[np.searchsorted(grid, exact, "right") - 1]
+    above = grid[np.searchsorted(grid, exact)]
+    assert ((y == below) | (y == above)).all()
+    assert (np.abs(y.mean(0) - exact) <= 5 * y.std(0) / np.sqrt(draws) + 1e-12).all()
+
+
 @in_16_bits
 def test_what_needs_no_rounding(dtype):
     """And the same key gives the same."""

@@ -197,7 +197,7 @@ def _is_in_lines(table: TableArray, ids: IdVector) -> bool:
     in_one_row = jax.ShapeDtypeStruct((1, LANES), table.dtype)
     return (
         table.ndim > 1
-        and table.size == table.shape[0]
+        and table.size == table.shape[0] >= LANES  # a line that is read lies in the table
         and not sorted_pays(table, ids)
         and accepts([in_one_row], ids, [])
     )
