@@ -124,7 +124,7 @@ def rows_since(opt_state: PyTree, step: Index, *, size: int | None = None) -> Py
         # All rows of a table of a stack, or of a line, have moved where one has.
         last = jnp.atleast_1d(with_whole_rows(last))
         count, dtype = last.shape[0], id_dtype(last.shape[0])
-        has_moved = jnp.any(last.reshape(count, -1) > step, 1)
+        has_moved = jnp.any(last > step, range(1, last.ndim))
         if size is not None:
             (ids,) = jnp.nonzero(has_moved, size=size, fill_value=count)
             return ids.astype(dtype)

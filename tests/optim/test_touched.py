@@ -128,6 +128,14 @@ def test_in_place():
     temporary_bytes(compiled, size * 64, size * 16)
 
 
+def test_tables_without_rows_or_columns():
+    tx = CHAINS["adam"]
+    for shape in ((0, 2), (3, 0), (2, 0, 3)):
+        state = tx.init(jnp.zeros(shape))
+        assert jmask.rows_since(state, 0).tolist() == []
+        assert jmask.rows_since(state, 0, size=1).tolist() == [shape[0]]
+
+
 def test_what_is_refused():
     tx, params = CHAINS["adam"], start()
     state = tx.init(params)
