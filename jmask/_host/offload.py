@@ -257,8 +257,8 @@ class Offloaded:
         for k, (name, old, new) in enumerate(triples):
             if isinstance(new, jax.core.Tracer):
                 raise TypeError(f"{name} is traced: `commit` is called outside of jax.jit.")
-            is_cast = k in self._on_host and new.dtype != old.dtype
-            if np.shape(new) != np.shape(old) or is_cast:
+            is_like = np.shape(new) == np.shape(old)
+            if not is_like or (k in self._on_host and new.dtype != old.dtype):
                 raise ValueError(f"{name} was {shown(old)} in the step, got {shown(new)}.")
         self._last = _Step(self._open.rows, leaves)
         self._leaves = [
