@@ -255,13 +255,9 @@ def _at(x: jax.Array, place: jax.Array) -> jax.Array:
 
 def _busy(match: jax.Array, set_start: jax.Array, places: int) -> jax.Array:
     """Return which places (n, places) of its set any key has, by those (n,) of keys, or -1."""
-    number, bit = match // 32, jnp.uint32(1) << (match % 32).astype(jnp.uint32)
-    words = np.arange(-(-places // 32), dtype=np.int32)[None]
-    bits = jnp.where(number[:, None] == words, bit[:, None], 0)
-    # No two keys of a set have the same place: what is added up is their union.
-    bits = jnp.zeros_like(bits).at[set_start].add(bits, indices_are_sorted=True)[set_start]
-    busy = (bits[:, :, None] >> np.arange(32, dtype=np.uint32)[None, None]) & 1 > 0
-    return busy.reshape(match.shape[0], -1)[:, :places]
+    busy = jnp.zeros((match.shape[0], places), bool)
+    place = jnp.where(match < 0, places, match)  # -1 would be the last place
+    return busy.at[set_start, place].set(True, mode="drop")[set_start]
 
 
 def _taken(
