@@ -69,7 +69,9 @@ def _is_row(ids: HostArray, count: int) -> HostArray:
     return (ids >= 0) & (ids < count)
 
 
-def finders(ids: PyTree, tables: Sequence[HostRows], padding_id: object) -> list[Finder]:
+def checked_finders(
+    ids: PyTree, tables: Sequence[HostRows], padding_id: object
+) -> list[Finder]:
     """Check the arguments of `steps`."""
     padding = None if padding_id is None else checked_integer("padding_id", padding_id)
     most = max(map(len, tables))
@@ -90,11 +92,11 @@ def finders(ids: PyTree, tables: Sequence[HostRows], padding_id: object) -> list
     return [Finder(x, functions[i], padding) for i, x in enumerate(tables)]
 
 
-def positions_in(batch: PyTree, found: Sequence[Finder]) -> tuple[PyTree, list[BatchRows]]:
+def positions_in(batch: PyTree, finders: Sequence[Finder]) -> tuple[PyTree, list[BatchRows]]:
     """Return the batch with positions in place of ids, and the rows of each table."""
     leaves, tree = jax.tree.leaves(batch), jax.tree.structure(batch)
     groups: list[tuple[list[int], set[int]]] = []  # tables, and leaves of which they share some
-    for i, finder in enumerate(found):
+    for i, finder in enumerate(finders):
         tables, places = [i], finder.places(batch, leaves)
         for k in places:
             finder.check(_in_numpy(leaves[k]))
@@ -104,17 +106,17 @@ def positions_in(batch: PyTree, found: Sequence[Finder]) -> tuple[PyTree, list[B
         groups.append((tables, places))
     rows: dict[int, BatchRows] = {}
     for tables, places in groups:
-        most = max(len(found[i].table) for i in tables)
+        most = max(len(finders[i].table) for i in tables)
         arrays = [_in_numpy(leaves[k]) for k in places]
-        positions, distinct = _numbered(arrays, most, found[0].padding_id or -1)
+        positions, distinct = _numbered(arrays, most, finders[0].padding_id or -1)
         for k, x in zip(places, positions, strict=True):
             leaves[k] = x
         for i in tables:
             # Others of the group may have rows behind the last one of this table.
-            own_ids = distinct[: np.searchsorted(distinct, len(found[i].table))]
+            own_ids = distinct[: np.searchsorted(distinct, len(finders[i].table))]
             # At most as many as there are rows: a padding id behind them stays outside.
             rows[i] = BatchRows(own_ids, min(rounded_up(len(distinct)), most))
-    return jax.tree.unflatten(tree, leaves), [rows[i] for i in range(len(found))]
+    return jax.tree.unflatten(tree, leaves), [rows[i] for i in range(len(finders))]
 
 
 def _in_numpy(ids: PyTree) -> HostArray:
