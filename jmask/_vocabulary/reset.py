@@ -119,7 +119,9 @@ def reset(
 
         def start(ids: jax.Array, arrays: list[jax.Array], i: int = i) -> list[jax.Array]:
             few = list(leaves)
-            few[i] = _started(init, jax.random.fold_in(key, i), ids, leaves[i])
+            of_table, shape = jax.random.fold_in(key, i), (1, *few[i].shape[1:])
+            new_row = lambda r: init(jax.random.fold_in(of_table, r), shape, few[i].dtype)[0]
+            few[i] = jax.vmap(new_row)(ids).astype(few[i].dtype)
             first = jax.tree.leaves(as_of_now(tx.init(tree.unflatten(few)), state))
             new = [few[i], *(first[k] for k in places)]  # noqa: B023
             return [set_rows(x, ids, y, "sorted") for x, y in zip(arrays, new, strict=True)]
@@ -154,10 +156,3 @@ def _check(name: str, table: jax.Array, ids: Ids, vocab: Vocabulary | None) -> N
             f"{name} has shape {table.shape}, and `rows` are of a vocabulary whose tables have "
             f"{most} rows or more: make it with `vocab.table_rows` rows."
         )
-
-
-def _started(init: Initializer, key: jax.Array, ids: jax.Array, table: jax.Array) -> jax.Array:
-    """Return rows (n, *row), each made by `init` with a key of its own."""
-    shape = (1, *table.shape[1:])
-    row = lambda i: init(jax.random.fold_in(key, i), shape, table.dtype)[0]
-    return jax.vmap(row)(ids).astype(table.dtype)

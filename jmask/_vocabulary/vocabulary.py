@@ -143,11 +143,13 @@ def create(
             f"`ways`={ways} must be at most {_MOST_WAYS}, and at most `capacity`={capacity}."
         )
     checked_choice(evict, "evict", ("lru", "lfu"))
-    axes = () if mesh is None else checked_axes(mesh, axis)
-    shards = math.prod(mesh.shape[name] for name in axes) if mesh is not None else 1
+    shards, sharding = 1, None
+    if mesh is not None:
+        axes = checked_axes(mesh, axis)
+        shards = math.prod(mesh.shape[name] for name in axes)
+        sharding = by_rows(mesh, entry(axes), 2)
     sets = shards * -(-capacity // (ways * shards))
     id_dtype(sets * ways + shared_rows)  # or it raises
-    sharding = None if mesh is None else by_rows(mesh, entry(axes), 2)
     shape = (sets, 4 * (ways if admit_after == 1 else 2 * ways))
     lines = jnp.zeros(shape, jnp.uint32, device=sharding)
     clock, counts = jnp.zeros((), jnp.uint32), jnp.zeros((len(_COUNTERS), 2), jnp.uint32)
