@@ -151,7 +151,7 @@ def take(tree: PyTree, ids: PyTree) -> PyTree:
 
     Raises:
         TypeError: if a leaf is no array, or ids are no integers.
-        ValueError: if the structures differ.
+        ValueError: if the structures differ, or `touched` was not there for a parameter.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -161,6 +161,11 @@ def take(tree: PyTree, ids: PyTree) -> PyTree:
     """
 
     def rows(path: KeyPath, x: Table, ids: Numbers) -> PyTree:
+        if isinstance(ids, optax.MaskedNode):  # an empty tuple, which would be no rows
+            raise ValueError(
+                f"{leaf_name('ids', path)} is an optax.MaskedNode, since jmask.touched was not "
+                "there for it: chain it behind optax.partition or optax.masked, not in them."
+            )
         if not np.ndim(x):
             return x
         table = as_table(x)

@@ -136,6 +136,16 @@ def test_tables_without_rows_or_columns():
         assert jmask.rows_since(state, 0, size=1).tolist() == [shape[0]]
 
 
+def test_parameters_that_are_not_followed():
+    """As empty rows they would stay as they were exported, whatever the steps make of them."""
+    followed = optax.chain(jmask.adam(0.1), jmask.touched())
+    groups = {"table": "followed", "w": "other", "scale": "other"}
+    tx = optax.partition({"followed": followed, "other": optax.sgd(1.0)}, groups)
+    params = start()
+    with pytest.raises(ValueError, match=r"`ids\['scale'\]` .* chain it behind"):
+        jmask.tree.take(params, jmask.rows_since(tx.init(params), 0))
+
+
 def test_what_is_refused():
     tx, params = CHAINS["adam"], start()
     state = tx.init(params)
