@@ -136,6 +136,17 @@ def test_tables_without_rows_or_columns():
         assert jmask.rows_since(state, 0, size=1).tolist() == [shape[0]]
 
 
+def test_a_model_with_functions():
+    model, tx = {"table": jnp.ones((5, 2)), "activation": jax.nn.relu}, CHAINS["adam"]
+    loss = lambda model: jnp.sum(model["activation"](model["table"][jnp.array([1, 3])]))
+    new, state = jmask.apply_gradients(tx, jmask.grad(loss)(model), tx.init(model), model)
+    rows = jmask.tree.take(new, jmask.rows_since(state, 0))
+    assert rows["activation"] is None
+    have = jmask.tree.put(model, rows)
+    assert have["activation"] is jax.nn.relu
+    assert_same(have["table"], new["table"])
+
+
 def test_parameters_that_are_not_followed():
     """As empty rows they would stay as they were exported, whatever the steps make of them."""
     followed = optax.chain(jmask.adam(0.1), jmask.touched())
