@@ -54,10 +54,9 @@ class Finder(NamedTuple):
         name, count = self.table.names[0], len(self.table)
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise TypeError(f"the ids of {name} must be integers, got {ids.dtype}.")
-        is_row = _is_row(ids, count)
-        if is_row is None:
-            return
-        outside = ~is_row if self.padding_id is None else ~is_row & (ids != self.padding_id)
+        outside = ~_is_row(ids, count)
+        if self.padding_id is not None:
+            outside &= ids != self.padding_id
         for first in np.argwhere(outside)[:1]:
             raise IndexError(
                 f"the ids of {name} hold {ids[tuple(first)]} at {first.tolist()}, which is "
@@ -66,14 +65,13 @@ class Finder(NamedTuple):
             )
 
 
-def _is_row(ids: HostArray, count: int) -> HostArray | None:
-    """Return which ids are rows of a table, None if all are."""
-    if not ids.size or (ids.min() >= 0 and ids.max() < count):
-        return None
+def _is_row(ids: HostArray, count: int) -> HostArray:
     return (ids >= 0) & (ids < count)
 
 
-def finders(ids: PyTree, tables: Sequence[HostRows], padding_id: object) -> list[Finder]:
+def checked_finders(
+    ids: PyTree, tables: Sequence[HostRows], padding_id: object
+) -> list[Finder]:
     """Check the arguments of `steps`."""
     padding = None if padding_id is None else checked_integer("padding_id", padding_id)
     most = max(map(len, tables))
@@ -94,31 +92,37 @@ def finders(ids: PyTree, tables: Sequence[HostRows], padding_id: object) -> list
     return [Finder(x, functions[i], padding) for i, x in enumerate(tables)]
 
 
-def positions_in(batch: PyTree, found: Sequence[Finder]) -> tuple[PyTree, list[BatchRows]]:
+def positions_in(batch: PyTree, finders: Sequence[Finder]) -> tuple[PyTree, list[BatchRows]]:
     """Return the batch with positions in place of ids, and the rows of each table."""
     leaves, tree = jax.tree.leaves(batch), jax.tree.structure(batch)
     groups: list[tuple[list[int], set[int]]] = []  # tables, and leaves of which they share some
-    for i, finder in enumerate(found):
+    for i, finder in enumerate(finders):
         tables, places = [i], finder.places(batch, leaves)
         for k in places:
-            finder.check(np.asarray(leaves[k]))
+            finder.check(_in_numpy(leaves[k]))
         for group in [x for x in groups if x[1] & places]:
             groups.remove(group)
             tables, places = tables + group[0], places | group[1]
         groups.append((tables, places))
     rows: dict[int, BatchRows] = {}
     for tables, places in groups:
-        most = max(len(found[i].table) for i in tables)
-        arrays = [np.asarray(leaves[k]) for k in places]
-        positions, distinct = _numbered(arrays, most, found[0].padding_id or -1)
+        most = max(len(finders[i].table) for i in tables)
+        arrays = [_in_numpy(leaves[k]) for k in places]
+        positions, distinct = _numbered(arrays, most, finders[0].padding_id or -1)
         for k, x in zip(places, positions, strict=True):
             leaves[k] = x
         for i in tables:
             # Others of the group may have rows behind the last one of this table.
-            own_ids = distinct[: np.searchsorted(distinct, len(found[i].table))]
+            own_ids = distinct[: np.searchsorted(distinct, len(finders[i].table))]
             # At most as many as there are rows: a padding id behind them stays outside.
             rows[i] = BatchRows(own_ids, min(rounded_up(len(distinct)), most))
-    return jax.tree.unflatten(tree, leaves), [rows[i] for i in range(len(found))]
+    return jax.tree.unflatten(tree, leaves), [rows[i] for i in range(len(finders))]
+
+
+def _in_numpy(ids: PyTree) -> HostArray:
+    """Return ids in a dtype that NumPy compares with any number: int4 is none of its own."""
+    array = np.asarray(ids)
+    return array.astype(np.int8) if array.dtype.kind == "V" else array
 
 
 def _numbered(
@@ -126,17 +130,13 @@ def _numbered(
 ) -> tuple[list[HostArray], HostArray]:
     """Return for each id its position among the distinct rows, or padding; and these rows."""
     dtype = np.int32 if count < 2**31 else np.int64  # NumPy sorts 32 bits twice as fast
-    flat = [x.reshape(-1) for x in arrays]
-    masks = [_is_row(x, count) for x in flat]
-    inside = [slice(None) if mask is None else mask for mask in masks]
-    parts = [x[mask].astype(dtype) for x, mask in zip(flat, inside, strict=True)]
-    joint = np.concatenate([np.zeros(0, dtype), *parts])
-    distinct, numbers = np.unique(joint, return_inverse=True)
-    positions = [np.full(x.shape, padding, np.int32) for x in flat]
-    ends = np.cumsum([len(x) for x in parts])
-    for x, mask, part in zip(positions, inside, np.split(numbers, ends), strict=False):
-        x[mask] = part
-    return [x.reshape(y.shape) for x, y in zip(positions, arrays, strict=True)], distinct
+    flat = [np.zeros(0, dtype), *(x.reshape(-1) for x in arrays)]
+    is_row = np.concatenate([_is_row(x, count) for x in flat])
+    ids = np.concatenate([x.astype(dtype) for x in flat])
+    positions = np.full(ids.shape, padding, np.int32)
+    distinct, positions[is_row] = np.unique(ids[is_row], return_inverse=True)
+    parts = np.split(positions, np.cumsum([x.size for x in flat]))[1:-1]
+    return [x.reshape(y.shape) for x, y in zip(parts, arrays, strict=True)], distinct
 
 
 def source_of(rows: BatchRows, before: BatchRows | None) -> HostArray:

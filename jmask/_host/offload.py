@@ -24,7 +24,7 @@ from jmask._base.array_types import trailing
 from jmask._base.types import HostArray, PyTree, PyTreeDef
 from jmask._base.validation import check_leaves, leaf_name, shown
 from jmask._host import snapshots
-from jmask._host.batch_rows import BatchRows, Finder, finders, positions_in, source_of
+from jmask._host.batch_rows import BatchRows, Finder, checked_finders, positions_in, source_of
 from jmask._host.host_rows import HostRows
 from jmask._host.slots import state_on_host
 from jmask._lazy.checks import check_transformation
@@ -186,26 +186,30 @@ class Offloaded:
         """
         if not isinstance(loader, Iterable):
             raise TypeError(f"`loader` must be iterable, got {shown(loader)}.")
-        found = finders(ids, self._tables, padding_id)
+        finders = checked_finders(ids, self._tables, padding_id)
         self._settle()
         for name, x in zip(self._names, self._leaves, strict=True):
             if isinstance(x, jax.Array) and x.is_deleted():
                 lost = "donated to a step that was not committed: host.restore a checkpoint"
                 raise RuntimeError(f"{name} was {lost}, or offload the parameters anew.")
         self._loop = object()
-        return self._steps(iter(loader), found, self._loop)
+        return self._steps(iter(loader), finders, self._loop)
 
     def _steps(
-        self, loader: Iterator[PyTree], found: list[Finder], loop: object
+        self, loader: Iterator[PyTree], finders: list[Finder], loop: object
     ) -> Iterator[tuple[PyTree, PyTree, PyTree]]:
         def fetch(
             before: Sequence[BatchRows | None], writing: concurrent.futures.Future[None] | None
         ) -> tuple[PyTree, list[BatchRows], list[HostArray], list[list[HostArray]]] | None:
-            """Return a batch, its rows, which they are of the one before, their arrays."""
+            """Load a batch and read its rows; None at the end of the loader.
+
+            Returns the batch with positions for ids; for each table its rows, which of them are
+            those of the batch before, and its arrays as read.
+            """
             for batch in loader:
-                batch, rows = positions_in(batch, found)
+                batch, rows = positions_in(batch, finders)
                 sources = list(map(source_of, rows, before))
-                if writing is not None:
+                if writing is not None:  # step k - 1; rows of step k are taken from its result
                     writing.result()
                 pairs = zip(self._tables, rows, strict=True)
                 return batch, rows, sources, [table.read(*x) for table, x in pairs]
@@ -213,9 +217,10 @@ class Offloaded:
 
         reader = concurrent.futures.ThreadPoolExecutor(1, "jmask.host.read")
         try:
-            ahead = reader.submit(fetch, [None] * len(found), None)
+            ahead = reader.submit(fetch, [None] * len(finders), None)
             while (fetched := ahead.result()) is not None:
                 batch, rows, sources, read = fetched
+                # In the first step no source names a row.
                 last = self._by_table(self._last.leaves) if self._last else read
                 merged = _merged(read, last, sources)
                 ahead = reader.submit(fetch, rows, self._writing)
@@ -257,8 +262,8 @@ class Offloaded:
         for k, (name, old, new) in enumerate(triples):
             if isinstance(new, jax.core.Tracer):
                 raise TypeError(f"{name} is traced: `commit` is called outside of jax.jit.")
-            is_cast = k in self._on_host and new.dtype != old.dtype
-            if np.shape(new) != np.shape(old) or is_cast:
+            is_like = np.shape(new) == np.shape(old)
+            if not is_like or (k in self._on_host and new.dtype != old.dtype):
                 raise ValueError(f"{name} was {shown(old)} in the step, got {shown(new)}.")
         self._last = _Step(self._open.rows, leaves)
         self._leaves = [

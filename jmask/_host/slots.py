@@ -57,15 +57,20 @@ def state_on_host(
     leaves, of_one_row = init(first), init({i: x[:1] for i, x in first.items()})
     for k, (path, _) in enumerate(jax.tree.leaves_with_path(state)):
         name, owner = leaf_name("state", path), owners[k]
-        if owner is None and not depends[k]:
-            continue
-        row, rows = np.asarray(of_one_row[k]), np.asarray(leaves[k])
-        rows = rows[:1] if depends[k] and owner is not None else rows
-        if owner is None or rows.tobytes() != np.repeat(row, len(rows), 0).tobytes():
+        if owner is None:
+            x, y = leaves[k], of_one_row[k]
+            is_same = not depends[k] and bool(jnp.all((x == y) | (x != x)))  # or nan
+        else:
+            row, rows = np.asarray(of_one_row[k]), np.asarray(leaves[k])
+            rows = rows[:1] if depends[k] else rows
+            is_same = rows.tobytes() == np.repeat(row, len(rows), 0).tobytes()
+        if not is_same:
             raise ValueError(
                 f"{name} depends on all rows of a table, or on their number, when it is made, "
                 "and a step sees those of a batch: keep the table on the device, jnp.asarray."
             )
+        if owner is None:
+            continue
         table = params[owner]
         leaves[k] = slot = _new_slot(table, row, directory, f"{k}-{name}")
         # Zeros are not written, so that a file stays sparse.

@@ -55,8 +55,8 @@ class Contents(NamedTuple):
 
 def newest(folder: Path) -> Path | None:
     """Return where the last checkpoint in a folder has its changes."""
-    there = [x for x in folder.glob("changes-*") if x.suffix != ".new"]
-    return max(there, key=lambda x: int(x.name.removeprefix("changes-")), default=None)
+    complete = [x for x in folder.glob("changes-*") if x.suffix != ".new"]
+    return max(complete, key=lambda x: int(x.name.removeprefix("changes-")), default=None)
 
 
 def save(folder: Path, contents: Contents) -> None:
@@ -79,13 +79,12 @@ def save(folder: Path, contents: Contents) -> None:
 def resume(folder: Path, changes: Path, contents: Contents) -> Contents:
     """Read the last checkpoint into the tables, and return the rest of it."""
     record = json.loads((changes / "contents.json").read_text())
-    wanted = contents.listed()
-    if record["arrays"] != wanted:
-        kept = record["arrays"]
-        theirs, ours = ", ".join({*kept} - {*wanted}), ", ".join({*wanted} - {*kept})
+    kept, wanted = record["arrays"], contents.listed()
+    if kept != wanted:
+        only_kept, only_wanted = ", ".join({*kept} - {*wanted}), ", ".join({*wanted} - {*kept})
         raise ValueError(
-            f"`path` {folder} holds {theirs}, and this run has {ours}: give the parameters and "
-            "the optimizer that it was written with."
+            f"`path` {folder} holds {only_kept}, and this run has {only_wanted}: give the "
+            "parameters and the optimizer that it was written with."
         )
     _apply(changes, contents)
     for copy, x in zip(contents.copies(folder, "r"), contents.arrays().values(), strict=True):

@@ -26,6 +26,7 @@ from jmask._base.types import (
     Table,
 )
 from jmask._base.validation import (
+    Model,
     abstract_leaf,
     as_table,
     check_leaves,
@@ -124,7 +125,7 @@ def rows_since(opt_state: PyTree, step: Index, *, size: int | None = None) -> Py
         # All rows of a table of a stack, or of a line, have moved where one has.
         last = jnp.atleast_1d(with_whole_rows(last))
         count, dtype = last.shape[0], id_dtype(last.shape[0])
-        has_moved = jnp.any(last.reshape(count, -1) > step, 1)
+        has_moved = jnp.any(last > step, range(1, last.ndim))
         if size is not None:
             (ids,) = jnp.nonzero(has_moved, size=size, fill_value=count)
             return ids.astype(dtype)
@@ -141,7 +142,8 @@ def take(tree: PyTree, ids: PyTree) -> PyTree:
     """Return rows of the tables of a tree, as `RowSparse`.
 
     Args:
-        tree: arrays; tables may be sharded.
+        tree: arrays, or a model with functions, whose place is None in the result; tables may
+            be sharded.
         ids: a tree of the same structure, of ids (n,), as `jmask.rows_since` returns it. Those
             that are no row are padding.
 
@@ -151,7 +153,7 @@ def take(tree: PyTree, ids: PyTree) -> PyTree:
 
     Raises:
         TypeError: if a leaf is no array, or ids are no integers.
-        ValueError: if the structures differ.
+        ValueError: if the structures differ, or `touched` was not there for a parameter.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -161,20 +163,25 @@ def take(tree: PyTree, ids: PyTree) -> PyTree:
     """
 
     def rows(path: KeyPath, x: Table, ids: Numbers) -> PyTree:
+        if isinstance(ids, optax.MaskedNode):  # an empty tuple, which would be no rows
+            raise ValueError(
+                f"{leaf_name('ids', path)} is an optax.MaskedNode, since jmask.touched was not "
+                "there for it: chain it behind optax.partition or optax.masked, not in them."
+            )
         if not np.ndim(x):
             return x
         table = as_table(x)
         values = embedding_lookup(table, ids, mode="zero")
         return RowSparse(ids, values, table.shape)
 
-    return _mapped(rows, tree, "ids", ids)
+    return _mapped(rows, Model(tree, is_row_sparse), "ids", ids)
 
 
 def put(tree: PyTree, rows: PyTree) -> PyTree:
     """Return a tree in which rows are replaced, bit for bit; in place where it is donated.
 
     Args:
-        tree: arrays.
+        tree: arrays, or a model with functions.
         rows: a tree of the same structure, as `take` returns it: each `RowSparse` replaces the
             rows that it stores, each array all of its leaf.
 
@@ -197,11 +204,13 @@ def put(tree: PyTree, rows: PyTree) -> PyTree:
             return jnp.asarray(new)
         return set_rows(jnp.asarray(old), new.row_ids(), new.values, new.order)
 
-    return _mapped(replaced, tree, "rows", rows)
+    model = Model(tree, is_row_sparse)
+    return model.with_parameters(_mapped(replaced, model, "rows", rows))
 
 
-def _mapped(function: Function, tree: PyTree, name: str, others: PyTree) -> PyTree:
-    """Return the tree of function(path, leaf, what the argument `name` has there)."""
+def _mapped(function: Function, model: Model, name: str, others: PyTree) -> PyTree:
+    """Return function(path, parameter, what the argument `name` has there), as a tree."""
+    tree = model.parameters
     structure: PyTreeDef = jax.tree.structure(tree)
     leaves = jax.tree.leaves_with_path(tree)
     check_leaves("tree", tree)

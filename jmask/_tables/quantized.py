@@ -124,7 +124,8 @@ def quantize_rows(table: Numbers, dtype: str) -> QuantizedRows:
     if kind == "int4":
         bits = jax.lax.bitcast_convert_type(values, jnp.uint8) & 15
         bits = jnp.pad(bits, [(0, 0)] * len(row) + [(0, row[-1] % 2)])
-        values = bits[..., ::2] | (bits[..., 1::2] << 4)
+        pairs = bits.reshape(*bits.shape[:-1], bits.shape[-1] // 2, 2)
+        values = pairs[..., 0] | (pairs[..., 1] << 4)
     return QuantizedRows(values, scales, kind, row)
 
 
@@ -133,7 +134,7 @@ def _product(kind: str, row: Shape, values: jax.Array, scales: jax.Array) -> jax
     if kind == "int4":
         low, high = (jax.lax.bitcast_convert_type(x, jnp.int8) for x in (values << 4, values))
         values = jnp.stack([low >> 4, high >> 4], -1)
-        values = values.reshape(*values.shape[:-2], -1)[..., : row[-1]]
+        values = values.reshape(*values.shape[:-2], 2 * values.shape[-2])[..., : row[-1]]
     return values.astype(scales.dtype) * scales.reshape(scales.shape + (1,) * len(row))
 
 

@@ -15,8 +15,9 @@ from jax import lax
 from jmask._base.array_types import fewer, is_known
 from jmask._base.row_ids import canonical
 from jmask._base.shardings import flat
-from jmask._base.types import ArraysFunction, DType, PyTree, PyTreeDef, Shape
-from jmask._base.validation import checked_array, leaf_name, named_parts
+from jmask._base.types import ArraysFunction, DType, Ids, PyTree, PyTreeDef, Shape
+from jmask._base.validation import leaf_name, named_parts
+from jmask._embedding.lookup import checked_integers
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.rows import set_rows
 from jmask._kernels.stochastic_rounding import check_key
@@ -103,9 +104,9 @@ def reset(
     chosen: dict[int, jax.Array] = {}
     for i, ids in named_parts("rows", paths, rows).items():
         name, table = leaf_name("params", paths[i]), jnp.asarray(leaves[i])
-        ids = checked_array(leaf_name("rows", paths[i])[1:-1], ids)
+        ids = checked_integers(ids, leaf_name("rows", paths[i])[1:-1], "fill")
         _check(name, table, ids, vocab)
-        ids, count = canonical(flat(ids), table.shape[0]), table.shape[0]
+        ids, count = canonical(flat(jnp.asarray(ids)), table.shape[0]), table.shape[0]
         size = fewer(ids.shape[0], count)
         if size:
             chosen[i], _ = unique_slots(ids, size, count)
@@ -118,7 +119,9 @@ def reset(
 
         def start(ids: jax.Array, arrays: list[jax.Array], i: int = i) -> list[jax.Array]:
             few = list(leaves)
-            few[i] = _started(init, jax.random.fold_in(key, i), ids, leaves[i])
+            of_table, shape = jax.random.fold_in(key, i), (1, *few[i].shape[1:])
+            new_row = lambda r: init(jax.random.fold_in(of_table, r), shape, few[i].dtype)[0]
+            few[i] = jax.vmap(new_row)(ids).astype(few[i].dtype)
             first = jax.tree.leaves(as_of_now(tx.init(tree.unflatten(few)), state))
             new = [few[i], *(first[k] for k in places)]  # noqa: B023
             return [set_rows(x, ids, y, "sorted") for x, y in zip(arrays, new, strict=True)]
@@ -144,9 +147,7 @@ def _in_blocks(
     return lax.fori_loop(0, (count + _BLOCK - 1) // _BLOCK, body, arrays)
 
 
-def _check(name: str, table: jax.Array, ids: jax.Array, vocab: Vocabulary | None) -> None:
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"`rows` must be row numbers, integers, got {ids.dtype} for {name}.")
+def _check(name: str, table: jax.Array, ids: Ids, vocab: Vocabulary | None) -> None:
     most = 0 if vocab is None else vocab.table_rows
     if vocab is None and ids.size and not isinstance(ids, jax.core.Tracer):
         most = int(np.asarray(ids).max())  # padding is the number of rows
@@ -155,10 +156,3 @@ def _check(name: str, table: jax.Array, ids: jax.Array, vocab: Vocabulary | None
             f"{name} has shape {table.shape}, and `rows` are of a vocabulary whose tables have "
             f"{most} rows or more: make it with `vocab.table_rows` rows."
         )
-
-
-def _started(init: Initializer, key: jax.Array, ids: jax.Array, table: jax.Array) -> jax.Array:
-    """Return rows (n, *row), each made by `init` with a key of its own."""
-    shape = (1, *table.shape[1:])
-    row = lambda i: init(jax.random.fold_in(key, i), shape, table.dtype)[0]
-    return jax.vmap(row)(ids).astype(table.dtype)

@@ -3,6 +3,7 @@
     sorted   set 3  k  k  m       set 5  j        equal keys lie together, and keys of a set
     set_start    0  0  0              3           the first entry of the set
     line         four numbers for each place of set 3, ...     gathered for each key
+    match        its place there, or -1     busy  places that any key of the set has
     change       new - old at the places of a key, else 0      added to the line
 
 All between is of the size of the batch. Places of its keys are never given to other ones: each
@@ -98,12 +99,12 @@ def rows_of(
         rows, vocab, recycled = rows_of(vocab, pair, where=pair_exists)
         return rows[:1].reshape(shape), vocab, recycled[:1]
     shards = Shards.of(vocab.lines, words, exists)
-    given = vocab.lines, vocab.clock, words, exists
-    found = _found_by_devices(jax.tree.map(shape_of, vocab), shards, *given)
-    rows, recycled, lines, counts = found
-    where_keys_are = None if shards is None else explicit_sharding(words)
-    if where_keys_are is not None:
-        rows = resharded(rows, where_keys_are, spec_of(words)[:-1])
+    arrays = vocab.lines, vocab.clock, words, exists
+    results = _on_all_devices(jax.tree.map(shape_of, vocab), shards, *arrays)
+    rows, recycled, lines, counts = results
+    sharding_of_keys = explicit_sharding(words)
+    if sharding_of_keys is not None:
+        rows = resharded(rows, sharding_of_keys, spec_of(words)[:-1])
     low = vocab.counts[:, 1] + counts
     high = vocab.counts[:, 0] + (low < counts).astype(jnp.uint32)
     counts, clock = jnp.stack([high, low], 1), vocab.clock + 1
@@ -113,21 +114,22 @@ def rows_of(
 
 # In one program: outside of jit its branches would be compiled in each call.
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _found_by_devices(
-    vocab: Vocabulary, shards: Shards | None, *given: jax.Array
+def _on_all_devices(
+    vocab: Vocabulary, shards: Shards | None, *arrays: jax.Array
 ) -> list[jax.Array]:
-    """Return what `_found` does, of one device or several. `vocab` has shapes for arrays."""
-    find, exists = functools.partial(_found, vocab, shards), given[-1]
+    """Run `_on_device` on one device or several. `vocab` has shapes in the place of arrays."""
+    exists = arrays[-1]
     if shards is None:
-        return find(*given)
+        return _on_device(vocab, None, *arrays)
     # Keys come to every device; what each finds is added up.
-    specs = [shards.spec, *((None,) * x.ndim for x in given[1:])]
+    run = functools.partial(_on_device, vocab, shards if shards.rows else None)
+    specs = [shards.spec, *((None,) * x.ndim for x in arrays[1:])]
     out = [(None,) * exists.ndim, (None,), shards.spec, (None,)]
-    found: list[jax.Array] = shards.run(find, *given, specs=specs, out=out)
-    return found
+    results: list[jax.Array] = shards.run(run, *arrays, specs=specs, out=out)
+    return results
 
 
-def _found(
+def _on_device(
     vocab: Vocabulary,
     shards: Shards | None,
     lines: jax.Array,
@@ -135,14 +137,17 @@ def _found(
     words: jax.Array,
     exists: jax.Array,
 ) -> list[jax.Array]:
-    """Return rows, recycled rows (n,), new lines of this device, what `counters` adds up."""
+    """Return rows, recycled rows (n,), new lines of this device, what `counters` adds up.
+
+    `shards` are given where the sets are on several devices; `lines` are those of this one.
+    """
     shape, ways, count, places = exists.shape, vocab.ways, lines.shape[0], vocab.places
     words, exists = words.reshape(-1, 2), exists.reshape(-1)
     n, now, dtype = exists.shape[0], clock + 1, id_dtype(vocab.table_rows)
     entries = lax.iota(jnp.int32, n)
-    key, every, first_row = hashed(words), vocab.lines.shape[0], jnp.zeros((), dtype)
-    sets = part_of(key, every).astype(id_dtype(every))
-    if shards is not None and shards.rows:
+    key, all_sets, first_row = hashed(words), vocab.lines.shape[0], jnp.zeros((), dtype)
+    sets = part_of(key, all_sets).astype(id_dtype(all_sets))
+    if shards is not None:
         sets = shards.local(sets, count)
         first_row = lax.axis_index(shards.rows).astype(dtype) * (count * ways)
     is_here = exists & (sets < count)
@@ -214,7 +219,7 @@ def _found(
     hits, waiting = (jnp.where(x, times, 0) for x in (has_row, ~owns))
     counted = (hits, gets_row, evicts, waiting)
     counts = jnp.stack([jnp.sum(x, dtype=jnp.uint32) for x in counted])
-    if shards is not None and shards.rows:
+    if shards is not None:
         rows = lax.psum(jnp.where(is_here, rows, 0), shards.rows)
         recycled, counts = lax.pmin(recycled, shards.rows), lax.psum(counts, shards.rows)
     rows = jnp.where(exists, rows, vocab.table_rows)
@@ -255,13 +260,9 @@ def _at(x: jax.Array, place: jax.Array) -> jax.Array:
 
 def _busy(match: jax.Array, set_start: jax.Array, places: int) -> jax.Array:
     """Return which places (n, places) of its set any key has, by those (n,) of keys, or -1."""
-    number, bit = match // 32, jnp.uint32(1) << (match % 32).astype(jnp.uint32)
-    words = np.arange(-(-places // 32), dtype=np.int32)[None]
-    bits = jnp.where(number[:, None] == words, bit[:, None], 0)
-    # No two keys of a set have the same place: what is added up is their union.
-    bits = jnp.zeros_like(bits).at[set_start].add(bits, indices_are_sorted=True)[set_start]
-    busy = (bits[:, :, None] >> np.arange(32, dtype=np.uint32)[None, None]) & 1 > 0
-    return busy.reshape(match.shape[0], -1)[:, :places]
+    busy = jnp.zeros((match.shape[0], places), bool)
+    place = jnp.where(match < 0, places, match)  # -1 would be the last place
+    return busy.at[set_start, place].set(True, mode="drop")[set_start]
 
 
 def _taken(

@@ -134,21 +134,30 @@ def create(
         >>> vocab.capacity, vocab.table_rows
         (1008, 1024)
     """
-    numbers = {"capacity": capacity, "ways": ways, "admit_after": admit_after}
-    for name, x in (numbers | {"shared_rows": shared_rows}).items():
-        if not 1 <= checked_integer(name, x) < 2**31:
-            raise ValueError(f"`{name}` must be from 1 to 2³¹ - 1, got {x}.")
+    capacity = _checked_count("capacity", capacity)
+    ways = _checked_count("ways", ways)
+    admit_after = _checked_count("admit_after", admit_after)
+    shared_rows = _checked_count("shared_rows", shared_rows)
     if not ways <= min(capacity, _MOST_WAYS):
         raise ValueError(
             f"`ways`={ways} must be at most {_MOST_WAYS}, and at most `capacity`={capacity}."
         )
     checked_choice(evict, "evict", ("lru", "lfu"))
-    axes = () if mesh is None else checked_axes(mesh, axis)
-    shards = math.prod(mesh.shape[name] for name in axes) if mesh is not None else 1
+    shards, sharding = 1, None
+    if mesh is not None:
+        axes = checked_axes(mesh, axis)
+        shards = math.prod(mesh.shape[name] for name in axes)
+        sharding = by_rows(mesh, entry(axes), 2)
     sets = shards * -(-capacity // (ways * shards))
     id_dtype(sets * ways + shared_rows)  # or it raises
-    sharding = None if mesh is None else by_rows(mesh, entry(axes), 2)
     shape = (sets, 4 * (ways if admit_after == 1 else 2 * ways))
     lines = jnp.zeros(shape, jnp.uint32, device=sharding)
     clock, counts = jnp.zeros((), jnp.uint32), jnp.zeros((len(_COUNTERS), 2), jnp.uint32)
     return Vocabulary(lines, clock, counts, ways, admit_after, evict, shared_rows)
+
+
+def _checked_count(name: str, value: object) -> int:
+    count = checked_integer(name, value)
+    if not 1 <= count < 2**31:
+        raise ValueError(f"`{name}` must be from 1 to 2³¹ - 1, got {count}.")
+    return count

@@ -352,6 +352,7 @@ def test_loops_that_are_refused(loader, options, error, words):
             *(ValueError, "bfloat16"),
         ),
         (lambda p, s: ({**p, "w": jnp.ones(2)}, s), ValueError, r"`params\['w'\]` was"),
+        (lambda p, s: ({**p, "table": 1.0}, s), ValueError, r"'table'\]` was.* got 1.0"),
     ],
 )
 def test_commits_that_are_refused(change, error, words):

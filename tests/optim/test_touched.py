@@ -128,6 +128,35 @@ def test_in_place():
     temporary_bytes(compiled, size * 64, size * 16)
 
 
+def test_tables_without_rows_or_columns():
+    tx = CHAINS["adam"]
+    for shape in ((0, 2), (3, 0), (2, 0, 3)):
+        state = tx.init(jnp.zeros(shape))
+        assert jmask.rows_since(state, 0).tolist() == []
+        assert jmask.rows_since(state, 0, size=1).tolist() == [shape[0]]
+
+
+def test_a_model_with_functions():
+    model, tx = {"table": jnp.ones((5, 2)), "activation": jax.nn.relu}, CHAINS["adam"]
+    loss = lambda model: jnp.sum(model["activation"](model["table"][jnp.array([1, 3])]))
+    new, state = jmask.apply_gradients(tx, jmask.grad(loss)(model), tx.init(model), model)
+    rows = jmask.tree.take(new, jmask.rows_since(state, 0))
+    assert rows["activation"] is None
+    have = jmask.tree.put(model, rows)
+    assert have["activation"] is jax.nn.relu
+    assert_same(have["table"], new["table"])
+
+
+def test_parameters_that_are_not_followed():
+    """As empty rows they would stay as they were exported, whatever the steps make of them."""
+    followed = optax.chain(jmask.adam(0.1), jmask.touched())
+    groups = {"table": "followed", "w": "other", "scale": "other"}
+    tx = optax.partition({"followed": followed, "other": optax.sgd(1.0)}, groups)
+    params = start()
+    with pytest.raises(ValueError, match=r"`ids\['scale'\]` .* chain it behind"):
+        jmask.tree.take(params, jmask.rows_since(tx.init(params), 0))
+
+
 def test_what_is_refused():
     tx, params = CHAINS["adam"], start()
     state = tx.init(params)

@@ -103,6 +103,25 @@ def test_only_the_rows_looked_up_are_dequantized(kind):
         assert whole_table_operations(compiled, rows) <= {"parameter", "bitcast"}
 
 
+def test_lookups_of_nothing(kind):
+    for rows in (40, 0):
+        q = jmask.quantize_rows(table_of()[:rows], kind)
+        for ids in ([], np.zeros((3, 0), int)):
+            assert lookup(q, ids).shape == (*np.shape(ids), 9)
+        np.testing.assert_array_equal(bag(q, np.zeros((3, 0), int)), np.zeros((3, 9)))
+
+
+@pytest.mark.parametrize("axis", [AxisType.Explicit, AxisType.Auto])
+def test_sharded_by_columns(kind, axis):
+    mesh, x = jax.make_mesh((2,), ("x",), (axis,)), table_of((40, 16))
+    columns = jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, "x")))
+    q, expected = jmask.quantize_rows(columns, kind), jmask.quantize_rows(x, kind)
+    np.testing.assert_array_equal(q.values, expected.values)
+    rows = lookup(q, jnp.array([3, 0, 7]))
+    np.testing.assert_array_equal(rows, lookup(expected, jnp.array([3, 0, 7])))
+    assert rows.sharding.shard_shape(rows.shape) == (3, 8)
+
+
 @pytest.mark.parametrize("axis", [AxisType.Explicit, AxisType.Auto])
 def test_sharded(kind, axis):
     mesh = jax.make_mesh((8,), ("x",), (axis,))

@@ -195,7 +195,8 @@ def test_what_a_row_starts_from(dtype):
         expected[r] = init(row, (1, 3), dtype)[0]
     np.testing.assert_array_equal(new["table"], expected)
     assert_same((new["a"], after), (params["a"], state))
-    for empty in ({}, {"table": jnp.zeros(0, jnp.int32)}, {"table": jnp.full(3, 9)}):
+    nothing = ([], jnp.zeros(0, jnp.int32), jnp.full(3, 9))
+    for empty in ({}, *({"table": x} for x in nothing)):
         assert_same(vocabulary.reset(tx, params, state, empty, init), (params, state))
 
 

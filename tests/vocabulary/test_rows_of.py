@@ -268,6 +268,13 @@ def test_keys_of_all_kinds():
 # --- as any pytree of arrays ---------------------------------------------------------------
 
 
+def test_sizes_that_are_integers_of_numpy():
+    """No sum or product of them is cut to 8 bits, and a program that is exported holds none."""
+    vocab = vocabulary.create(np.int16(100), np.int8(16), np.uint8(2), shared_rows=np.int64(16))
+    assert_equal(vocab, vocabulary.create(100, 16, 2, shared_rows=16))
+    assert export.export(jax.jit(vocabulary.rows_of))(vocab, KEYS).serialize()
+
+
 def used():
     vocab = vocabulary.create(64, 4, 2, "lfu", shared_rows=3)
     for keys in batches_of(np.random.default_rng(2), 10, 30, 60):
