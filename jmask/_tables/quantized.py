@@ -85,7 +85,8 @@ def quantize_rows(table: Numbers, dtype: str) -> QuantizedRows:
         table. What they read differs from the table by half a step at most: of integers the
         scale of the row, max |row| / 127 or / 7; of float8 the distance of the two numbers
         around it, 1/8 of the power of two below. They read float32 (float64 of such a table).
-        A row with nan or an infinity reads as nan.
+        A row with nan or an infinity reads as nan. One with no entry above 1e-35 in float32 may
+        read as 0: its scale is a subnormal number, which XLA takes for 0.
 
     Raises:
         TypeError: if `table` is no array.

@@ -134,10 +134,13 @@ def create(
         >>> vocab.capacity, vocab.table_rows
         (1008, 1024)
     """
-    capacity = _checked_count("capacity", capacity)
-    ways = _checked_count("ways", ways)
-    admit_after = _checked_count("admit_after", admit_after)
-    shared_rows = _checked_count("shared_rows", shared_rows)
+    numbers = {"capacity": capacity, "ways": ways, "admit_after": admit_after}
+    for name, x in (numbers | {"shared_rows": shared_rows}).items():
+        if not 1 <= checked_integer(name, x) < 2**31:
+            raise ValueError(f"`{name}` must be from 1 to 2³¹ - 1, got {x}.")
+    # Products of NumPy's int8 are int8, and no program that holds such an integer is exported.
+    capacity, ways, admit_after = map(int, numbers.values())
+    shared_rows = int(shared_rows)
     if not ways <= min(capacity, _MOST_WAYS):
         raise ValueError(
             f"`ways`={ways} must be at most {_MOST_WAYS}, and at most `capacity`={capacity}."
@@ -154,10 +157,3 @@ def create(
     lines = jnp.zeros(shape, jnp.uint32, device=sharding)
     clock, counts = jnp.zeros((), jnp.uint32), jnp.zeros((len(_COUNTERS), 2), jnp.uint32)
     return Vocabulary(lines, clock, counts, ways, admit_after, evict, shared_rows)
-
-
-def _checked_count(name: str, value: object) -> int:
-    count = checked_integer(name, value)
-    if not 1 <= count < 2**31:
-        raise ValueError(f"`{name}` must be from 1 to 2³¹ - 1, got {count}.")
-    return count
