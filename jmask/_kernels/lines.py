@@ -207,8 +207,8 @@ def inserted(
 ) -> tuple[jax.Array, jax.Array]:
     """Insert entries (n,) in the lines (n, 128) that were read at `ids // 128`.
 
-    Ids are sorted, and unique apart from padding, `count` and more. Returns the line (n,) that
-    each entry writes, as of `writers`, with that line (n, 128), in which are all entries of it.
+    Ids are sorted, and unique apart from padding, which is `count` or more. Returns the line
+    (n,) that each entry writes, see `writers`, and that line (n, 128) with all new entries.
     """
     n = ids.shape[0]
     nowhere = -(-count // LANES)

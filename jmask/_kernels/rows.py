@@ -139,7 +139,7 @@ class Gather:
         )
 
     def is_slow_copy(self, operand: Shaped) -> bool:
-        """Decide whether it copies rows with one index each, which XLA copies one at a time."""
+        """Decide whether it copies rows of the widths that LLVM unrolls, by one index each."""
         return (
             jnp.issubdtype(operand.dtype, jnp.floating)
             and jnp.dtype(operand.dtype).itemsize in tuning.UNROLLED_BYTES
@@ -335,7 +335,10 @@ def _write(
 
 
 def is_routed(shards: Shards, ids: IdVector, order: Order) -> bool:
-    """Decide whether ids (n,) are on the shards that have their rows."""
+    """Decide whether ids (n,) are on the shards that have their rows.
+
+    `order` says that they were routed, and their type to the shards of which axes.
+    """
     return order == "routed" and spec_of(ids)[0] == entry(shards.rows)
 
 
@@ -447,6 +450,7 @@ def _gathered_on_shards(shards: Shards, table: TableArray, ids: IdVector) -> Row
 
 
 def read_rows(table: TableArray, ids: IdVector, *, order: Order) -> list[jax.Array]:
+    """Gather rows: the definition of `READ`."""
     return [gather_rows(table, ids, coalesced=order == "sorted")]
 
 

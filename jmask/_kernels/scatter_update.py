@@ -109,6 +109,7 @@ def _by_kernel(program: ClosedJaxpr, update: Update) -> Form:
         count = len(tables)
 
         def body(*entries: jax.Array) -> Sequence[jax.Array]:
+            # The kernel passes all rows, then all scalars; the rule takes them as they came.
             old, (grad, *given) = entries[:count], entries[count:]
             arrays, scalars = iter(given), iter(given[len(rows) - 1 :])
             others = (next(scalars if alone else arrays) for alone in is_scalar)

@@ -175,7 +175,7 @@ def looked_up(table: TableArray, ids: IdArray) -> jax.Array:
 
 def _lookup(table: TableArray, ids: IdArray, *, sharding: NamedSharding) -> list[jax.Array]:
     shards, spec = _shards(table, ids), spec_of(ids)
-    if not ids.size:
+    if 0 in (*ids.shape, *table.shape):  # XLA gathers no empty arrays
         zeros = jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
         return [resharded(zeros, sharding, tuple(sharding.spec))]
     batch, count = next(iter(spec), None), math.prod(ids.shape)

@@ -41,7 +41,7 @@ Tables = Sequence[jax.Array]
 
 
 Form = Callable[["RowUpdate"], list[jax.Array]]
-"""What the tables become, by an update of unique ids and summed rows."""
+"""Computes the tables after an update of unique ids and summed rows."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,6 +59,7 @@ class Update:
 
     @property
     def fastest(self) -> Form:
+        """The form for XLA's compilers for CPUs and TPUs."""
         return self.fused or self.definition
 
 

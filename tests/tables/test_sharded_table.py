@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmask
 from jmask._base.row_ids import id_of, position_of
+from jmask._kernels import tuning
 from tests.compilations import compilations
 from tests.compiled_step import training_step
 from tests.optimizers import OF_ALL_TABLES as OPTIMIZERS
@@ -251,6 +252,19 @@ def test_dtypes(dtype):
     rows = jmask.embedding_lookup(table, batch_of(ids, "8 devices"))
     assert rows.dtype == x.dtype
     np.testing.assert_array_equal(rows, x[ids])
+
+
+def test_rows_without_entries(monkeypatch):
+    """Which would be exchanged, if they had any."""
+    monkeypatch.setattr(tuning, "EXCHANGED_IDS", 0)
+    like = NamedSharding(mesh_of(8, axes="explicit"), P("x"))
+    table, ids = (
+        jax.device_put(jnp.zeros((24, 0)), like),
+        batch_of(np.arange(2048), "8 devices"),
+    )
+    loss = lambda table: jmask.embedding_lookup(table, ids).sum()
+    value, gradient = jmask.value_and_grad(loss)(table)
+    assert (value, gradient.shape) == (0, (24, 0))
 
 
 @pytest.mark.parametrize("order", [1, 2])
