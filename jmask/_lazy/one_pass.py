@@ -354,7 +354,7 @@ def _updated_tables(
     if valid is None and is_saturated(gradient, tables):
         function = entry_by_entry(new_entries) if combiner.is_elementwise else new_entries
         dense = add_to_rows(jnp.zeros_like(table, gradient.dtype), ids, rows, order)
-        touched = jnp.zeros(table.shape[:1], bool).at[ids].set(True, mode="drop")
+        touched = set_rows(jnp.zeros(table.shape[:1], bool), ids, jnp.ones_like(ids, bool))
         made = zip(function(*tables, dense, *scalars), tables, strict=True)
         return [jnp.where(trailing(touched, x.ndim), new, x) for new, x in made]
 

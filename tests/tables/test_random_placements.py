@@ -7,6 +7,7 @@ rows that are not looked up keep their bits, and a table stays where it is.
 """
 
 import contextlib
+from unittest import mock
 
 import hypothesis.strategies as st
 import jax
@@ -19,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmask
+from jmask._kernels import tuning
 from tests.compiled_step import with_optax
 from tests.optimizers import OPTIMIZERS
 from tests.oracle import assert_close
@@ -69,6 +71,7 @@ def placements(draw):
         "of_ids": of_ids,
         "is_set": draw(st.booleans()),
         "of_no_mesh": draw(st.sampled_from([False, False, True])),  # parameters, not ids
+        "has_few_rows": draw(st.booleans()),  # so that all of the table is updated
     }
 
 
@@ -118,7 +121,7 @@ def trained(program, put=lambda x, *spec: jnp.asarray(x), spec=()):
         (params, state), losses = run(carried, batches)
     else:
         run, losses = step if way == "outside of jit" else jax.jit(step, donate_argnums=0), []
-        for ids in batches:
+        for ids in (put(ids, of_ids) for ids in BATCHES):
             carried, value = run(carried, ids)
             losses.append(value)
         params, state = carried
@@ -145,7 +148,9 @@ def check(program):
         program = program | {"of_no_mesh": False}
     put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
     is_set = (program["is_set"] or is_eager) and axes == "explicit"
-    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+    few = {"DENSE_ROWS_FOR_EACH_LOOKUP": 1000 if program["has_few_rows"] else 0}
+    in_mesh = jax.set_mesh(mesh) if is_set else contextlib.nullcontext()
+    with in_mesh, mock.patch.multiple(tuning, **few):
         found, table = trained(program, put, spec)
     expected, _ = trained(program | {"of_no_mesh": True})
     assert_close(found, expected, rtol=2e-4, atol=2e-5)
@@ -175,10 +180,12 @@ PLAIN = {
     "of_ids": "x",
     "is_set": False,
     "of_no_mesh": False,
+    "has_few_rows": False,
 }
 FOUND = {
     "lines on every device": {"kind": "packed"},
     "deferred columns": {"name": "deferred", "spec": (None, "x")},
+    "few rows of no mesh": {"way": "apply_gradients", "of_no_mesh": True, "has_few_rows": True},
 }
 
 
