@@ -134,13 +134,14 @@ def create(
         >>> vocab.capacity, vocab.table_rows
         (1008, 1024)
     """
-    numbers = {"capacity": capacity, "ways": ways, "admit_after": admit_after}
-    for name, x in (numbers | {"shared_rows": shared_rows}).items():
-        if not 1 <= checked_integer(name, x) < 2**31:
+    given = {"capacity": capacity, "ways": ways, "admit_after": admit_after}
+    given["shared_rows"] = shared_rows
+    # Python's: products of NumPy's int8 are int8, and no program that holds one is exported.
+    numbers = {name: checked_integer(name, x) for name, x in given.items()}
+    for name, x in numbers.items():
+        if not 1 <= x < 2**31:
             raise ValueError(f"`{name}` must be from 1 to 2³¹ - 1, got {x}.")
-    # Products of NumPy's int8 are int8, and no program that holds such an integer is exported.
-    capacity, ways, admit_after = map(int, numbers.values())
-    shared_rows = int(shared_rows)
+    capacity, ways, admit_after, shared_rows = numbers.values()
     if not ways <= min(capacity, _MOST_WAYS):
         raise ValueError(
             f"`ways`={ways} must be at most {_MOST_WAYS}, and at most `capacity`={capacity}."
