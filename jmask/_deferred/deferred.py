@@ -26,7 +26,7 @@ from jax import lax
 
 from jmask._base.array_types import trailing, wide
 from jmask._base.row_ids import Order, id_dtype
-from jmask._base.shardings import Shards, entry
+from jmask._base.shardings import Shards, entry, sharding_of_rows
 from jmask._base.types import Function, KeyPath, Numbers, PyTree, PyTreeDef, Shape
 from jmask._base.validation import checked_integer, leaf_name, named_parts
 from jmask._deferred.measured import (
@@ -174,8 +174,9 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         for i, (form, x) in enumerate(zip(forms, jax.tree.leaves(params), strict=True)):
             if isinstance(form, Form):
                 fresh = form.line(wide(x.dtype))
-                of_rows = jnp.sum(x, -1) if x.ndim > 1 else x  # which lie as rows do
-                last = jnp.zeros_like(of_rows, jnp.int32)
+                shape = (*x.shape[:-1], 1) if x.ndim > 1 else x.shape
+                last = jnp.zeros(shape, jnp.int32, device=sharding_of_rows(x))
+                last = last[..., 0] if x.ndim > 1 else last
                 carry = jnp.zeros((window, form.sums), fresh.dtype)
                 lines = jnp.tile(fresh, (window, 1))
                 tables[i] = TableState(last, lines, carry, jnp.zeros((), jnp.int32))
