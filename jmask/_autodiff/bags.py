@@ -271,4 +271,4 @@ def _sum(eqn: JaxprEqn, name: str, args: Sequence[Argument], which: int) -> Look
         return sums.reshape(aval.shape)
 
     sums = Sums(x.table, bags, entries, aval, lambda: bag_of(described().ids))
-    return sums.of_table(result)
+    return sums.lookup(result)

@@ -72,7 +72,7 @@ class Sums:
     aval: Shaped
     call: Callable[[], BagSum]  # makes ids, bags and weights, when it runs
 
-    def of_table(self, result: Callable[[], jax.Array]) -> Lookup:
+    def lookup(self, result: Callable[[], jax.Array]) -> Lookup:
         """Return the sums that `result` computes of a table, with their tap."""
         assert isinstance(self.x, TableView)
         tap = self.x.tap((self.bags, *self.x.shape[1:]), self.entries, dtype=self.aval.dtype)
@@ -92,8 +92,8 @@ class Sums:
 
         return with_tap(tap, result, ids)
 
-    def of_rows(self) -> Lookup | None:
-        """Return the sums of rows that are read one by one; None if these are not rows."""
+    def lookup_by_rows(self) -> Lookup | None:
+        """Return the sums, of rows that are read one by one; None if `x` has no such rows."""
         x, count, dtype = self.x, self.entries, id_dtype(self.entries)
         plan = planned(x, 1, (count,))
 
@@ -325,9 +325,9 @@ def lookup_of(
             bag = BAG_SUM.call(eqn.params, args)
             sums = Sums(x, bag.bags, math.prod(bag.positions.shape), aval, lambda: bag)
         if sums is None or rows_only or not isinstance(x, TableView):
-            return None if sums is None else sums.of_rows()
+            return None if sums is None else sums.lookup_by_rows()
         of_array = [x.array if i == which else a for i, a in enumerate(args)]
-        return sums.of_table(lambda: bound(eqn, of_array)[0])
+        return sums.lookup(lambda: bound(eqn, of_array)[0])
 
     # 2. Rows by their ids.
     ids = array(args[1], is_constant=True)
@@ -347,8 +347,8 @@ def lookup_of(
 def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup | None:
     """Return how an equation reads windows of a view, or None if it does not read rows.
 
-    Of a table the equation itself runs, and its result gets a tap. Of any other view rows are
-    read, of which the result is made.
+    Where the view is a table the equation itself runs, and its result gets a tap. Any other
+    view is read by rows, and the result is made of these.
     """
     x, windows, aval = args[0], windows_of(eqn, name, args), aval_of(eqn.outvars[0])
     shape, sizes = x.shape, windows.sizes

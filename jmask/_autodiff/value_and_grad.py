@@ -249,7 +249,7 @@ class LossProgram:
         for number, parameters in self._parameters.items():
             check_argument(fun, number, parameters)
         self._has_aux = has_aux
-        self._checked = checked_loss(self._of_parameters(), list(models), has_aux)
+        self._checked = checked_loss(self._parameter_function(), list(models), has_aux)
         self.leaves = Leaves(list(self._parameters.values()))
         self._structure: PyTreeDef
         self._static: dict[int, PyTree] = {}
@@ -277,17 +277,17 @@ class LossProgram:
             dense = {i for i in self.tables if not self._is_sparse(i, needs[i])}
             self.tables = self.tables - dense
 
-    def _of_parameters(self) -> Function:
-        """Return the function of the parameters of models, in the places of these."""
+    def _parameter_function(self) -> Function:
+        """Return the loss as a function that takes, for each model, its parameters alone."""
         if not any(model.others for model in self._models.values()):
             return self._fun
 
         @functools.wraps(self._fun)
-        def of_parameters(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        def parameter_function(*args: PyTree, **kwargs: PyTree) -> PyTree:
             models = {n: m.with_parameters(args[n]) for n, m in self._models.items()}
             return self._fun(*(models.get(i, x) for i, x in enumerate(args)), **kwargs)
 
-        return of_parameters
+        return parameter_function
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         # All other arguments are closed over, so they may be anything, as in JAX.

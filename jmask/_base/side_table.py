@@ -1,4 +1,4 @@
-"""What is known of objects that hold no more attributes: tracers, functions of the user's.
+"""Keep facts about objects that take no attributes: tracers, and the functions of a user.
 
 names = SideTable[str]()
 names.note(x, "weights")        x is not kept

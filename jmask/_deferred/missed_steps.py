@@ -146,8 +146,8 @@ def advanced(
         b1, b2 = (1 + step.changes.get((i, i), 0.0) for i in (a, b))
         factors = old[a, a], old[b, b]
         root = jnp.sqrt(factors[1])[:, None]
-        # An empty sum takes its h from this step: that of the step just before, and all since
-        # which the rate was 0, as when a warm-up begins.
+        # A sum without terms takes its h from this step: so do rows caught up just before it,
+        # and those whose steps all had a rate of 0, as at the start of a warm-up.
         is_empty = functools.reduce(jnp.logical_and, [x == 0 for x in old_terms])
         first = _spread(b1, b2, clock.astype(dtype)) * step.e / jnp.maximum(root[:, 0], 1e-6)
         shift = [jnp.where(is_empty, first, shift[0])]

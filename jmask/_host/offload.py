@@ -203,8 +203,8 @@ class Offloaded:
         ) -> tuple[PyTree, list[BatchRows], list[HostArray], list[list[HostArray]]] | None:
             """Load a batch and read its rows; None at the end of the loader.
 
-            Returns the batch with positions for ids; for each table its rows, which of them are
-            those of the batch before, and its arrays as read.
+            Returns the batch with positions in place of ids; then, each for every table: its
+            rows, the places of these in the batch before, and what was read of its arrays.
             """
             for batch in loader:
                 batch, rows = positions_in(batch, finders)

@@ -74,7 +74,7 @@ Rows = RowArray | GatheredRows
 
 
 class _Known(SideTable[GatheredRows]):
-    """What makes traced arrays."""
+    """Notes how traced arrays are made; of others nothing is kept."""
 
     def note(self, x: object, fact: GatheredRows) -> None:
         if isinstance(x, jax.core.Tracer):

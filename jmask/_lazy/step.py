@@ -70,7 +70,6 @@ def step_of(
     its state gets the sums in 16 bits, as from JAX: one branch of the `lax.cond` in
     `optax.novograd` has the dtype of the state, the other has the gradient's.
     """
-
     check_nothing_held_back(state)
 
     def proved(gradients: PyTree, **how: bool) -> "LazyStep":
