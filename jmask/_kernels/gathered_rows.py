@@ -217,6 +217,19 @@ class BagSum:
             total = jnp.einsum("bl,bl...->b...", weights, rows, precision=lax.Precision.HIGHEST)
         return total if self.valid is None else self.start() + total
 
+    def in_one_list(self) -> jax.Array:
+        """Return the sums by definition, of rows (n, *row) that are masked and weighted so.
+
+        XLA for GPUs reads and sums such rows in one kernel. With a mask of bags (bags, k) it
+        often writes all rows, transposed, before it sums them (jaxlib 0.12.0.1).
+        """
+        if self.bag_of_entry is not None:
+            return self.by_parts()
+        rows = dataclasses.replace(self, positions=self.positions.reshape(-1)).rows()
+        rows = _weighted(rows, None if self.weights is None else self.weights.reshape(-1))
+        total = jnp.sum(rows.reshape(*self.positions.shape, *rows.shape[1:]), 1)
+        return total if self.valid is None else self.start() + total
+
     def in_blocks(self) -> jax.Array:
         """Return the sums by a loop that reads a block of rows and adds them to their bags."""
         count, bags, bag_of_entry = self.positions.size, self.bags, self.bag_of_entry
@@ -280,6 +293,7 @@ def _shapes(x: BagSum) -> list[Shaped]:
 BAG_SUM: CallPrimitive[BagSum]
 BAG_SUM = CallPrimitive("jmask_bag_sum", lambda x: [x.by_parts()], _shapes)
 # Where arrays are sharded over devices, each block would go between them.
+BAG_SUM.lower(lambda x: [x.in_one_list()], lambda x: [x.by_parts()], platform="gpu")
 BAG_SUM.lower(lambda x: [x.in_blocks()], lambda x: [x.by_parts()], platform="cpu")
 
 
