@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, Literal
+from jax.interpreters import batching
 
 from jmask._base.fallback import expect_dense
 from jmask._base.jaxprs import forwarded
@@ -319,37 +320,40 @@ _TOGETHER = primitive(
     "jmask_computed_together", lambda *arrays: list(arrays), lambda *avals: list(avals)
 )
 lower(_TOGETHER, lambda *arrays: lax.optimization_barrier(list(arrays)), platform="gpu")
+# What has no batch dimension stays so: in `aux` there may be whole tables.
+batching.primitive_batchers[_TOGETHER] = lambda arrays, dims: (_TOGETHER.bind(*arrays), dims)
 
 
-def after_reading(value: jax.Array, gradients: PyTree) -> PyTree:
-    """Make ids of gradients depend on the value of the loss, as far as XLA can tell."""
+def after_reading(value: PyTree, gradients: PyTree) -> tuple[PyTree, PyTree]:
+    """Make ids of gradients depend on the loss, or on (loss, aux), as far as XLA can tell."""
     each = jax.tree.leaves(gradients, is_leaf=is_row_sparse)
-    if not isinstance(value, jax.core.Tracer) or not any(map(is_row_sparse, each)):
-        return gradients
-    leaves, tree = jax.tree.flatten(gradients)
+    leaves, tree = jax.tree.flatten((value, gradients))
+    if not isinstance(leaves[0], jax.core.Tracer) or not any(map(is_row_sparse, each)):
+        return value, gradients
     # Rows that are not written out (`GATHERED`) are left out: those the update computes.
     places = [
         i
         for i, x in enumerate(leaves)
         if isinstance(x, jax.core.Tracer)
-        and jnp.issubdtype(x.dtype, jnp.inexact)
+        and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
         and GATHERED.of(x) is None
     ]
-    value, *computed = _TOGETHER.bind(value, *(leaves[i] for i in places))
+    computed = _TOGETHER.bind(*(leaves[i] for i in places))
     for i, x in zip(places, computed, strict=True):
         leaves[i] = x
-    gradients, zero = jax.tree.unflatten(tree, leaves), zero_after_reading(value)
+    loss, zero = computed[0], zero_after_reading(computed[0])
+    value, gradients = jax.tree.unflatten(tree, leaves)
 
     def ordered(gradient: Gradient) -> Gradient:
         if zero is None or not is_row_sparse(gradient):
             return gradient
         leaf = gradient.index_leaf
-        if not isinstance(leaf, jax.core.Tracer) or varying_axes(value) - varying_axes(leaf):
+        if not isinstance(leaf, jax.core.Tracer) or varying_axes(loss) - varying_axes(leaf):
             return gradient
-        shardings = [explicit_sharding(x) for x in (leaf, value)]
+        shardings = [explicit_sharding(x) for x in (leaf, loss)]
         if len({None if x is None else x.mesh for x in shardings}) > 1:
             return gradient
         waiting = plus_zero(jax.random.key_data(leaf), zero)
         return gradient.with_leaves(wrap(waiting), gradient.values)
 
-    return jax.tree.map(ordered, gradients, is_leaf=is_row_sparse)
+    return value, jax.tree.map(ordered, gradients, is_leaf=is_row_sparse)

@@ -168,7 +168,7 @@ def value_and_grad(
             value, gradients = program.result(rest), tuple(m.gradient(x) for m, x in pairs)
 
         # 5. All reads of the tables come before what writes them.
-        gradients = after_reading(value[0] if has_aux else value, gradients)
+        value, gradients = after_reading(value, gradients)
         return value, gradients if isinstance(argnums, Sequence) else gradients[0]
 
     return value_and_grad_of_fun

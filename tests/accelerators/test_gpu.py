@@ -12,6 +12,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -27,6 +28,7 @@ from tests.compiled_step import (
     compiled_step,
     described,
     rounds_of_loops,
+    shapes,
     temporary_bytes,
     training_step,
     vocabulary_in_place,
@@ -185,6 +187,83 @@ def test_tables_are_written_after_the_last_lookup(loss, name, with_value):
     """XLA fuses a lookup into each of its consumers, and the update into its scatter."""
     temporaries, table = late_step(loss, OPTIMIZERS[name], with_value, gpu("H100"))
     assert temporaries < table / 2
+
+
+# What a loss returns beside its value: some of the rows, and what is computed of others.
+AUX = {
+    "rows": lambda table, rows, ids: rows,
+    "other rows": lambda table, rows, ids: jnp.tanh(table[ids[::-1]]),
+    "a mean, and ids": lambda table, rows, ids: {"mean": jnp.mean(rows > 0), "ids": ids},
+}
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["table", "stack"])
+@pytest.mark.parametrize("aux", AUX)
+def test_tables_are_written_after_what_the_loss_returns_beside_its_value(aux, stacked):
+    table = jax.ShapeDtypeStruct((8, 200_000, 128) if stacked else (10**6, 128), jnp.float32)
+    ids = jax.ShapeDtypeStruct((8, 16_384), jnp.int32)
+    weights = jax.ShapeDtypeStruct((8, 16_384, 128), jnp.float32)
+    tx = jmask.sgd(0.1)
+
+    def loss(table, ids, weights):
+        rows = table[jnp.arange(8)[:, None], ids] if stacked else table[ids]
+        other = table[0] if stacked else table
+        # A gradient that needs no rows, so that the loss alone keeps none of them.
+        value = sum(jnp.vdot(x, y) for x, y in zip(rows, weights, strict=True))
+        return value, AUX[aux](other, rows, ids)
+
+    def step(table, state, ids, weights):
+        grads, beside = jmask.grad(loss, has_aux=True)(table, ids, weights)
+        return *jmask.apply_gradients(tx, grads, state, table), beside
+
+    arguments = shapes((table, jax.eval_shape(tx.init, table), ids, weights), gpu("H100"))
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
+    assert temporary_bytes(compiled) < 4 * table.size / 2
+
+
+# The last operation of these updates is a negation, or XLA may make it one.
+ADDED = {name: OPTIMIZERS[name] for name in ("sgd", "adam", "momentum", "rowwise adagrad")} | {
+    "sgd, a schedule": jmask.sgd(optax.linear_schedule(0.1, 0.01, 100)),
+    "lazy sgd": jmask.lazy(optax.sgd(0.1)),
+    "negated last": jmask.lazy(optax.chain(optax.scale(0.1), optax.scale(-1.0))),
+}
+
+
+@pytest.mark.parametrize("columns", [64, 3])
+@pytest.mark.parametrize("name", ADDED)
+def test_equal_ids_are_added_by_the_hardware(name, columns, tmp_path):
+    """Not by compare and swap: with frequent ids a step takes a hundred times as long."""
+    table = jax.ShapeDtypeStruct((100_000, columns), jnp.float32)
+    arguments = table, jax.eval_shape(ADDED[name].init, table)
+    ids = jax.ShapeDtypeStruct((4096,), jnp.int32)
+    step = training_step(lambda t, ids: -jnp.sum(t[ids] ** 2), ADDED[name])
+    lowered = step.lower(*shapes((*arguments, ids), gpu("H100")))
+    lowered.compile({"xla_dump_to": str(tmp_path), "xla_dump_emitter_re": ".*"})
+    text = "".join(path.read_text() for path in tmp_path.glob("*.ptx"))
+    atomic = re.findall(r"\b(?:atom|red)\.[\w.:]*(add|cas)\b", text)
+    assert "add" in atomic
+    assert "cas" not in atomic
+
+
+@pytest.mark.parametrize("of", ["sum", "mean", "weights", "padding"])
+def test_bags_are_summed_as_they_are_read(of):
+    """XLA writes rows before it sums them where a mask of bags (bags, k) hides some."""
+    how = {"combiner": "mean"} if of == "mean" else {"padding_id": 0} if of == "padding" else {}
+    table, ids, weights = shapes(
+        (
+            jax.ShapeDtypeStruct((100_000, 128), jnp.float32),
+            jax.ShapeDtypeStruct((4096, 32), jnp.int32),
+            jax.ShapeDtypeStruct((4096, 32), jnp.float32),
+        ),
+        gpu("H100"),
+    )
+
+    def bags(table, ids, weights):
+        how_weighted = {"weights": weights} if of == "weights" else {}
+        return jmask.embedding_bag(table, ids, **how, **how_weighted)
+
+    compiled = jax.jit(bags).lower(table, ids, weights).compile()
+    assert temporary_bytes(compiled) < 2**21  # all rows are 64 MB
 
 
 @pytest.mark.parametrize("name", ["adam", "clipped optax.adam", "sgd with all terms"])
