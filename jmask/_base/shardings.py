@@ -113,7 +113,8 @@ def with_whole_rows(array: jax.Array, d: int = 0) -> jax.Array:
 def flat(ids: jax.Array) -> jax.Array:
     """Return ids in one dimension, sharded if their first dimension alone is."""
     sharding = explicit_sharding(ids)
-    if sharding is not None and any(spec_of(ids)[1:]):
+    # JAX has no sharding for what is reshaped without an entry.
+    if sharding is not None and (any(spec_of(ids)[1:]) or 0 in ids.shape):
         ids = resharded(ids, sharding, (None,) * ids.ndim)
     return ids.reshape(-1)
 

@@ -289,8 +289,7 @@ def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
         return bags.sum(rows)
     # An array, so that the comparison sees what the maximum was taken of: see `reduce._ties`.
     constant = jax.lax.optimization_barrier(jax.lax.stop_gradient(rows))
-    least = -jnp.inf if jnp.issubdtype(rows.dtype, jnp.inexact) else jnp.iinfo(rows.dtype).min
-    keys = jnp.where(exists, constant, jnp.asarray(least, rows.dtype))
+    keys = jnp.where(exists, constant, _least(rows.dtype))
 
     def reduced(x: jax.Array, kind: str) -> jax.Array:
         if bags.ids is None:
@@ -305,6 +304,13 @@ def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
     first = reduced(jnp.where(attains, numbers, count), "min")
     result = jnp.take_along_axis(rows, first, line, mode="fill", fill_value=0)
     return result if bags.ids is not None else jnp.squeeze(result, line)
+
+
+def _least(dtype: DType) -> jax.Array:
+    if dtype == jnp.dtype(bool):
+        return jnp.asarray(False)
+    is_inexact = jnp.issubdtype(dtype, jnp.inexact)
+    return jnp.asarray(-jnp.inf if is_inexact else jnp.iinfo(dtype).min, dtype)
 
 
 # --- the forms of bags -------------------------------------------------------------------

@@ -64,6 +64,7 @@ def test_small_arrays_are_arrays(monkeypatch):
     assert seen(grad, TABLE, BAGS) is None
 
 
+@pytest.mark.of_cpus
 def test_no_row_of_a_bag_is_written_out(monkeypatch):
     """A step has less beside its table than the rows of the bags would take."""
     monkeypatch.undo()

@@ -129,6 +129,25 @@ def test_gradient(table, ids, read, in_context):
         assert tuple(rows.sharding.spec)[: ids.ndim] == tuple(jax.typeof(ids).sharding.spec)
 
 
+@pytest.mark.parametrize("read", ["lookup", "sum", "max"])  # `t[ids]` is zeros to JAX
+@pytest.mark.parametrize("shape", [(0, 3), (8, 0)])
+@pytest.mark.parametrize("table", TABLES)
+def test_a_batch_without_ids(table, shape, read):
+    """JAX has no sharding for what is reshaped to no entry."""
+    table, ids, read = TABLES[table](), put(np.zeros(shape, int), "x", None), READS[read]
+    tx = jmask.sgd(0.1)
+
+    def step(table, ids):
+        gradient = jmask.grad(lambda t: jnp.sum(read(t, ids) ** 2))(table)
+        return *jmask.apply_gradients(tx, gradient, tx.init(table), table), gradient
+
+    with context(True):
+        for run in (step, jax.jit(step)):
+            new, _, gradient = run(table, ids)
+            assert is_row_sparse(gradient)
+            np.testing.assert_array_equal(new, TABLE)
+
+
 @pytest.mark.parametrize("table", TABLES)
 def test_lookup_in_what_is_computed(table):
     """JAX looks it up where axes are automatic, and it was computed where they are explicit."""

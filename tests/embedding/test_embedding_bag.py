@@ -278,6 +278,8 @@ def test_bags_of_integers_are_summed_in_32_bits(form):
         np.testing.assert_array_equal(greatest, np.array([[100, 7], [100, 7]], np.int8))
     flags = bag_sum(jnp.asarray(table > 0))
     np.testing.assert_array_equal(flags, [[2, 1], [2, 2]])
+    greatest = bag_sum(jnp.asarray(table > 0), combiner="max")
+    np.testing.assert_array_equal(greatest, [[True, True], [True, True]])
     nothing = jmask.embedding_bag(jnp.asarray(table), [[0, 5]])
     np.testing.assert_array_equal(nothing, [[np.iinfo(np.int32).min] * 2])
     with pytest.raises(TypeError, match=r"`combiner`='mean' .*astype\(jnp.float32\)"):
