@@ -19,6 +19,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, Literal
 from jax.interpreters import batching
 
+from jmask._base.array_types import is_complex
 from jmask._base.fallback import expect_dense
 from jmask._base.jaxprs import forwarded
 from jmask._base.lowering import lower, primitive
@@ -44,7 +45,7 @@ from jmask._base.validation import (
     shown,
 )
 from jmask._kernels.gathered_rows import GATHERED
-from jmask._kernels.rows import plus_zero, zero_after_reading
+from jmask._kernels.rows import BITS, plus_zero, zero_after_reading, zero_of
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, with_values_of
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._tensors.specified import placeholder_of, with_placeholder, without_placeholder
@@ -312,37 +313,68 @@ def _tensor_gradient(x: Tensor, of_values: jax.Array, everywhere: jax.Array | No
 # all reads of the loss come first, and the table is written in place, and not copied.
 #
 # XLA for GPUs fuses a lookup into each of its consumers, so that a gradient may read the table
-# on its own. There a barrier has the loss and all gradients computed before anything that
-# depends on one of them.
+# on its own. There a barrier has the loss, all gradients, and what is computed of tables beside
+# the loss, before anything that depends on one of them. XLA for CPUs forgets barriers, and is
+# given a loss that depends on the others.
+
+
+def _in_order(*arrays: jax.Array, beside: int) -> list[jax.Array]:
+    """Return the arrays, the first of them computed after the `beside` next ones."""
+    loss, *others = arrays
+    bits = BITS.get(loss.dtype.itemsize)
+    if bits is None or not jnp.issubdtype(loss.dtype, jnp.floating):
+        return list(arrays)
+    number = lax.bitcast_convert_type(loss, bits)
+    for x in others[:beside]:
+        number = lax.add(number, lax.convert_element_type(_zero_of_all(x), bits))
+    return [lax.bitcast_convert_type(number, loss.dtype), *others]
+
+
+def _zero_of_all(x: jax.Array) -> jax.Array:
+    """Return an integer zero () that depends on all entries of an array, as XLA sees it."""
+    x = x.real if is_complex(x) else x
+    bits = BITS.get(x.dtype.itemsize) if jnp.issubdtype(x.dtype, jnp.floating) else None
+    x = lax.convert_element_type(x, jnp.int32) if bits is None else x
+    x = x if bits is None else lax.bitcast_convert_type(x, bits)
+    return zero_of(lax.reduce(x, np.zeros((), x.dtype), lax.bitwise_xor, range(x.ndim)))
 
 
 _TOGETHER = primitive(
-    "jmask_computed_together", lambda *arrays: list(arrays), lambda *avals: list(avals)
+    "jmask_computed_together",
+    lambda *arrays, beside: list(arrays),
+    lambda *avals, beside: list(avals),
 )
-lower(_TOGETHER, lambda *arrays: lax.optimization_barrier(list(arrays)), platform="gpu")
+lower(_TOGETHER, lambda *arrays, beside: lax.optimization_barrier(list(arrays)), platform="gpu")
+# Over several devices the order would cost a sum over all of them.
+lower(_TOGETHER, _in_order, lambda *arrays, beside: list(arrays), platform="cpu")
 # What has no batch dimension stays so: in `aux` there may be whole tables.
-batching.primitive_batchers[_TOGETHER] = lambda arrays, dims: (_TOGETHER.bind(*arrays), dims)
+batching.primitive_batchers[_TOGETHER] = lambda arrays, dims, **how: (
+    _TOGETHER.bind(*arrays, **how),
+    dims,
+)
 
 
-def after_reading(value: PyTree, gradients: PyTree) -> tuple[PyTree, PyTree]:
-    """Make ids of gradients depend on the loss, or on (loss, aux), as far as XLA can tell."""
+def after_reading(
+    loss: jax.Array, beside: list[jax.Array], gradients: PyTree
+) -> tuple[list[jax.Array], PyTree]:
+    """Make ids of gradients depend on the loss and what was computed beside it of tables."""
     each = jax.tree.leaves(gradients, is_leaf=is_row_sparse)
-    leaves, tree = jax.tree.flatten((value, gradients))
-    if not isinstance(leaves[0], jax.core.Tracer) or not any(map(is_row_sparse, each)):
-        return value, gradients
+    if not isinstance(loss, jax.core.Tracer) or not any(map(is_row_sparse, each)):
+        return beside, gradients
+    leaves, tree = jax.tree.flatten(gradients)
     # Rows that are not written out (`GATHERED`) are left out: those the update computes.
     places = [
         i
         for i, x in enumerate(leaves)
         if isinstance(x, jax.core.Tracer)
-        and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+        and jnp.issubdtype(x.dtype, jnp.inexact)
         and GATHERED.of(x) is None
     ]
-    computed = _TOGETHER.bind(*(leaves[i] for i in places))
-    for i, x in zip(places, computed, strict=True):
+    given, count = (loss, *beside, *(leaves[i] for i in places)), len(beside)
+    loss, *computed = _TOGETHER.bind(*given, beside=count)
+    for i, x in zip(places, computed[count:], strict=True):
         leaves[i] = x
-    loss, zero = computed[0], zero_after_reading(computed[0])
-    value, gradients = jax.tree.unflatten(tree, leaves)
+    gradients, zero = jax.tree.unflatten(tree, leaves), zero_after_reading(loss)
 
     def ordered(gradient: Gradient) -> Gradient:
         if zero is None or not is_row_sparse(gradient):
@@ -356,4 +388,5 @@ def after_reading(value: PyTree, gradients: PyTree) -> tuple[PyTree, PyTree]:
         waiting = plus_zero(jax.random.key_data(leaf), zero)
         return gradient.with_leaves(wrap(waiting), gradient.values)
 
-    return value, jax.tree.map(ordered, gradients, is_leaf=is_row_sparse)
+    ordered_gradients = jax.tree.map(ordered, gradients, is_leaf=is_row_sparse)
+    return computed[:count], ordered_gradients

@@ -32,6 +32,8 @@ from jmask._autodiff.uses import report_dense
 from jmask._autodiff.views import view_of_table
 from jmask._base.fallback import LARGE
 from jmask._base.forms import aval_of
+from jmask._base.jaxprs import origins
+from jmask._base.row_ids import is_opaque
 from jmask._base.shardings import on_explicit_mesh, sharding_of_type
 from jmask._base.types import Argument, Function, Options, PyTree, PyTreeDef
 from jmask._base.validation import Model, check_flag, leaf_name
@@ -159,17 +161,22 @@ def value_and_grad(
                 tapped_loss, (0, 1), has_aux=True, holomorphic=holomorphic
             )
             with jax.named_scope("jmask.value_and_grad"):
-                (_, (rest, ids)), (cotangents, dense) = differentiated(zeros, others)
+                (loss, (rest, ids)), (cotangents, dense) = differentiated(zeros, others)
 
                 # 4. The cotangents of a table's taps are the rows of its gradient.
                 sparse = gradients_of_tables(arrays, program.taps, ids, cotangents)
             every = [(dense | sparse).get(i) for i in range(len(arrays))]
             pairs = zip(models.values(), program.leaves.gradients(every), strict=True)
-            value, gradients = program.result(rest), tuple(m.gradient(x) for m, x in pairs)
+            gradients = tuple(m.gradient(x) for m, x in pairs)
 
         # 5. All reads of the tables come before what writes them.
-        value, gradients = after_reading(value, gradients)
-        return value, gradients if isinstance(argnums, Sequence) else gradients[0]
+        beside = [rest[k] for k in program.beside]
+        beside, gradients = after_reading(loss, beside, gradients)
+        for k, x in zip(program.beside, beside, strict=True):
+            rest[k] = x
+        return program.result(rest), gradients if isinstance(argnums, Sequence) else gradients[
+            0
+        ]
 
     return value_and_grad_of_fun
 
@@ -234,6 +241,7 @@ class LossProgram:
         tables: the inputs in `real` whose gradient is row-sparse.
         taps: of the lookups of tables, as the record of `Taps`.
         needs: of each input that might have been a table.
+        beside: the outputs after the loss that are computed of tables, and are not the loss.
     """
 
     def __init__(
@@ -276,6 +284,13 @@ class LossProgram:
             self.needs |= needs
             dense = {i for i in self.tables if not self._is_sparse(i, needs[i])}
             self.tables = self.tables - dense
+        loss, *rest = self.jaxpr.outvars
+        reads = origins(self.jaxpr, [i in self.tables for i in range(len(avals))])[1:]
+        self.beside = [
+            k
+            for k, (v, of_tables) in enumerate(zip(rest, reads, strict=True))
+            if of_tables and v is not loss and not is_opaque(aval_of(v))
+        ]
 
     def _parameter_function(self) -> Function:
         """Return the loss as a function that takes, for each model, its parameters alone."""

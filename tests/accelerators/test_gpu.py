@@ -35,7 +35,14 @@ from tests.compiled_step import (
 )
 from tests.kernels.test_in_place import STACKED_UPDATES, STEPS
 from tests.lookup_programs import BATCH, STACKED
-from tests.optim.test_inside_programs import LATE, LINEAR, late_step
+from tests.optim.test_inside_programs import (
+    AUX,
+    BESIDE,
+    LATE,
+    LINEAR,
+    late_step,
+    step_with_aux,
+)
 from tests.optimizers import OPTIMIZERS
 from tests.sampling import chosen
 from tests.stored_tables import STEPS as WAYS
@@ -189,36 +196,11 @@ def test_tables_are_written_after_the_last_lookup(loss, name, with_value):
     assert temporaries < table / 2
 
 
-# What a loss returns beside its value: some of the rows, and what is computed of others.
-AUX = {
-    "rows": lambda table, rows, ids: rows,
-    "other rows": lambda table, rows, ids: jnp.tanh(table[ids[::-1]]),
-    "a mean, and ids": lambda table, rows, ids: {"mean": jnp.mean(rows > 0), "ids": ids},
-}
-
-
-@pytest.mark.parametrize("stacked", [False, True], ids=["table", "stack"])
 @pytest.mark.parametrize("aux", AUX)
-def test_tables_are_written_after_what_the_loss_returns_beside_its_value(aux, stacked):
-    table = jax.ShapeDtypeStruct((8, 200_000, 128) if stacked else (10**6, 128), jnp.float32)
-    ids = jax.ShapeDtypeStruct((8, 16_384), jnp.int32)
-    weights = jax.ShapeDtypeStruct((8, 16_384, 128), jnp.float32)
-    tx = jmask.sgd(0.1)
-
-    def loss(table, ids, weights):
-        rows = table[jnp.arange(8)[:, None], ids] if stacked else table[ids]
-        other = table[0] if stacked else table
-        # A gradient that needs no rows, so that the loss alone keeps none of them.
-        value = sum(jnp.vdot(x, y) for x, y in zip(rows, weights, strict=True))
-        return value, AUX[aux](other, rows, ids)
-
-    def step(table, state, ids, weights):
-        grads, beside = jmask.grad(loss, has_aux=True)(table, ids, weights)
-        return *jmask.apply_gradients(tx, grads, state, table), beside
-
-    arguments = shapes((table, jax.eval_shape(tx.init, table), ids, weights), gpu("H100"))
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
-    assert temporary_bytes(compiled) < 4 * table.size / 2
+@pytest.mark.parametrize("loss", BESIDE)
+def test_tables_are_written_after_what_the_loss_returns_beside_its_value(loss, aux):
+    temporaries, table = step_with_aux(loss, aux, gpu("H100"))
+    assert temporaries < table / 2
 
 
 # The last operation of these updates is a negation, or XLA may make it one.

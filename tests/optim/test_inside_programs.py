@@ -18,7 +18,7 @@ import jmask
 from jmask._kernels import tuning
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows
 from tests.compilations import no_tracer_is_kept
-from tests.compiled_step import compiled_step, temporary_bytes, with_optax
+from tests.compiled_step import compiled_step, shapes, temporary_bytes, with_optax
 from tests.expressions import functions
 from tests.kernels.test_in_place import PARTITION
 from tests.optimizers import NOT_LAZY, OF_ALL_TABLES, OPTIMIZERS
@@ -279,4 +279,52 @@ def late_step(name, tx, with_value, sharding=None):
 def test_tables_that_are_read_for_gradients_alone_are_written_after(loss, name, with_value):
     """A gradient of weights reads the rows again: not from a copy of the table."""
     temporaries, table = late_step(loss, OPTIMIZERS[name], with_value)
+    assert temporaries < table / 2
+
+
+# What a loss of a table, or of a stack of them, returns beside its value.
+AUX = {
+    "the rows": lambda table, ids, rows: rows,
+    "other rows": lambda table, ids, rows: jnp.tanh(table[ids[::-1]]),
+    "rows again": lambda table, ids, rows: jax.lax.stop_gradient(table)[ids],
+    "bags": lambda table, ids, rows: {"bags": jmask.embedding_bag(table, ids), "step": 3},
+    "a mean of all": lambda table, ids, rows: jnp.mean(table, 0),
+    "signs": lambda table, ids, rows: (rows > 0, jnp.sum(rows).astype(int)),
+}
+# The value: what it needs of the rows (8, n, width) and of weights that are given.
+BESIDE = {
+    "squares": lambda rows, weights: jnp.sum(rows**2),
+    # Gradients that need no rows, so that the loss alone keeps none of them.
+    "products": lambda rows, weights: jnp.vdot(rows, weights),
+    "products by lines": lambda rows, weights: sum(map(jnp.vdot, rows, weights)),
+    "products of a stack": lambda rows, weights: sum(map(jnp.vdot, rows, weights)),
+}
+
+
+def step_with_aux(loss, aux, sharding=None):
+    """Bytes of temporaries of a donated step whose loss has `aux`, compiled, and of a table."""
+    stack = (8, 200_000, 128) if "stack" in loss else (10**6, 128)
+    shapes_of = {"table": (stack, jnp.float32), "ids": ((8, 4096), jnp.int32)}
+    shapes_of["weights"] = ((8, 4096, 128), jnp.float32)
+    table, ids, weights = (jax.ShapeDtypeStruct(*x) for x in shapes_of.values())
+    tx = jmask.sgd(0.1)
+
+    def loss_fn(table, ids, weights):
+        rows = table[jnp.arange(8)[:, None], ids] if table.ndim == 3 else table[ids]
+        first = table[0] if table.ndim == 3 else table
+        return BESIDE[loss](rows, weights), AUX[aux](first, ids, rows)
+
+    def step(table, state, *batch):
+        grads, beside = jmask.grad(loss_fn, has_aux=True)(table, *batch)
+        return *jmask.apply_gradients(tx, grads, state, table), beside
+
+    arguments = shapes((table, jax.eval_shape(tx.init, table), ids, weights), sharding)
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
+    return compiled.memory_analysis().temp_size_in_bytes, 4 * table.size
+
+
+@pytest.mark.parametrize("aux", AUX)
+@pytest.mark.parametrize("loss", BESIDE)
+def test_tables_are_written_after_what_the_loss_returns_beside_its_value(loss, aux):
+    temporaries, table = step_with_aux(loss, aux)
     assert temporaries < table / 2
