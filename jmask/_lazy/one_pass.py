@@ -195,6 +195,10 @@ def _taken_apart(proof: RowLocal) -> Parts | None:
     return Parts(owners, from_gradient, reduced, proof.rows, nothing)
 
 
+# What may be computed again for each entry.
+_CHEAP = frozenset("add convert_element_type div max min mul neg sub".split())
+
+
 # --- combiners ---------------------------------------------------------------------------
 
 
@@ -289,10 +293,12 @@ def _with_fewer_scalars(
 ) -> tuple[list[JaxprEqn], list[Var]]:
     """Return equations, and fewer scalars that they compute the given ones of.
 
-    -rate and rate * decay are two scalars, and the rate is one.
+    -rate and rate * decay are two scalars, and the rate is one. Powers, as in a bias correction,
+    are computed once: in a combiner they would be for each entry, and no kernel of a TPU has
+    them of scalars.
     """
     chosen: list[JaxprEqn] = []
-    arithmetic = [e for e in eqns if e.primitive.name in ARITHMETIC]
+    arithmetic = [e for e in eqns if e.primitive.name in _CHEAP]
     while True:
         made = [e for e in arithmetic if {*e.outvars} <= {*scalars}]
         others = [v for v in scalars if v not in {e.outvars[0] for e in made}]

@@ -116,6 +116,29 @@ def test_in_place(topology, name):
     assert grown <= max(temporary[0] // 100, 3 * step.batch_bytes(), bits)
 
 
+# Their numbers are traced: what is made of them alone, as a power of a decay, has no place in a
+# kernel.
+INJECTED = {
+    f"injected {name}": jmask.lazy(optax.inject_hyperparams(getattr(optax, name))(0.1))
+    for name in (
+        "adabelief adadelta adagrad adam adamax adamw adan amsgrad lion nadam novograd radam "
+        "rmsprop rprop sgd yogi".split()
+    )
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "name", chosen(["injected adamw", "injected adamax"], [*OPTIMIZERS, *INJECTED])
+)
+def test_every_optimizer_is_compiled(name):
+    step = passed((OPTIMIZERS | INJECTED)[name])
+    compiled = step.compile(ROWS[0], device("v5e:2x2"))
+    assert whole_table_operations(compiled, ROWS[0]) <= IN_PLACE
+    temporary = steps.temporary_bytes(compiled, step.table_bytes(ROWS[0]))
+    assert temporary <= 20 * step.batch_bytes() + 2**20
+
+
 @pytest.mark.parametrize("name", ["adam", "adam per row", "with averages"])
 def test_stacked_tables_in_place(name):
     """With V a multiple of 128, the state of one number for each row is in place too."""
