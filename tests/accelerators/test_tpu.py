@@ -64,6 +64,7 @@ STEPS = {
     "packed adam": packed(jmask.adam()),
     "linear loss": wide(jmask.sgd(0.1), loss=steps.linear),
     "bfloat16": narrow(jmask.sgd(0.1)),
+    "float16": passed(jmask.adam(), dtype=jnp.float16),
     "bfloat16 in one pass": passed(jmask.adagrad(), dtype=jnp.bfloat16),
     "bfloat16, rounded stochastically": narrow(
         jmask.adagrad(state_dtype=jnp.float32), apply=steps.rounded_stochastically
