@@ -334,8 +334,10 @@ def _zero_of_all(x: jax.Array) -> jax.Array:
     """Return an integer zero () that depends on all entries of an array, as XLA sees it."""
     x = x.real if is_complex(x) else x
     bits = BITS.get(x.dtype.itemsize) if jnp.issubdtype(x.dtype, jnp.floating) else None
-    x = lax.convert_element_type(x, jnp.int32) if bits is None else x
-    x = x if bits is None else lax.bitcast_convert_type(x, bits)
+    if bits is None:
+        x = lax.convert_element_type(x, jnp.int32)
+    else:
+        x = lax.bitcast_convert_type(x, bits)
     return zero_of(lax.reduce(x, np.zeros((), x.dtype), lax.bitwise_xor, range(x.ndim)))
 
 
@@ -370,8 +372,8 @@ def after_reading(
         and jnp.issubdtype(x.dtype, jnp.inexact)
         and GATHERED.of(x) is None
     ]
-    given, count = (loss, *beside, *(leaves[i] for i in places)), len(beside)
-    loss, *computed = _TOGETHER.bind(*given, beside=count)
+    count, given = len(beside), [leaves[i] for i in places]
+    loss, *computed = _TOGETHER.bind(loss, *beside, *given, beside=count)
     for i, x in zip(places, computed[count:], strict=True):
         leaves[i] = x
     gradients, zero = jax.tree.unflatten(tree, leaves), zero_after_reading(loss)
@@ -388,5 +390,4 @@ def after_reading(
         waiting = plus_zero(jax.random.key_data(leaf), zero)
         return gradient.with_leaves(wrap(waiting), gradient.values)
 
-    ordered_gradients = jax.tree.map(ordered, gradients, is_leaf=is_row_sparse)
-    return computed[:count], ordered_gradients
+    return computed[:count], jax.tree.map(ordered, gradients, is_leaf=is_row_sparse)

@@ -174,9 +174,8 @@ def value_and_grad(
         beside, gradients = after_reading(loss, beside, gradients)
         for k, x in zip(program.beside, beside, strict=True):
             rest[k] = x
-        return program.result(rest), gradients if isinstance(argnums, Sequence) else gradients[
-            0
-        ]
+        value = program.result(rest)
+        return value, gradients if isinstance(argnums, Sequence) else gradients[0]
 
     return value_and_grad_of_fun
 

@@ -135,7 +135,8 @@ def rows_read(ids: Ids, absent: Ids | None, rows: int) -> jax.Array:
     """Return the rows that ids read, `rows` where they read none or are absent."""
     ids = narrowed(ids, rows)
     ids = ids if absent is None else jnp.where(absent, rows, ids)
-    if any(spec_of(ids)[1:]) or 0 in ids.shape:  # to flatten these would be to move them
+    # To flatten ids that are spread so would be to move them; and see `shardings.flat`.
+    if any(spec_of(ids)[1:]) or 0 in ids.shape:
         return canonical(ids, rows)
     # Flat, as ids of a gradient are: XLA then sees that these are the same.
     return canonical(ids.reshape(-1), rows).reshape(ids.shape)

@@ -292,8 +292,8 @@ def _shapes(x: BagSum) -> list[Shaped]:
 
 BAG_SUM: CallPrimitive[BagSum]
 BAG_SUM = CallPrimitive("jmask_bag_sum", lambda x: [x.by_parts()], _shapes)
-# Where arrays are sharded over devices, each block would go between them.
 BAG_SUM.lower(lambda x: [x.in_one_list()], lambda x: [x.by_parts()], platform="gpu")
+# Where arrays are sharded over devices, each block would go between them.
 BAG_SUM.lower(lambda x: [x.in_blocks()], lambda x: [x.by_parts()], platform="cpu")
 
 

@@ -293,9 +293,9 @@ def _with_fewer_scalars(
 ) -> tuple[list[JaxprEqn], list[Var]]:
     """Return equations, and fewer scalars that they compute the given ones of.
 
-    -rate and rate * decay are two scalars, and the rate is one. Powers, as in a bias correction,
-    are computed once: in a combiner they would be for each entry, and no kernel of a TPU has
-    them of scalars.
+    -rate and rate * decay are two scalars, and the rate is one. Powers, as in a bias
+    correction, are computed once: in a combiner they would be for each entry, and no kernel of
+    a TPU has them of scalars.
     """
     chosen: list[JaxprEqn] = []
     arithmetic = [e for e in eqns if e.primitive.name in _CHEAP]
