@@ -32,7 +32,7 @@ from jmask._autodiff.uses import report_dense
 from jmask._autodiff.views import view_of_table
 from jmask._base.fallback import LARGE
 from jmask._base.forms import aval_of
-from jmask._base.jaxprs import origins
+from jmask._base.jaxprs import forwarded, origins
 from jmask._base.row_ids import is_opaque
 from jmask._base.shardings import on_explicit_mesh, sharding_of_type
 from jmask._base.types import Argument, Function, Options, PyTree, PyTreeDef
@@ -240,7 +240,8 @@ class LossProgram:
         tables: the inputs in `real` whose gradient is row-sparse.
         taps: of the lookups of tables, as the record of `Taps`.
         needs: of each input that might have been a table.
-        beside: the outputs after the loss that are computed of tables, and are not the loss.
+        beside: the outputs after the loss that are computed of tables: neither one of them
+            nor the loss again.
     """
 
     def __init__(
@@ -283,12 +284,12 @@ class LossProgram:
             self.needs |= needs
             dense = {i for i in self.tables if not self._is_sparse(i, needs[i])}
             self.tables = self.tables - dense
-        loss, *rest = self.jaxpr.outvars
-        reads = origins(self.jaxpr, [i in self.tables for i in range(len(avals))])[1:]
+        loss, is_table = self.jaxpr.outvars[0], [i in self.tables for i in range(len(avals))]
+        reads, sources = origins(self.jaxpr, is_table), forwarded(self.jaxpr)
         self.beside = [
-            k
-            for k, (v, of_tables) in enumerate(zip(rest, reads, strict=True))
-            if of_tables and v is not loss and not is_opaque(aval_of(v))
+            k - 1
+            for k, v in enumerate(self.jaxpr.outvars)
+            if v is not loss and reads[k] and sources[k] is None and not is_opaque(aval_of(v))
         ]
 
     def _parameter_function(self) -> Function:

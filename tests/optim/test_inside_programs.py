@@ -323,6 +323,15 @@ def step_with_aux(loss, aux, sharding=None):
     return compiled.memory_analysis().temp_size_in_bytes, 4 * table.size
 
 
+def test_a_table_that_is_returned_as_it_is_is_not_read():
+    loss = lambda t, ids: (jnp.sum(t[ids]), {"t": t, "called": jax.jit(lambda x: x)(t)})
+    table = jax.ShapeDtypeStruct((10**5, 16), jnp.float32)
+    ids = jax.ShapeDtypeStruct((512,), jnp.int32)
+    indices = lambda *batch: jmask.grad(loss, has_aux=True)(*batch)[0].indices
+    compiled = jax.jit(indices).lower(table, ids).compile()
+    assert compiled.cost_analysis()["flops"] < table.size / 2
+
+
 @pytest.mark.parametrize("aux", AUX)
 @pytest.mark.parametrize("loss", BESIDE)
 def test_tables_are_written_after_what_the_loss_returns_beside_its_value(loss, aux):
