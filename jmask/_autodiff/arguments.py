@@ -313,20 +313,20 @@ def _tensor_gradient(x: Tensor, of_values: jax.Array, everywhere: jax.Array | No
 # all reads of the loss come first, and the table is written in place, and not copied.
 #
 # XLA for GPUs fuses a lookup into each of its consumers, so that a gradient may read the table
-# on its own. There a barrier has the loss, all gradients, and what is computed of tables beside
-# the loss, before anything that depends on one of them. XLA for CPUs forgets barriers, and is
-# given a loss that depends on the others.
+# on its own. There a barrier computes the loss, all gradients and the parts of `aux` that read
+# tables before anything that depends on one of them. XLA for CPUs removes barriers: there the
+# loss is made to depend on these parts of `aux`.
 
 
 def _in_order(*arrays: jax.Array, beside: int) -> list[jax.Array]:
-    """Return the arrays, the first of them computed after the `beside` next ones."""
+    """Return the arrays: first the loss, computed after the next `beside` of them."""
     loss, *others = arrays
     bits = BITS.get(loss.dtype.itemsize)
     if bits is None or not jnp.issubdtype(loss.dtype, jnp.floating):
         return list(arrays)
     number = lax.bitcast_convert_type(loss, bits)
     for x in others[:beside]:
-        number = lax.add(number, lax.convert_element_type(_zero_of_all(x), bits))
+        number = plus_zero(number, _zero_of_all(x))
     return [lax.bitcast_convert_type(number, loss.dtype), *others]
 
 
@@ -359,7 +359,11 @@ batching.primitive_batchers[_TOGETHER] = lambda arrays, dims, **how: (
 def after_reading(
     loss: jax.Array, beside: list[jax.Array], gradients: PyTree
 ) -> tuple[list[jax.Array], PyTree]:
-    """Make ids of gradients depend on the loss and what was computed beside it of tables."""
+    """Make ids of gradients depend on the loss, and on `beside`, which `aux` has of tables.
+
+    Returns:
+        `beside` and the gradients.
+    """
     each = jax.tree.leaves(gradients, is_leaf=is_row_sparse)
     if not isinstance(loss, jax.core.Tracer) or not any(map(is_row_sparse, each)):
         return beside, gradients

@@ -240,8 +240,8 @@ class LossProgram:
         tables: the inputs in `real` whose gradient is row-sparse.
         taps: of the lookups of tables, as the record of `Taps`.
         needs: of each input that might have been a table.
-        beside: the outputs after the loss that are computed of tables: neither one of them
-            nor the loss again.
+        beside: which outputs after the loss are computed of tables and returned as `aux`; a
+            table that is returned unchanged is not.
     """
 
     def __init__(
@@ -284,12 +284,17 @@ class LossProgram:
             self.needs |= needs
             dense = {i for i in self.tables if not self._is_sparse(i, needs[i])}
             self.tables = self.tables - dense
-        loss, is_table = self.jaxpr.outvars[0], [i in self.tables for i in range(len(avals))]
-        reads, sources = origins(self.jaxpr, is_table), forwarded(self.jaxpr)
-        self.beside = [
-            k - 1
-            for k, v in enumerate(self.jaxpr.outvars)
-            if v is not loss and reads[k] and sources[k] is None and not is_opaque(aval_of(v))
+        self.beside = self._aux_of_tables() if has_aux else []
+
+    def _aux_of_tables(self) -> list[int]:
+        """Return which outputs after the loss are computed of tables, and not the loss again."""
+        loss, *rest = self.jaxpr.outvars
+        is_table = [i in self.tables for i in range(len(self.jaxpr.invars))]
+        reads, sources = origins(self.jaxpr, is_table)[1:], forwarded(self.jaxpr)[1:]
+        return [
+            k
+            for k, (v, is_read, source) in enumerate(zip(rest, reads, sources, strict=True))
+            if is_read and source is None and v is not loss and not is_opaque(aval_of(v))
         ]
 
     def _parameter_function(self) -> Function:

@@ -110,11 +110,18 @@ def with_whole_rows(array: jax.Array, d: int = 0) -> jax.Array:
     return resharded(array, sharding, (*spec[:d], None, *spec[d + 1 :]))
 
 
+def flattens_in_place(ids: jax.Array) -> bool:
+    """Decide whether ids go into one dimension without being moved between devices.
+
+    JAX has no sharding for the flat form of an array without entries.
+    """
+    return not any(spec_of(ids)[1:]) and 0 not in ids.shape
+
+
 def flat(ids: jax.Array) -> jax.Array:
     """Return ids in one dimension, sharded if their first dimension alone is."""
     sharding = explicit_sharding(ids)
-    # JAX has no sharding for what is reshaped without an entry.
-    if sharding is not None and (any(spec_of(ids)[1:]) or 0 in ids.shape):
+    if sharding is not None and not flattens_in_place(ids):
         ids = resharded(ids, sharding, (None,) * ids.ndim)
     return ids.reshape(-1)
 

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import fewer, real_dtype, trailing, wide
 from jmask._base.row_ids import COLUMNS, canonical, id_dtype, position_of, widen
-from jmask._base.shardings import Shards, flat, spec_of, with_whole_rows
+from jmask._base.shardings import Shards, flat, flattens_in_place, spec_of, with_whole_rows
 from jmask._base.types import Argument, HostArray, Ids, Numbers, Scalar, Shape, Table
 from jmask._base.validation import (
     as_table,
@@ -135,8 +135,7 @@ def rows_read(ids: Ids, absent: Ids | None, rows: int) -> jax.Array:
     """Return the rows that ids read, `rows` where they read none or are absent."""
     ids = narrowed(ids, rows)
     ids = ids if absent is None else jnp.where(absent, rows, ids)
-    # To flatten ids that are spread so would be to move them; and see `shardings.flat`.
-    if any(spec_of(ids)[1:]) or 0 in ids.shape:
+    if not flattens_in_place(ids):
         return canonical(ids, rows)
     # Flat, as ids of a gradient are: XLA then sees that these are the same.
     return canonical(ids.reshape(-1), rows).reshape(ids.shape)

@@ -227,8 +227,8 @@ class BagSum:
             return self.by_parts()
         rows = dataclasses.replace(self, positions=self.positions.reshape(-1)).rows()
         rows = _weighted(rows, None if self.weights is None else self.weights.reshape(-1))
-        total = jnp.sum(rows.reshape(*self.positions.shape, *rows.shape[1:]), 1)
-        return total if self.valid is None else self.start() + total
+        rows = rows.reshape(*self.positions.shape, *rows.shape[1:])
+        return dataclasses.replace(self, weights=None).combined(rows)
 
     def in_blocks(self) -> jax.Array:
         """Return the sums by a loop that reads a block of rows and adds them to their bags."""

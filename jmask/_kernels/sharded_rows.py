@@ -247,7 +247,7 @@ def flat_rows(ids: IdArray, rows: jax.Array) -> tuple[IdVector, RowArray]:
     shards = _shards(ids, rows)
     spec, like = spec_of(ids)[:1], NamedSharding(shards.mesh, P())
     columns = spec_of(rows)[batch:]
-    if 0 in ids.shape:  # as in `flat`
+    if 0 in ids.shape:  # see `flattens_in_place`
         spec, columns = (None,), (None,) * len(columns)
     ids = resharded(ids, like, (*spec, *(None,) * (batch - 1)))
     rows = resharded(rows, like, (*spec, *(None,) * (batch - 1), *columns))

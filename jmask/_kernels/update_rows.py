@@ -229,8 +229,9 @@ def _on_one_gpu(x: RowUpdate) -> list[jax.Array]:
         # addition to it but a loop of compare and swap: each entry waits for all others of its
         # row, a hundred times as long with frequent ids (jaxlib 0.12.0.1, an H200). Zeros for
         # padding, which is not written, make it a choice, and no negation.
-        valid = lax.expand_dims(x.ids < x.tables[0].shape[0], range(1, x.rows.ndim))
-        x = dataclasses.replace(x, values=jnp.where(valid, x.rows, jnp.zeros_like(x.rows)))
+        rows = x.rows
+        valid = lax.expand_dims(x.ids < x.tables[0].shape[0], range(1, rows.ndim))
+        x = dataclasses.replace(x, values=jnp.where(valid, rows, jnp.zeros_like(rows)))
     # A scatter of several tables is one kernel since jaxlib 0.12, and a loop over rows before.
     is_one_kernel = jax.__version_info__ >= (0, 12) and switched_on()
     return _behind_a_barrier(x) if is_one_kernel else _defined(x)

@@ -101,12 +101,7 @@ def check_flat(programs, loops=0):
 @pytest.mark.parametrize(
     ("topology", "name"), chosen(SOME, itertools.product(TOPOLOGIES, STEPS))
 )
-def test_in_place(request, topology, name):
-    if (topology, name) == ("v5p:2x2x1", "rowwise"):
-        reason = (
-            "a last line that is not whole, of 10**6 rows, takes 2.3 MB more: 69 kB too many"
-        )
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+def test_in_place(topology, name):
     step, temporary = STEPS[name], []
     programs = [step.compile(rows, device(topology)) for rows in ROWS]
     check_flat(programs)
