@@ -287,7 +287,7 @@ class LossProgram:
         self.beside = self._aux_of_tables() if has_aux else []
 
     def _aux_of_tables(self) -> list[int]:
-        """Return which outputs after the loss are computed of tables, and not the loss again."""
+        """Return which outputs after the loss are computed of tables, but not the loss."""
         loss, *rest = self.jaxpr.outvars
         is_table = [i in self.tables for i in range(len(self.jaxpr.invars))]
         reads, sources = origins(self.jaxpr, is_table)[1:], forwarded(self.jaxpr)[1:]
