@@ -206,10 +206,10 @@ def _is_in_lines(table: TableArray, ids: IdVector) -> bool:
 def _written_in_lines(
     table: TableArray, ids: IdVector, rows: RowArray, kind: Kind
 ) -> jax.Array:
-    n, start = ids.shape[0], table.shape[0] // LANES * LANES
+    n, whole = ids.shape[0], table.shape[0] // LANES
     lines, old = _lines_and_entries(table, ids)
     new = rows.reshape(n) + old if kind == "add" else rows.reshape(n)
-    line, lines = inserted(lines, ids, new, start)
+    line, lines = inserted(lines, ids, new, table.shape[0])
     (flat,) = update(
         lambda old, new: [new],
         [table.reshape(1, -1)],
@@ -218,35 +218,30 @@ def _written_in_lines(
         padding_last=False,
         read=[],
     )
-    rest, rest_ids = _last_line(table, ids)
-    if not rest.shape[0]:
-        return flat.reshape(table.shape)
-    # Ids are sorted: those in the last, partial line come right before the padding.
-    few = min(n, LANES)
-    first = jnp.maximum(jnp.sum(ids < table.shape[0], dtype=jnp.int32) - few, 0)
-    rest_ids, new = (lax.dynamic_slice_in_dim(x, first, few) for x in (rest_ids, new))
-    new = new.reshape(few, *table.shape[1:])
-    rest = scattered(rest, rest_ids, new, "set", "any")
-    return lax.dynamic_update_slice_in_dim(flat.reshape(table.shape), rest, start, axis=0)
+    rest = table.shape[0] - whole * LANES
+    if rest:  # the last line, which at most one entry writes
+        is_last = line == whole
+        bits = lax.bitcast_convert_type(lines, jnp.int32)
+        bits = jnp.sum(jnp.where(is_last[:, None], bits, 0), axis=0, dtype=bits.dtype)
+        last = lax.bitcast_convert_type(bits, table.dtype)
+        last = jnp.where(jnp.any(is_last), last, _last_line(table))[:rest]
+        flat = lax.dynamic_update_slice(flat, last[None], (0, whole * LANES))
+    return flat.reshape(table.shape)
 
 
-def _last_line(table: TableArray, ids: IdVector) -> tuple[jax.Array, jax.Array]:
-    """Return the entries of a table (V, 1, ..., 1) that fill no line, and the ids in them."""
-    start = table.shape[0] // LANES * LANES
-    rest = lax.slice_in_dim(table, start, None)
-    return rest, jnp.where(ids < start, rest.shape[0], ids - start)
+def _last_line(table: TableArray) -> jax.Array:
+    """Return the line (128,) in which entries of a table (V, 1, ..., 1) fill no whole line."""
+    rest = lax.slice_in_dim(table, table.shape[0] // LANES * LANES, None).reshape(-1)
+    return jnp.pad(rest, (0, LANES - rest.shape[0]))
 
 
 def _lines_and_entries(table: TableArray, ids: IdVector) -> tuple[jax.Array, jax.Array]:
     """Read the lines (n, 128) of ids in a table (V, 1, ..., 1), and their entries (n,)."""
-    line = jnp.minimum(ids // LANES, table.shape[0] // LANES - 1)
-    lines = read_lines(table.reshape(1, -1), line)
-    entries = picked(lines, ids % LANES, 1).reshape(-1)
-    rest, rest_ids = _last_line(table, ids)
-    if not rest.shape[0]:
-        return lines, entries
-    is_rest = rest_ids < rest.shape[0]
-    return lines, jnp.where(is_rest, gather_rows(rest, rest_ids).reshape(-1), entries)
+    line, whole = ids // LANES, table.shape[0] // LANES
+    lines = read_lines(table.reshape(1, -1), jnp.minimum(line, whole - 1))
+    if table.shape[0] % LANES:
+        lines = jnp.where((line == whole)[:, None], _last_line(table), lines)
+    return lines, picked(lines, ids % LANES, 1).reshape(-1)
 
 
 def _read_on_a_tpu(table: TableArray, ids: IdVector, *, order: Order) -> list[jax.Array]:
