@@ -253,8 +253,23 @@ def ids_after_reading(ids: IdVector, rows: RowArray) -> IdVector:
     XLA orders a read before a write in place only where the write depends on the read.
     Otherwise it copies the table and reads from the copy.
     """
-    read = None if explicit_sharding(ids, rows) is not None else zero_after_reading(rows)
+    shards = Shards.of(ids, rows)
+    if shards is not None:
+        return _ordered_on_shards(shards, ids, rows)
+    read = zero_after_reading(rows)
     return ids if read is None else plus_zero(ids, read)
+
+
+# In one program, so that outside of jit it is compiled once.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _ordered_on_shards(shards: Shards, ids: IdVector, rows: RowArray) -> IdVector:
+    """Return ids as `ids_after_reading`, by what each device has of their rows."""
+    columns = spec_of(rows)[1:]
+    batch = dataclasses.replace(shards, columns=columns).batch(ids)
+    spec = (batch, *columns) if rows.ndim else ()
+    run = functools.partial(shards.run, specs=[(batch,), spec], out=(batch,))
+    ordered: jax.Array = run(ids_after_reading, ids, rows)
+    return ordered
 
 
 def zero_after_reading(rows: RowArray) -> jax.Array | None:
@@ -327,7 +342,7 @@ def _write(
     rows = rows.astype(table.dtype)
     if shards is not None and is_ambiguous(table, ids, rows):
         return _written_on_shards(shards, kind, table, ids, rows, order)
-    if order == "any" or shards is not None or not ids.shape[0]:
+    if order == "any" or not ids.shape[0]:
         return scattered(table, ids, rows, kind, order)
     written: jax.Array
     (written,) = WRITE.bind(*varying_alike(table, ids, rows), kind=kind, order=order)
