@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jmask._autodiff.taps import Tap, Taps
 from jmask._autodiff.view_rules import window_of
@@ -42,7 +44,7 @@ from jmask._base.array_types import trailing, wide
 from jmask._base.forms import aval_of, parameter
 from jmask._base.jaxprs import bound
 from jmask._base.row_ids import canonical, id_dtype, widen
-from jmask._base.shardings import sharding_of_type
+from jmask._base.shardings import sharding_of_type, typed_like
 from jmask._base.types import (
     Argument,
     ArrayFunction,
@@ -333,6 +335,8 @@ def lookup_of(
     ids = array(args[1], is_constant=True)
     if name in WINDOWS:
         return window_lookup(eqn, name, [x, ids])
+    if name == LOOKUP.name and not isinstance(x, TableView):
+        return _lookup_on_shards(eqn, x, ids)
     if not isinstance(x, TableView):
         return None
     result = lambda: bound(eqn, [x.array, ids])[0]
@@ -412,6 +416,32 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup 
         return placed(rows)
 
     return plan, run
+
+
+def _lookup_on_shards(eqn: JaxprEqn, x: View, ids: jax.Array) -> Lookup | None:
+    """Return a lookup in what is made of tables that are sharded by their types."""
+    plan, aval, batch = planned(x, 1, ids.shape), aval_of(eqn.outvars[0]), ids.ndim
+    if not x.shape[0] or plan is None:
+        return None
+    where: NamedSharding = eqn.params["sharding"]
+
+    def placed(tap: Tap) -> Tap:
+        if tap.rows != math.prod(ids.shape):
+            return tap
+        columns = where.spec[batch:] if tap.row == x.shape[1:] else ()
+        sharding = NamedSharding(where.mesh, P(*where.spec[:batch], *columns))
+        shape = *ids.shape, *tap.row
+        return dataclasses.replace(tap, shape=shape, ids=batch, sharding=sharding)
+
+    def run(taps: Taps) -> jax.Array:
+        last = np.asarray(x.shape[0] - 1, ids.dtype)
+        is_row = ids <= last
+        p = Positions(1, ids.shape, lambda: ([jnp.minimum(ids, last)], is_row))
+        rows = read_at(x, p, taps)
+        rows = jnp.where(trailing(is_row, rows.ndim), rows, jnp.zeros((), rows.dtype))
+        return typed_like(rows, aval)
+
+    return varying(list(map(placed, plan)), varies_of(aval)), run
 
 
 def _sharded_tap(x: TableView, ids: Shape, aval: Argument) -> Tap:

@@ -219,7 +219,7 @@ def _flat(
     row = spec.row
     if spec.kind == "rows":
         if ids.ndim != 1 and explicit_sharding(ids, rows) is not None:
-            return sharded_rows.flat_rows(ids, rows)
+            return sharded_rows.flat_rows(ids, rows.reshape(*ids.shape, *row))
         return ids.reshape(-1), rows.reshape(-1, *row)
     # All entries of a bag have the cotangent of its sum.
     ids, bag, weight = ids

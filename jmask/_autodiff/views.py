@@ -22,9 +22,10 @@ from jax.extend.core import JaxprEqn
 from jmask._autodiff.taps import NONE, Tap, Taps
 from jmask._base.array_types import trailing
 from jmask._base.row_ids import id_dtype, most_rows, numbered
-from jmask._base.shardings import axes_of_type
+from jmask._base.shardings import axes_of_type, explicit_sharding
 from jmask._base.types import Argument, ArrayFunction, DType, PyTree, Shape
 from jmask._kernels.rows import Gather
+from jmask._kernels.sharded_rows import looked_up
 
 Lookup = tuple[list[Tap], Callable[[Taps], jax.Array]]
 """The taps of a lookup, and its result with these taps."""
@@ -250,13 +251,16 @@ def per_entry(x: jax.Array, entries: Shape) -> jax.Array:
 
 
 def ids_at(p: Positions, sizes: Shape) -> jax.Array:
-    """Return canonical ids (n,) of rows that are numbered along dimensions of these sizes."""
+    """Return canonical ids (n,) of rows that are numbered along dimensions of these sizes.
+
+    Those that a type places on devices keep their shape: `sharded_rows.flat_rows` moves them.
+    """
     count = math.prod(sizes)
     dtype = id_dtype(count)
     ids = jnp.broadcast_to(numbered(p.along, sizes, dtype), p.entries)
     if p.valid is not None:
         ids = jnp.where(per_entry(p.valid, p.entries), ids, np.asarray(count, dtype))
-    return ids.reshape(math.prod(p.entries))
+    return ids.reshape(math.prod(p.entries)) if explicit_sharding(ids) is None else ids
 
 
 def gathered(x: jax.Array, p: Positions) -> jax.Array:
@@ -264,6 +268,8 @@ def gathered(x: jax.Array, p: Positions) -> jax.Array:
     count, lead = p.count, len(p.entries)
     if not count:
         return jnp.broadcast_to(x, (*p.entries, *x.shape))
+    if count == 1 and explicit_sharding(x, p.along[0]) is not None:
+        return looked_up(x, p.along[0])
     first = tuple(range(count))
     gather = Gather(
         lax.GatherDimensionNumbers(tuple(range(lead, lead + x.ndim - count)), first, first),

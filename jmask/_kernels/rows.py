@@ -118,12 +118,12 @@ class Gather:
         self, gather: ArrayFunction, operand: jax.Array, indices: jax.Array
     ) -> jax.Array:
         """Return the result of `gather`: rows that are where their indices are."""
-        sharding = explicit_sharding(operand, indices)
-        whole_rows = self.slice_sizes == (1, *operand.shape[1:])
-        spread = spec_of(operand)[:1] + spec_of(indices)
-        if sharding is None or not whole_rows or not any(spread):
+        sharding, count = explicit_sharding(operand, indices), indices.shape[-1]
+        are_rows = self.slice_sizes == (*(1,) * count, *operand.shape[count:])
+        spread = spec_of(operand)[:count] + spec_of(indices)
+        if sharding is None or not are_rows or not any(spread):
             return gather(operand, indices)
-        spec = without_repetition((*spec_of(indices)[:-1], *spec_of(operand)[1:]))
+        spec = without_repetition((*spec_of(indices)[:-1], *spec_of(operand)[count:]))
         return automatically(gather, operand, indices, like=sharding, spec=spec)
 
     def _gather(self, operand: jax.Array, indices: jax.Array) -> jax.Array:

@@ -83,6 +83,12 @@ READS = {
     "twice": lambda t, ids: lookup(t, ids) + lookup(t, (ids + 1) % V),
     "recomputed": jax.checkpoint(lookup),
     "by hand": by_hand,
+    # What is made of a table is not made: its rows are read where they are.
+    "exponentials": lambda t, ids: lookup(jnp.exp(t), ids),
+    "bags of products": lambda t, ids: bag("sum")(t * np.arange(1.0, D + 1)[None], ids),
+    "unit rows": lambda t, ids: lookup(t / jnp.sum(t * t, 1, keepdims=True), ids),
+    "one after the other": lambda t, ids: lookup(jnp.concatenate([t, 2 * t]), 2 * ids),
+    "a stack": lambda t, ids: lookup(jnp.stack([t, jnp.sin(t)])[1], ids),
 }
 
 

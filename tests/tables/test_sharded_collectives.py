@@ -53,10 +53,11 @@ bytes_moved = lambda compiled: sum(size for _, size in collectives(compiled))
 EXPLICIT = [x for x in LAYOUTS if LAYOUTS[x][3] == "explicit" and x != "1 device"]
 AUTOMATIC = [x for x in LAYOUTS if LAYOUTS[x][3] != "explicit"]
 loss = lambda table, ids: jnp.sum(jnp.sin(jmask.embedding_lookup(table, ids)))
+loss_of_a_cast = lambda table, ids: loss(jnp.exp(table.astype(jnp.bfloat16)), ids)
 IDS = np.random.default_rng(0).integers(0, V, N).astype(np.int32)
 
 
-def compiled_step(layout, optimizer, step, rows=V):
+def compiled_step(layout, optimizer, step, rows=V, loss=loss):
     """The step, its table, and the forward pass alone."""
     table, ids = sharded(jnp.zeros((rows, D)), layout), batch_of(IDS, layout)
     tx = OPTIMIZERS[optimizer]
@@ -91,6 +92,15 @@ def test_step(layout, optimizer, step):
     if layout == "8 devices":  # rows cross once in each direction
         moved = [kind for kind, size in collectives(compiled) if size > N * 4]
         assert moved == ["reduce-scatter", "all-gather"]
+
+
+@pytest.mark.parametrize("layout", EXPLICIT)
+def test_what_is_made_of_a_table_moves_no_more(layout):
+    moved = (
+        collectives(compiled_step(layout, "adam", "apply_gradients", loss=each)[0])
+        for each in (loss, loss_of_a_cast)
+    )
+    assert next(moved) == next(moved)
 
 
 @pytest.mark.parametrize("optimizer", COLLECTED)
