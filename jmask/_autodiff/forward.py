@@ -10,7 +10,6 @@ Most equations have no view among their operands, and run as they are. In a tria
 arrays are abstract, and what is found are the taps, in order, and what is needed of each table.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -23,7 +22,6 @@ import jax
 from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal
-from jax.sharding import use_abstract_mesh
 
 from jmask._autodiff import bags, nested
 from jmask._autodiff.lookups import (
@@ -49,7 +47,6 @@ from jmask._autodiff.views import (
 from jmask._base.array_types import is_known
 from jmask._base.forms import PLAIN_CALLS, Opened, aval_of, called, name_of, within
 from jmask._base.jaxprs import bound, bound_to_differentiate, read
-from jmask._base.shardings import sharding_of_type
 from jmask._base.types import Argument, Shaped
 
 # The user's line in a fallback warning must not be a line of this library.
@@ -180,12 +177,8 @@ class Forward:
                     return [dataclasses.replace(made_views[0], whole=whole)]
                 return made_views
 
-        # 5. Anything else needs arrays: of what is brought to another mesh, in that of before.
-        before = sharding_of_type(aval_of(eqn.invars[0])) if name == "reshard" else None
-        mesh = before and before.mesh.abstract_mesh
-        with use_abstract_mesh(mesh) if mesh else contextlib.nullcontext():
-            args = [array(a) for a in args]
-        return self._bound(eqn, name, args)
+        # 5. Anything else needs arrays.
+        return self._bound(eqn, name, [array(a) for a in args])
 
     def _bound(self, eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> list[Argument]:
         """Run an equation as it is, but that rows are gathered the fast way."""

@@ -33,7 +33,7 @@ from jmask._base.array_types import trailing
 from jmask._base.forms import aval_of, parameter
 from jmask._base.jaxprs import ARITHMETIC, bound
 from jmask._base.row_ids import id_dtype, numbered, positions_of, widen
-from jmask._base.shardings import sharding_of_type, varying_over
+from jmask._base.shardings import on_this_mesh, varying_over
 from jmask._base.types import Argument, ArrayFunction, Index, Shape
 from jmask._kernels import tuning
 
@@ -71,10 +71,13 @@ def window_of(
     @functools.cache
     def begins() -> list[Index]:
         """Return where the window begins, moved to where it fits, as static bounds do."""
-        return [
-            s if isinstance(s, int) else jnp.clip(widen(jnp.asarray(s), n), 0, n - k)
-            for s, n, k in zip(starts(), x.shape, shape, strict=True)
-        ]
+
+        def begin(s: Index, n: int, size: int) -> Index:
+            if isinstance(s, int):
+                return s
+            return jnp.clip(widen(on_this_mesh(jnp.asarray(s)), n), 0, n - size)
+
+        return list(map(begin, starts(), x.shape, shape))
 
     def at() -> tuple[list[jax.Array], Valid]:
         moved = []
@@ -326,11 +329,6 @@ def _tile(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
 
 def _same(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
     (x,), axes = xs, varies_of(aval_of(eqn.outvars[0]))
-    # Rows are read where the view is looked up. Where other axes are explicit there, as in a
-    # lookup by `.at[ids].get(out_sharding=...)`, JAX refuses what the view was computed of.
-    before, after = (sharding_of_type(aval_of(v)) for v in (eqn.invars[0], eqn.outvars[0]))
-    if (before and before.mesh) != (after and after.mesh):
-        return None
     reading = lambda p: ([(x, p)], functools.partial(varying_over, axes))
     return [View(x.shape, x.dtype, reading)]
 
@@ -348,9 +346,9 @@ def _set_row(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
             return None
 
         def is_set() -> jax.Array:
-            q = jnp.asarray(p.along[0])
+            q, row = jnp.asarray(p.along[0]), on_this_mesh(place)[0]
             dtype = jnp.promote_types(q.dtype, place.dtype)
-            return q.astype(dtype) == place[0].astype(dtype)
+            return q.astype(dtype) == row.astype(dtype)
 
         at = lambda: (p.along, ~is_set() if p.valid is None else p.valid & ~is_set())
 

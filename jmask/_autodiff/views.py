@@ -22,7 +22,7 @@ from jax.extend.core import JaxprEqn
 from jmask._autodiff.taps import NONE, Tap, Taps
 from jmask._base.array_types import trailing
 from jmask._base.row_ids import id_dtype, most_rows, numbered
-from jmask._base.shardings import axes_of_type, explicit_sharding
+from jmask._base.shardings import axes_of_type, explicit_sharding, on_this_mesh
 from jmask._base.types import Argument, ArrayFunction, DType, PyTree, Shape
 from jmask._kernels.rows import Gather
 from jmask._kernels.sharded_rows import looked_up
@@ -265,6 +265,7 @@ def ids_at(p: Positions, sizes: Shape) -> jax.Array:
 
 def gathered(x: jax.Array, p: Positions) -> jax.Array:
     """Return the entries (*entries, *rest of the shape) of an array at positions in range."""
+    x = on_this_mesh(x)  # rows are read where the view is looked up
     count, lead = p.count, len(p.entries)
     if not count:
         return jnp.broadcast_to(x, (*p.entries, *x.shape))

@@ -195,6 +195,15 @@ def on_mesh(mesh: AbstractMesh | Mesh, x: jax.Array) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, P()))
 
 
+def on_this_mesh(x: jax.Array) -> jax.Array:
+    """Return an array as this part of a program types it.
+
+    Axes that are explicit elsewhere are automatic inside of `.at[ids].get(out_sharding=...)`.
+    """
+    mesh, own = jax.sharding.get_abstract_mesh(), getattr(jax.typeof(x), "sharding", None)
+    return x if mesh.empty or own is None or own.mesh.empty else on_mesh(mesh, x)
+
+
 def varying_axes(x: jax.Array) -> frozenset[str]:
     """Return the axes over which an array in a `shard_map` differs, as far as JAX tracks it."""
     return axes_of_type(jax.typeof(x))
