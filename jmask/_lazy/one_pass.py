@@ -259,7 +259,8 @@ def _combiner(
             given = {source: rows} | dict(zip(scalars, numbers, strict=True))
             return evaluated(chosen, given)[0]
 
-        is_step = [leaves[i].kind for i in places] == ["param"]
+        read = {*wanted, *(v for eqn in chosen for v in eqn.invars if isinstance(v, Var))}
+        is_step = [leaves[i].kind for i in places] == ["param"] and inputs[0] not in read
         is_linear = is_step and all(_scales(eqn, table_of) for eqn in chosen)
         steps_or_none = steps if is_linear else None
         return Combiner(places, source, scalars, function, not by_rows, steps_or_none)

@@ -225,3 +225,15 @@ def test_constants_beside_rows_without_a_scatter_of_all(make, dtype):
     np.testing.assert_allclose(
         *(np.float32(x[jnp.array(ids)]) for x in (new, expected)), rtol=1e-2
     )
+
+
+@pytest.mark.parametrize("factor", [-0.25, None])
+def test_a_step_of_the_parameter_alone(factor):
+    """It is linear, too, but in what is not added: rows of equal ids take it once."""
+    scaled = lambda x: x if factor is None else factor * x
+    step = optax.stateless(lambda updates, params: jax.tree.map(scaled, params))
+    tx, table = jmask.lazy(step), jnp.ones((100, 3))
+    gradient = jmask.RowSparse([3, 1, 3], jnp.ones((3, 3)), table.shape)
+    step = jax.jit(functools.partial(jmask.apply_gradients, tx))
+    new, _ = step(gradient, tx.init(table), table)
+    np.testing.assert_array_equal(new, table.at[jnp.array([1, 3])].add(scaled(1.0)))
