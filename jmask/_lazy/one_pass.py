@@ -104,7 +104,7 @@ def applied(step: LazyStep, params: PyTree) -> tuple[PyTree, PyTree]:
         # nothing is gained by adding them one at a time.
         if c.source in computed or table in parts.reduced:
             gradient = leaf.coalesced_value.with_values(leaf.from_inner(known[c.source]))
-            c = c._replace(steps=None)
+            c = c._replace(is_linear=False)
         new = _updated_tables(c, [leaves[i] for i in c.places], gradient, scalars)
         results.update((i, leaves[i].as_given(x)) for i, x in zip(c.places, new, strict=True))
     for i, (leaf, output) in enumerate(zip(leaves, outputs, strict=False)):
@@ -212,9 +212,9 @@ class Combiner(NamedTuple):
     # or entries, if the table is updated entry by entry.
     function: Function
     is_elementwise: bool
-    # `scalars`, rows of `source` -> what is added to the parameter, if that is all and is
-    # linear in the gradient: rows of equal ids may be added one at a time.
-    steps: Function | None
+    # Whether the result is what is added to a parameter, is not computed of that, and is linear
+    # in the gradient: rows of equal ids may be added one at a time.
+    is_linear: bool
 
 
 def _combiner(
@@ -237,33 +237,18 @@ def _combiner(
         if x is not None and not aval_of(v).ndim
     }
 
-    def evaluated(chosen: Sequence[JaxprEqn], given: dict[Var, Argument]) -> list[jax.Array]:
+    def evaluated(
+        chosen: Sequence[JaxprEqn], given: Sequence[Var], *arrays: jax.Array
+    ) -> list[jax.Array]:
         # JAX keeps what calls this: it closes over no array that is traced.
-        sizes: dict[int, int] = {}
-        if by_rows:
-            sizes[table] = next(iter(given.values())).shape[0]
-            rows = [v for v in given if v in table_of]
-            given = given | {v: with_row(given[v], aval_of(v).shape[1:]) for v in rows}
-        values: dict[Var, Argument] = constants | given
-        parts.run(chosen, values, sizes)
-        return [values[v] for v in wanted]
-
-    def combiner(source: Var, chosen: Sequence[JaxprEqn], scalars: list[Var]) -> Combiner:
-        def function(*arrays: jax.Array) -> list[jax.Array]:
-            given = dict(zip((*inputs, source, *scalars), arrays, strict=True))
-            made = evaluated(chosen, given)
-            old = zip(made, arrays, strict=False)
-            return [with_row(x, y.shape[1:]) for x, y in old] if by_rows else made
-
-        def steps(numbers: Sequence[jax.Array], rows: jax.Array) -> jax.Array:
-            given = {source: rows} | dict(zip(scalars, numbers, strict=True))
-            return evaluated(chosen, given)[0]
-
-        read = {*wanted, *(v for eqn in chosen for v in eqn.invars if isinstance(v, Var))}
-        is_step = [leaves[i].kind for i in places] == ["param"] and inputs[0] not in read
-        is_linear = is_step and all(_scales(eqn, table_of) for eqn in chosen)
-        steps_or_none = steps if is_linear else None
-        return Combiner(places, source, scalars, function, not by_rows, steps_or_none)
+        values: dict[Var, Argument] = constants | dict(zip(given, arrays, strict=True))
+        if not by_rows:
+            parts.run(chosen, values, {})
+            return [values[v] for v in wanted]
+        values |= {v: with_row(values[v], aval_of(v).shape[1:]) for v in given if v in table_of}
+        parts.run(chosen, values, {table: arrays[0].shape[0]})
+        old = zip(wanted, arrays, strict=False)
+        return [with_row(values[v], x.shape[1:]) for v, x in old]
 
     equations = [e for e in jaxpr.eqns if e.outvars and table_of.get(e.outvars[0]) == table]
     gradient = jaxpr.invars[table]
@@ -277,12 +262,16 @@ def _combiner(
             break
         if source is not gradient and gradient in needed:
             continue
-        way = combiner(source, [*more, *chosen], scalars)
+        chosen = [*more, *chosen]
+        function = functools.partial(evaluated, chosen, (*inputs, source, *scalars))
+        is_step = [leaves[i].kind for i in places] == ["param"] and inputs[0] not in needed
+        is_linear = is_step and all(_scales(eqn, table_of) for eqn in chosen)
+        way = Combiner(places, source, scalars, function, not by_rows, is_linear)
         # A scatter has room for so many scalars, and is of one dtype.
         dtypes = {leaves[i].value.dtype for i in places} | {aval_of(v).dtype for v in scalars}
         has_room = len(scalars) + (leaves[table].valid is not None) < len(places)
         fits = not by_rows and has_room and dtypes == {aval_of(source).dtype}
-        if fits or way.steps is not None:
+        if fits or is_linear:
             return way
         first = first or way
     # What is written to rows that it does not depend on has to come after reads.
@@ -349,8 +338,9 @@ def _updated_tables(
     # The gradient is opened once: what follows takes canonical ids, rows, and their order.
     ids, rows, order = gradient.row_ids(), gradient.rows(), gradient.order
     is_exact = table.dtype == gradient.dtype and not is_narrow(table.dtype)
-    if combiner.steps is not None and is_exact:
-        added_rows = scaled(gradient.values, functools.partial(combiner.steps, scalars))
+    if combiner.is_linear and is_exact:
+        step = lambda rows: combiner.function(rows, rows, *scalars)[0]  # no old row is read
+        added_rows = scaled(gradient.values, step)
         added_rows = unchanged_where_masked(added_rows, valid)
         return updated(RowUpdate(ADDITION, tables, ids, gathered(added_rows), [], order))
 
