@@ -182,8 +182,9 @@ STACKED_UPDATES = {
     ],
 )
 @pytest.mark.parametrize("name", STACKED_UPDATES)
-def test_stacks_in_place(name, lookup, way):
-    tx, table = STACKED_UPDATES[name], jax.ShapeDtypeStruct((3, 50_000, 16), jnp.float32)
+@pytest.mark.parametrize("width", [16, 1])
+def test_stacks_in_place(name, lookup, way, width):
+    tx, table = STACKED_UPDATES[name], jax.ShapeDtypeStruct((3, 50_000, width), jnp.float32)
     compiled = compiled_step(STACKED[lookup], tx, table, BATCH, apply=WAYS[way])
     state = jax.eval_shape(tx.init, table)
     tables = sum(x.size == table.size for x in (table, *jax.tree.leaves(state)))
