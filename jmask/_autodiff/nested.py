@@ -306,7 +306,7 @@ def _shared(key: object, of_branches: Sequence[Sequence[Tap]]) -> Tap:
         kind="rows",
         ids=1,
         varies=frozenset[str]().union(*(tap.varies for tap in every)),
-        sharding=None,
+        like=None,
         batch=(),
     )
 
@@ -314,7 +314,7 @@ def _shared(key: object, of_branches: Sequence[Sequence[Tap]]) -> Tap:
 def _padded(forward: "Forward", shared: Tap, ids_of_taps: Sequence[jax.Array]) -> jax.Array:
     """Return the ids of a branch, with padding for rows that it does not look up."""
     rows = shared.rows_of(forward.leaves[shared.table].shape)
-    ids = [on_every_device(x, jax.typeof(x)).reshape(-1) for x in ids_of_taps]
+    ids = [on_every_device(x).reshape(-1) for x in ids_of_taps]
     missing = shared.rows - sum(x.shape[0] for x in ids)
     ids.append(jnp.full((missing,), rows, id_dtype(rows)))
     return jnp.concatenate([varying_over(shared.varies, x) for x in ids])

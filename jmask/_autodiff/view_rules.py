@@ -27,13 +27,12 @@ from jmask._autodiff.views import (
     View,
     as_view,
     per_entry,
-    varies_of,
 )
 from jmask._base.array_types import trailing
 from jmask._base.forms import aval_of, parameter
 from jmask._base.jaxprs import ARITHMETIC, bound
 from jmask._base.row_ids import id_dtype, numbered, positions_of, widen
-from jmask._base.shardings import sharding_of_type, varying_over
+from jmask._base.shardings import explicit_mesh, varying_axes, varying_over
 from jmask._base.types import Argument, ArrayFunction, Index, Shape
 from jmask._kernels import tuning
 
@@ -325,13 +324,12 @@ def _tile(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
 
 
 def _same(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
-    (x,), axes = xs, varies_of(aval_of(eqn.outvars[0]))
+    (x,), before, after = xs, aval_of(eqn.invars[0]), aval_of(eqn.outvars[0])
     # Rows are read where the view is looked up. Where other axes are explicit there, as in a
     # lookup by `.at[ids].get(out_sharding=...)`, JAX refuses what the view was computed of.
-    before, after = (sharding_of_type(aval_of(v)) for v in (eqn.invars[0], eqn.outvars[0]))
-    if (before and before.mesh) != (after and after.mesh):
+    if explicit_mesh(before) != explicit_mesh(after):
         return None
-    reading = lambda p: ([(x, p)], functools.partial(varying_over, axes))
+    reading = lambda p: ([(x, p)], functools.partial(varying_over, varying_axes(after)))
     return [View(x.shape, x.dtype, reading)]
 
 
@@ -490,7 +488,7 @@ def views_of(eqns: Sequence[JaxprEqn], name: str, xs: Sequence[Argument]) -> lis
             tables=tables,
             equations=equations,
             is_lookup=is_lookup,
-            varies=varies_of(aval),
+            varies=varying_axes(aval),
             computed_by=computed_by,
         )
         for number, (view, aval) in enumerate(zip(rule(eqn, xs) or [], avals, strict=False))

@@ -22,7 +22,7 @@ from jax.extend.core import JaxprEqn
 from jmask._autodiff.taps import NONE, Tap, Taps
 from jmask._base.array_types import trailing
 from jmask._base.row_ids import id_dtype, most_rows, numbered
-from jmask._base.shardings import axes_of_type
+from jmask._base.shardings import varying_axes
 from jmask._base.types import Argument, ArrayFunction, DType, PyTree, Shape
 from jmask._kernels.rows import Gather
 
@@ -118,8 +118,7 @@ class TableView(View):
     def tap(self, shape: Shape, rows: int, leading: int = 1, dtype: DType | None = None) -> Tap:
         """Return a tap of this shape for so many rows."""
         dtype, leading = dtype or self.dtype, 2 if self.width else leading
-        tap = Tap(self.number, leading, shape, dtype, rows, varies=self.varies)
-        return dataclasses.replace(tap, width=self.width)
+        return Tap(self.number, leading, shape, dtype, rows, width=self.width)
 
     def tap_of_rows(self, leading: int, entries: Shape) -> Tap:
         """Return the tap of rows that `leading` dimensions number."""
@@ -147,7 +146,7 @@ def view_of_table(number: int, x: Argument, width: int | None = None) -> TableVi
         lambda p: None,
         lambda _: x,
         frozenset([number]),
-        varies=varies_of(x),
+        varies=varying_axes(x),
         number=number,
         array=x,
         width=width,
@@ -225,16 +224,6 @@ def planned(x: View, count: int, entries: Shape) -> list[Tap] | None:
 def read_at(x: View, p: Positions, taps: Taps) -> jax.Array:
     """Return entries of a view (*entries, *rest of the shape)."""
     return Reader(taps).read(x, p)
-
-
-def varies_of(x: Argument) -> frozenset[str]:
-    """Return the axes of a `shard_map` over which an array, or an abstract one, differs."""
-    return axes_of_type(getattr(x, "aval", x))
-
-
-def varying(plan: Sequence[Tap], axes: frozenset[str]) -> list[Tap]:
-    """Return taps of what differs over these axes."""
-    return [dataclasses.replace(tap, varies=tap.varies | axes) for tap in plan]
 
 
 def numbered_dimensions(shape: Shape, count: int) -> int:

@@ -31,12 +31,10 @@ from jmask._base.shardings import (
     all_gathered,
     automatically,
     entry,
-    explicit_sharding,
-    is_ambiguous,
+    explicit_mesh,
+    spec_at,
     spec_of,
     typed_like,
-    varying_alike,
-    without_repetition,
 )
 from jmask._base.types import (
     Argument,
@@ -118,13 +116,12 @@ class Gather:
         self, gather: ArrayFunction, operand: jax.Array, indices: jax.Array
     ) -> jax.Array:
         """Return the result of `gather`: rows that are where their indices are."""
-        sharding = explicit_sharding(operand, indices)
+        (first, *columns), spec = spec_of(operand), spec_of(indices)
         whole_rows = self.slice_sizes == (1, *operand.shape[1:])
-        spread = spec_of(operand)[:1] + spec_of(indices)
-        if sharding is None or not whole_rows or not any(spread):
+        if not whole_rows or not any((first, *spec)):
             return gather(operand, indices)
-        spec = without_repetition((*spec_of(indices)[:-1], *spec_of(operand)[1:]))
-        return automatically(gather, operand, indices, like=sharding, spec=spec)
+        where = spec_at(spec[:-1], tuple(columns))
+        return automatically(gather, operand, indices, spec=where)
 
     def _gather(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
         return lax.gather(
@@ -215,7 +212,6 @@ def slow_copy_of(params: Mapping[str, Argument]) -> Gather:
 # Outside jit it is compiled for the platform, as in a program.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _vectorized(gather: Gather, operand: jax.Array, indices: jax.Array) -> jax.Array:
-    operand, indices = varying_alike(operand, indices)
     return SLOW_COPY.bind(operand, indices, gather=gather)[0]
 
 
@@ -253,7 +249,7 @@ def ids_after_reading(ids: IdVector, rows: RowArray) -> IdVector:
     XLA orders a read before a write in place only where the write depends on the read.
     Otherwise it copies the table and reads from the copy.
     """
-    read = None if explicit_sharding(ids, rows) is not None else zero_after_reading(rows)
+    read = None if explicit_mesh(ids, rows) is not None else zero_after_reading(rows)
     return ids if read is None else plus_zero(ids, read)
 
 
@@ -273,8 +269,7 @@ def zero_after_reading(rows: RowArray) -> jax.Array | None:
 
 def plus_zero(ids: jax.Array, zero: jax.Array) -> jax.Array:
     """Add integer zeros, one for each id or one for all, on which the ids then depend."""
-    zeros = jnp.broadcast_to(lax.convert_element_type(zero, ids.dtype), ids.shape)
-    return lax.add(*varying_alike(ids, typed_like(zeros, jax.typeof(ids))))
+    return ids + lax.convert_element_type(zero, ids.dtype)
 
 
 def split_rows(
@@ -290,7 +285,7 @@ def split_rows(
 
 def entries_of(ids: IdVector) -> jax.Array:
     """Number the entries (n,) of ids, int32."""
-    return varying_alike(lax.iota(jnp.int32, ids.shape[0]), ids)[0]
+    return lax.iota(jnp.int32, ids.shape[0])
 
 
 def sorted_with(ids: IdVector, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -325,12 +320,15 @@ def _write(
         return table
     shards = Shards.of(table, ids, rows)
     rows = rows.astype(table.dtype)
-    if shards is not None and is_ambiguous(table, ids, rows):
-        return _written_on_shards(shards, kind, table, ids, rows, order)
+    if shards is not None:
+        of_rows = spec_of(rows)
+        # Else JAX itself knows where the result is to be.
+        if shards.rows or of_rows[0] or spec_of(ids)[0] or of_rows[1:] != shards.columns:
+            return _on_shards(shards, kind, order, table, ids, rows)
     if order == "any" or shards is not None or not ids.shape[0]:
         return scattered(table, ids, rows, kind, order)
     written: jax.Array
-    (written,) = WRITE.bind(*varying_alike(table, ids, rows), kind=kind, order=order)
+    (written,) = WRITE.bind(table, ids, rows, kind=kind, order=order)
     return written
 
 
@@ -343,21 +341,31 @@ def is_routed(shards: Shards, ids: IdVector, order: Order) -> bool:
 
 
 # In one program, so that outside of jit it is compiled once.
-@functools.partial(jax.jit, static_argnums=(0, 1, 5), inline=True)
-def _written_on_shards(
-    shards: Shards, kind: Kind, table: TableArray, ids: IdVector, rows: RowArray, order: Order
-) -> TableArray:
-    """Return the table with rows written by each shard where they live."""
-    is_there = is_routed(shards, ids, order)
-    batch = entry(shards.rows) if is_there else shards.batch(ids)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _on_shards(
+    shards: Shards,
+    kind: Kind | Literal["read"],
+    order: Order,
+    table: TableArray,
+    ids: IdVector,
+    *rows: RowArray,
+) -> jax.Array:
+    """Return the table with rows written, or rows read, by each shard where they live."""
+    batch, is_there = shards.batch(ids), is_routed(shards, ids, order)
+    own_order: Order = "any" if order == "any" else "unique"
 
-    def written(block: TableArray, ids: IdVector, rows: RowArray) -> jax.Array:
-        ids, rows = all_gathered(None if is_there else batch, ids, rows)
+    def own(block: TableArray, ids: IdVector, *rows: RowArray) -> jax.Array:
+        ids, *values = all_gathered(None if is_there else batch, ids, *rows)
         places = shards.local(ids, block.shape[0])
-        return _write(kind, block, places, rows, order if order == "any" else "unique")
+        if kind == "read":
+            return gather_unique_rows(block, places, own_order)
+        return _write(kind, block, places, values[0], own_order)
 
-    specs = [shards.spec, (batch,), shards.spec_of_rows(batch)]
-    return shards.run(written, table, ids, rows, specs=specs, out=shards.spec)
+    of_rows = shards.spec_of_rows(batch)
+    specs = [shards.spec, (batch,), *(of_rows for _ in rows)]
+    out = of_rows if kind == "read" else shards.spec
+    result: jax.Array = shards.run(own, table, ids, *rows, specs=specs, out=out)
+    return result
 
 
 def scattered(
@@ -426,27 +434,11 @@ def gather_unique_rows(table: TableArray, ids: IdVector, order: Order) -> RowArr
         return gather_unique_rows(table, ids, order)[:1]
     shards = Shards.of(table, ids)
     if shards is not None and is_routed(shards, ids, order):
-        return _gathered_on_shards(shards, table, ids)
+        return _on_shards(shards, "read", order, table, ids)
     has_lines = table.ndim > 1 and table.size == table.shape[0] > 0 and ids.shape[0]
     if not has_lines or shards is not None:
         return gather_rows(table, ids, coalesced=order == "sorted")
-    table, ids = varying_alike(table, ids)
     return READ.bind(table, ids, order=order)[0]
-
-
-# In one program, so that outside of jit it is compiled once.
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _gathered_on_shards(shards: Shards, table: TableArray, ids: IdVector) -> RowArray:
-    """Return rows of unique ids that are on the shards that have them."""
-
-    def own(block: TableArray, ids: IdVector) -> jax.Array:
-        return gather_unique_rows(block, shards.local(ids, block.shape[0]), "unique")
-
-    here = entry(shards.rows)
-    specs = [shards.spec, (here,)]
-    rows: jax.Array
-    rows = shards.run(own, table, ids, specs=specs, out=shards.spec_of_rows(here))
-    return rows
 
 
 def read_rows(table: TableArray, ids: IdVector, *, order: Order) -> list[jax.Array]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.interpreters import ad, batching
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -27,10 +28,11 @@ from jmask._base.shardings import (
     Spec,
     all_gathered,
     entry,
+    flattened,
     names,
-    resharded,
+    spec_at,
     spec_of,
-    without_repetition,
+    typed_like,
 )
 from jmask._base.types import (
     Argument,
@@ -41,6 +43,7 @@ from jmask._base.types import (
     MeshAxes,
     PyTree,
     RowArray,
+    Shaped,
     TableArray,
 )
 from jmask._kernels import tuning
@@ -58,10 +61,14 @@ from jmask._kernels.rows import add_rows, gather_rows, set_rows
 # one flag that all devices agree on, and a `lax.cond`. So every step is exact.
 
 
-def capacity_of(shards: Shards, batch: MeshAxes, count: int) -> int | None:
-    """Return how many entries a device sends to each shard; None if they are all-gathered."""
-    axes, many = names(batch), tuning.EXCHANGED_IDS
-    if not set(shards.rows) <= set(axes) or shards.count < 2 or not is_known(count):
+def capacity_of(shards: Shards, spec: Spec, count: int) -> int | None:
+    """Return how many entries a device sends to each shard; None if they are all-gathered.
+
+    `spec` says how ids are sharded, `count` of them in all.
+    """
+    axes, many = names(next(iter(spec), None)), tuning.EXCHANGED_IDS
+    is_exchanged = set(shards.rows) <= set(axes) and shards.count > 1 and not any(spec[1:])
+    if not is_exchanged or not is_known(count):
         return None
     entries = count // math.prod(shards.mesh.shape[axis] for axis in axes)
     share = entries / shards.count
@@ -121,7 +128,7 @@ def with_own_rows(
         every, *more = all_gathered(batch, ids, *rows)
         return function(every, more, *operands)
 
-    capacity = capacity_of(shards, batch, count)
+    capacity = capacity_of(shards, (batch,), count)
     if capacity is None or len(rows) != 1:
         return by_all_gather(*operands)
     unique, summed = coalesce_rows(ids, rows[0], shards.count * size)
@@ -140,18 +147,18 @@ def with_own_rows(
     return lax.cond(outbox.excess > 0, by_all_gather, by_exchange, *operands)
 
 
-def excess_of(shards: Shards, ids: IdVector, rows: int) -> jax.Array:
-    """Return how many ids (n,) of a lookup do not fit the exchange, int32; see `_Outbox`."""
-    batch = shards.batch(ids)
-    capacity = capacity_of(shards, batch, ids.shape[0])
+def excess_of(shards: Shards, ids: IdArray, rows: int) -> jax.Array:
+    """Return how many ids of a lookup do not fit the exchange, int32; see `_Outbox`."""
+    spec = tuple(map(shards.without_columns, spec_of(ids)))
+    capacity = capacity_of(shards, spec, math.prod(ids.shape))
     if capacity is None:
         return jnp.zeros((), jnp.int32)
 
-    def counted(ids: IdVector) -> jax.Array:
-        unique, _ = unique_slots(ids, fewer(ids.shape[0], rows), rows)
-        return _outbox(shards, batch, unique, rows // shards.count, capacity).excess
+    def counted(ids: IdArray) -> jax.Array:
+        unique, _ = unique_slots(ids.reshape(-1), fewer(math.prod(ids.shape), rows), rows)
+        return _outbox(shards, spec[0], unique, rows // shards.count, capacity).excess
 
-    return shards.run(counted, ids, specs=[(batch,)], out=())
+    return shards.run(counted, ids, specs=[spec], out=())
 
 
 # --- lookup -------------------------------------------------------------------------------
@@ -165,21 +172,19 @@ def looked_up(table: TableArray, ids: IdArray) -> jax.Array:
     The rows lie where their ids do, as far as their columns are not sharded over these axes.
     """
     shards = _shards(table, ids)
-    like = NamedSharding(shards.mesh, P())
-    wanted = without_repetition((*spec_of(ids), *shards.columns))
-    ids = resharded(ids, like, [shards.without_columns(axes) for axes in spec_of(ids)])
-    where = NamedSharding(shards.mesh, P(*spec_of(ids), *shards.columns))
-    (rows,) = LOOKUP.bind(table, ids, sharding=where)
-    return resharded(rows, like, wanted)
+    there = spec_at(spec_of(ids), shards.columns)
+    ids = shards.put(tuple(map(shards.without_columns, spec_of(ids))))(ids)
+    (rows,) = LOOKUP.bind(table, ids)
+    return shards.put(there)(rows)
 
 
-def _lookup(table: TableArray, ids: IdArray, *, sharding: NamedSharding) -> list[jax.Array]:
+def _lookup(table: TableArray, ids: IdArray) -> list[jax.Array]:
     shards, spec = _shards(table, ids), spec_of(ids)
+    there = (*spec, *shards.columns)
     if 0 in (*ids.shape, *table.shape):  # XLA gathers no empty arrays
         zeros = jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
-        return [resharded(zeros, sharding, tuple(sharding.spec))]
-    batch, count = next(iter(spec), None), math.prod(ids.shape)
-    capacity = None if any(spec[1:]) else capacity_of(shards, batch, count)
+        return [shards.put(there)(zeros)]
+    capacity = capacity_of(shards, spec, math.prod(ids.shape))
     shared = [tuple(axis for axis in names(axes) if axis in shards.rows) for axes in spec]
     others = tuple(axis for axis in shards.rows if axis not in sum(shared, ()))
 
@@ -206,7 +211,7 @@ def _lookup(table: TableArray, ids: IdArray, *, sharding: NamedSharding) -> list
         (size, *row), rows = block.shape, table.shape[0]
         slots = fewer(math.prod(ids.shape), rows)
         unique, slot_of_entry = unique_slots(ids.reshape(-1), slots, rows)
-        outbox = _outbox(shards, batch, unique, size, capacity)
+        outbox = _outbox(shards, spec[0], unique, size, capacity)
 
         def by_exchange(block: TableArray, ids: IdArray) -> jax.Array:
             places = _swapped(shards, outbox.places)
@@ -218,67 +223,46 @@ def _lookup(table: TableArray, ids: IdArray, *, sharding: NamedSharding) -> list
 
         return lax.cond(outbox.excess > 0, by_all_gather, by_exchange, block, ids)
 
-    return [
-        shards.run(rows_of, table, ids, specs=[shards.spec, spec], out=tuple(sharding.spec))
-    ]
+    return [shards.run(rows_of, table, ids, specs=[shards.spec, spec], out=there)]
 
 
-def _shards(*arrays: jax.Array) -> Shards:
+def _shards(*arrays: Shaped) -> Shards:
     shards = Shards.of(*arrays)
     assert shards is not None
     return shards
 
 
-LOOKUP = primitive(
-    "jmask_lookup_on_shards",
-    _lookup,
-    lambda table, ids, *, sharding: [
-        table.update(shape=(*ids.shape, *table.shape[1:]), sharding=sharding, weak_type=False)
-    ],
-)
+def _shapes(table: ShapedArray, ids: ShapedArray) -> list[Shaped]:
+    shape, spec = (*ids.shape, *table.shape[1:]), P(*spec_of(ids), *spec_of(table)[1:])
+    sharding = NamedSharding(_shards(table, ids).mesh, spec)
+    return [table.update(shape=shape, sharding=sharding, weak_type=False)]
+
+
+LOOKUP = primitive("jmask_lookup_on_shards", _lookup, _shapes)
 """Rows (*n, *row) of a table and ids (*n,), V for padding, which gives zeros."""
 
 
-def flat_rows(ids: IdArray, rows: jax.Array) -> tuple[IdVector, RowArray]:
-    """Return ids (n,) and rows (n, *row), sharded if the first dimension of both alone is."""
-    batch = ids.ndim
-    if batch == 0:
-        return ids.reshape(1), rows.reshape(1, *rows.shape)
-    shards = _shards(ids, rows)
-    spec, like = spec_of(ids)[:1], NamedSharding(shards.mesh, P())
-    columns = spec_of(rows)[batch:]
-    if 0 in ids.shape:  # see `flattens_in_place`
-        spec, columns = (None,), (None,) * len(columns)
-    ids = resharded(ids, like, (*spec, *(None,) * (batch - 1)))
-    rows = resharded(rows, like, (*spec, *(None,) * (batch - 1), *columns))
-    return ids.reshape(-1), rows.reshape(math.prod(ids.shape), *rows.shape[batch:])
-
-
 def _batched_lookup(
-    operands: Sequence[jax.Array], dims: Sequence[int | None], **how: Argument
+    operands: Sequence[jax.Array], dims: Sequence[int | None]
 ) -> tuple[list[jax.Array], list[int]]:
     (table, ids), (table_dim, ids_dim) = operands, dims
     if table_dim is None and ids_dim is not None:  # it is one lookup still
         return [looked_up(table, jnp.moveaxis(ids, ids_dim, 0))], [0]
-    rows = jax.vmap(lambda *x: _lookup(*x, **how), in_axes=tuple(dims))(table, ids)
-    return rows, [0]
+    return jax.vmap(_lookup, in_axes=tuple(dims))(table, ids), [0]
 
 
-def _derivative(primals: Arrays, tangents: Arrays, **how: Argument) -> Arrays:
+def _derivative(primals: Arrays, tangents: Arrays) -> Arrays:
     """Differentiate in the table, in which a lookup is linear."""
     (table, ids), along = primals, ad.instantiate_zeros(tangents[0])
-    return LOOKUP.bind(table, ids, **how), LOOKUP.bind(along, ids, **how)
+    return LOOKUP.bind(table, ids), LOOKUP.bind(along, ids)
 
 
-def _transposed(
-    cotangents: Argument, table: Argument, ids: IdArray, **how: Argument
-) -> list[Argument]:
+def _transposed(cotangents: Argument, table: Argument, ids: IdArray) -> list[Argument]:
     (rows,), aval = cotangents, table.aval
     if isinstance(rows, ad.Zero):
         return [ad.Zero(aval), None]
-    sharding = aval.sharding
-    zeros = resharded(jnp.zeros(aval.shape, rows.dtype), sharding, tuple(sharding.spec))
-    return [add_rows(zeros, *flat_rows(ids, rows)), None]
+    zeros = typed_like(jnp.zeros(aval.shape, rows.dtype), aval)
+    return [add_rows(zeros, flattened(ids, ids.ndim), flattened(rows, ids.ndim)), None]
 
 
 batching.primitive_batchers[LOOKUP] = _batched_lookup

@@ -28,8 +28,8 @@ from jax import lax
 from jmask._base.array_types import sum_dtype
 from jmask._base.lowering import CallPrimitive, switched_on
 from jmask._base.row_ids import Order
-from jmask._base.shardings import Shards, entry, spec_of, varying_alike
-from jmask._base.types import IdVector, PyTree, PyTreeDef, TableArray
+from jmask._base.shardings import Shards, spec_of, varying_alike
+from jmask._base.types import IdVector, PyTree, TableArray
 from jmask._kernels import tuning
 from jmask._kernels._tpu import choice, row_updates
 from jmask._kernels.coalesce import are_large, coalesce_rows, in_order, summed_where_first
@@ -113,7 +113,6 @@ def updated(x: RowUpdate) -> list[jax.Array]:
     shards = Shards.of(main, *x.tables, x.ids, *jax.tree.leaves(x.values))
     if shards is not None:
         return _on_shards(shards, main, x)
-    x = _prepared(x)
     return _defined(x) if x.update.captures else _update_rows(x)
 
 
@@ -131,44 +130,36 @@ def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]
             ids, values = routed(main, ids, values)
             x = dataclasses.replace(x, ids=ids, order="routed")
         values = shards.put(shards.spec_of_rows(shards.batch(ids)))(values)
-        return _defined(_prepared(dataclasses.replace(x, values=values)))
-    is_there, count = is_routed(shards, x.ids, x.order), x.ids.shape[0]
-    batch = entry(shards.rows) if is_there else shards.batch(x.ids)
-    of_entries = {i: y for i, y in enumerate(x.scalars) if jnp.ndim(y)}
-    numbers = {i: y for i, y in enumerate(x.scalars) if not jnp.ndim(y)}
+        return _defined(dataclasses.replace(x, values=values))
+    batch, count = shards.batch(ids), ids.shape[0]
+    crossed = None if is_routed(shards, ids, x.order) else batch
+    order: Order = "any" if x.order == "any" else "unique"
 
     def updated_here(
-        tables: list[jax.Array],
-        ids: IdVector,
-        rows: list[jax.Array],
-        numbers: dict[int, jax.Array],
+        tables: list[jax.Array], ids: IdVector, values: jax.Array, *scalars: jax.Array
     ) -> list[jax.Array]:
-        axes, size = None if is_there else batch, tables[0].shape[0]
+        size, of_entries = tables[0].shape[0], [y for y in scalars if y.ndim]
 
         def with_all(
             ids: IdVector, rows: list[jax.Array], tables: list[jax.Array]
         ) -> list[jax.Array]:
             values, *more = rows
-            scalars = numbers | dict(zip(of_entries, more, strict=True))
-            own = [scalars[i] for i in range(len(scalars))]
-            order: Order = "any" if x.order == "any" else "unique"
+            own = [more.pop(0) if y.ndim else y for y in scalars]
             places = shards.local(ids, size)
             return updated(RowUpdate(x.update, tables, places, values, own, order))
 
-        return with_own_rows(shards, axes, ids, rows, size, count, with_all, tables)
+        rows = [values, *of_entries]
+        return with_own_rows(shards, crossed, ids, rows, size, count, with_all, tables)
 
-    specs = [shards.spec, (batch,), shards.spec_of_rows(batch), ()]
-    rows = [values, *of_entries.values()]
-    out = [shards.spec] * len(x.tables)
-    return shards.run(updated_here, list(x.tables), x.ids, rows, numbers, specs=specs, out=out)
-
-
-def _prepared(x: RowUpdate) -> RowUpdate:
-    """Return the update as `_update_rows` takes it: sequences are lists, arrays vary alike."""
-    x = dataclasses.replace(x, tables=list(x.tables), scalars=list(x.scalars))
-    tree: PyTreeDef
-    operands, tree = jax.tree.flatten(x)
-    return tree.unflatten(varying_alike(*operands))
+    of_rows, tables = shards.spec_of_rows(batch), list(x.tables)
+    specs = [
+        shards.spec,
+        (batch,),
+        of_rows,
+        *(of_rows if jnp.ndim(y) else () for y in x.scalars),
+    ]
+    out = [shards.spec] * len(tables)
+    return shards.run(updated_here, tables, ids, values, *x.scalars, specs=specs, out=out)
 
 
 def add_to_rows(

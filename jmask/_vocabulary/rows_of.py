@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from jmask._base.row_ids import id_dtype
-from jmask._base.shardings import Shards, explicit_sharding, resharded, spec_of
+from jmask._base.shardings import Shards, typed_like
 from jmask._base.types import Numbers, StorageLike
 from jmask._base.validation import checked_array
 from jmask._kernels.coalesce import to_entries
@@ -102,9 +102,7 @@ def rows_of(
     arrays = vocab.lines, vocab.clock, words, exists
     results = _on_all_devices(jax.tree.map(shape_of, vocab), shards, *arrays)
     rows, recycled, lines, counts = results
-    sharding_of_keys = explicit_sharding(words)
-    if sharding_of_keys is not None:
-        rows = resharded(rows, sharding_of_keys, spec_of(words)[:-1])
+    rows = typed_like(rows, words[..., 0])
     low = vocab.counts[:, 1] + counts
     high = vocab.counts[:, 0] + (low < counts).astype(jnp.uint32)
     counts, clock = jnp.stack([high, low], 1), vocab.clock + 1
