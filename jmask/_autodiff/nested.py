@@ -340,10 +340,7 @@ def _shard_map(
         inside = taps.inside(specs, arrays, rows_only=True)
         views = {i: view_of_table(x.number, inputs[i]) for i, x in tables.items()}
         with_views = [views.get(i, x) for i, x in enumerate(inputs)]
-        outs = forward.arrays(form.body, with_views, flags, taps=inside)
-        if taps.is_trial:
-            return outs, inside.record
-        return outs, jax.tree.map(lambda x: varying_over(axes, x), inside.record)
+        return forward.arrays(form.body, with_views, flags, taps=inside), inside.record
 
     def on_all_devices(tap: Tap) -> Tap:
         shape = devices * tap.shape[0], *tap.shape[1:]

@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmask._base.row_ids import id_dtype
-from jmask._base.types import Argument, ArrayFunction, Function, MeshAxes, PyTree, Shaped
+from jmask._base.types import Argument, Function, MeshAxes, PyTree, Shaped
 
 Spec = tuple[MeshAxes, ...]
 """The axes that shard each dimension of an array."""
@@ -165,8 +165,7 @@ def automatically(function: Function, *arrays: jax.Array, spec: Spec | list[Spec
     result = list(map(placed, spec)) if isinstance(spec, list) else placed(spec)
     call = jax.sharding.auto_axes(function, axes=mesh.axis_names, out_sharding=result)
     # Outside of jit in one program, so that arrays of no mesh come to its devices.
-    is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
-    return (call if is_traced else jax.jit(call))(*arrays)
+    return jax.jit(call, inline=True)(*arrays)
 
 
 def by_rows(mesh: AnyMesh, axes: MeshAxes, ndim: int) -> NamedSharding:
@@ -213,43 +212,37 @@ def spec_at(ids: Spec, columns: Spec) -> Spec:
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """How the rows of a table are sharded."""
+    """How the rows of a table are sharded, as far as its type says."""
 
-    mesh: AnyMesh  # its axes are explicit
+    mesh: AnyMesh | None  # its axes are explicit
     rows: tuple[str, ...]  # the axes that shard dimension 0; none if all devices have all rows
     columns: Spec  # the axes of the other dimensions, as in a `PartitionSpec`
 
     @classmethod
-    def of(cls, table: Shaped, *others: Shaped) -> "Shards | None":
+    def of(cls, table: Shaped, *others: Shaped) -> "Shards":
         """Return what the type of a table says, on the mesh of any of these arrays."""
-        mesh = explicit_mesh(table, *others)
-        if mesh is None:
-            return None
         first, *columns = spec_of(table)
-        return cls(mesh, names(first), tuple(columns))
+        return cls(explicit_mesh(table, *others), names(first), tuple(columns))
 
     @property
     def count(self) -> int:
         """The number of shards."""
-        return math.prod(self.mesh.shape[axis] for axis in self.rows)
+        return self.devices(self.rows)
+
+    def devices(self, axes: Sequence[str]) -> int:
+        """Return how many devices are along these axes."""
+        return math.prod(self.mesh.shape[axis] for axis in axes) if self.mesh else 1
 
     @property
     def spec(self) -> Spec:
         """The spec of the table."""
         return (entry(self.rows), *self.columns)
 
-    def spec_of_rows(self, axes: MeshAxes) -> Spec:
-        """Return the spec of rows (n, *row) that are sharded over `axes`."""
-        return (axes, *self.columns)
-
-    def batch(self, ids: jax.Array) -> MeshAxes:
-        """Return the axes over which ids (n,) are sharded and columns are not."""
-        return self.without_columns(spec_of(ids)[0])
-
-    def without_columns(self, axes: MeshAxes) -> MeshAxes:
-        """Drop from some axes those over which columns are sharded."""
+    def spec_of_ids(self, ids: jax.Array) -> Spec:
+        """Return the spec of ids without the axes over which columns are sharded."""
         taken = {axis for of_column in self.columns for axis in names(of_column)}
-        return entry([axis for axis in names(axes) if axis not in taken])
+        kept = lambda axes: entry([axis for axis in names(axes) if axis not in taken])
+        return tuple(map(kept, spec_of(ids)))
 
     def local(self, ids: jax.Array, block: int) -> jax.Array:
         """Return the places of ids in the block of this device, R where a row is not there."""
@@ -267,6 +260,8 @@ class Shards:
         out: Spec | list[Spec],
     ) -> PyTree:
         """Run `function` on what each device has of the arguments, sharded by `specs`."""
+        if self.mesh is None:
+            return function(*arguments)
         outputs = [P(*x) for x in out] if isinstance(out, list) else P(*out)
         mapped = jax.shard_map(
             function,
@@ -280,13 +275,15 @@ class Shards:
         @jax.jit
         def on_mesh(*arguments: PyTree) -> PyTree:
             pairs = zip(arguments, specs, strict=True)
-            return mapped(*(jax.tree.map(self.put(spec), x) for x, spec in pairs))
+            return mapped(*(self.put(x, spec) for x, spec in pairs))
 
         return on_mesh(*arguments)
 
-    def put(self, spec: Spec) -> ArrayFunction:
-        """Return the function that shards arrays by `spec`, as their types will say."""
-        return functools.partial(resharded, mesh=self.mesh, spec=spec)
+    def put(self, arrays: PyTree, spec: Spec) -> PyTree:
+        """Shard arrays by `spec`, as their types will say."""
+        assert self.mesh is not None
+        shard = functools.partial(resharded, mesh=self.mesh, spec=spec)
+        return jax.tree.map(shard, arrays)
 
 
 def all_gathered(axes: MeshAxes, *arrays: jax.Array) -> list[jax.Array]:

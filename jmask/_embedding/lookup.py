@@ -414,7 +414,7 @@ def looked_up_rows(table: AnyTable, reads: Reads, shape: Shape) -> jax.Array:
                 "shard the table itself, `jmask.sharded(table, mesh)`, and give no `width`."
             )
         rows = rows_of_lines(table, positions, slot_of(shape[1]))
-    elif Shards.of(table, positions) is not None:
+    elif explicit_mesh(table, positions) is not None:
         rows = sharded_rows.looked_up(table, positions)
     else:
         # The gather itself fills in what is outside, if nothing else reads V.
@@ -470,7 +470,4 @@ def exchange_overflow(
     count = table.shape[0]
     positions = rows_read(ids, is_padding(ids, padding_id), count)
     positions = numbered_by(hashed, positions, count)
-    shards = Shards.of(table, positions)
-    if shards is None:
-        return jnp.zeros((), jnp.int32)
-    return excess_of(shards, positions, count)
+    return excess_of(Shards.of(table, positions), positions, count)

@@ -320,12 +320,12 @@ def _write(
         return table
     shards = Shards.of(table, ids, rows)
     rows = rows.astype(table.dtype)
-    if shards is not None:
+    if shards.mesh is not None:
         of_rows = spec_of(rows)
         # Else JAX itself knows where the result is to be.
         if shards.rows or of_rows[0] or spec_of(ids)[0] or of_rows[1:] != shards.columns:
             return _on_shards(shards, kind, order, table, ids, rows)
-    if order == "any" or shards is not None or not ids.shape[0]:
+    if order == "any" or shards.mesh is not None or not ids.shape[0]:
         return scattered(table, ids, rows, kind, order)
     written: jax.Array
     (written,) = WRITE.bind(table, ids, rows, kind=kind, order=order)
@@ -337,7 +337,7 @@ def is_routed(shards: Shards, ids: IdVector, order: Order) -> bool:
 
     `order` says that they were routed, and their type to the shards of which axes.
     """
-    return order == "routed" and spec_of(ids)[0] == entry(shards.rows)
+    return order == "routed" and spec_of(ids)[0] == entry(shards.rows) is not None
 
 
 # In one program, so that outside of jit it is compiled once.
@@ -351,7 +351,7 @@ def _on_shards(
     *rows: RowArray,
 ) -> jax.Array:
     """Return the table with rows written, or rows read, by each shard where they live."""
-    batch, is_there = shards.batch(ids), is_routed(shards, ids, order)
+    (batch,), is_there = shards.spec_of_ids(ids), is_routed(shards, ids, order)
     own_order: Order = "any" if order == "any" else "unique"
 
     def own(block: TableArray, ids: IdVector, *rows: RowArray) -> jax.Array:
@@ -361,7 +361,7 @@ def _on_shards(
             return gather_unique_rows(block, places, own_order)
         return _write(kind, block, places, values[0], own_order)
 
-    of_rows = shards.spec_of_rows(batch)
+    of_rows = (batch, *shards.columns)
     specs = [shards.spec, (batch,), *(of_rows for _ in rows)]
     out = of_rows if kind == "read" else shards.spec
     result: jax.Array = shards.run(own, table, ids, *rows, specs=specs, out=out)
@@ -433,10 +433,10 @@ def gather_unique_rows(table: TableArray, ids: IdVector, order: Order) -> RowArr
         (ids,) = never_alone(table.shape[0], ids)
         return gather_unique_rows(table, ids, order)[:1]
     shards = Shards.of(table, ids)
-    if shards is not None and is_routed(shards, ids, order):
+    if is_routed(shards, ids, order):
         return _on_shards(shards, "read", order, table, ids)
     has_lines = table.ndim > 1 and table.size == table.shape[0] > 0 and ids.shape[0]
-    if not has_lines or shards is not None:
+    if not has_lines or shards.mesh is not None:
         return gather_rows(table, ids, coalesced=order == "sorted")
     return READ.bind(table, ids, order=order)[0]
 

@@ -27,7 +27,7 @@ from jmask._base.shardings import (
     Shards,
     Spec,
     all_gathered,
-    entry,
+    explicit_mesh,
     flattened,
     names,
     spec_at,
@@ -67,10 +67,9 @@ def capacity_of(shards: Shards, spec: Spec, count: int) -> int | None:
     `spec` says how ids are sharded, `count` of them in all.
     """
     axes, many = names(next(iter(spec), None)), tuning.EXCHANGED_IDS
-    is_exchanged = set(shards.rows) <= set(axes) and shards.count > 1 and not any(spec[1:])
-    if not is_exchanged or not is_known(count):
+    if any(spec[1:]) or not set(shards.rows) <= set(axes) or not is_known(count):
         return None
-    entries = count // math.prod(shards.mesh.shape[axis] for axis in axes)
+    entries = count // shards.devices(axes)
     share = entries / shards.count
     capacity = math.ceil(share + 5 * math.sqrt(share) + 8)
     return capacity if count >= many and 2 * capacity <= entries else None
@@ -115,41 +114,40 @@ def with_own_rows(
     size: int,
     count: int,
     function: Function,
-    *operands: PyTree,
 ) -> PyTree:
-    """Call `function(ids, rows, *operands)` with what a device needs of the entries of all.
+    """Call `function(ids, rows)` with what a device needs of the entries of all.
 
     Entries are `ids` (m,) of this device, canonical, and `rows` (m, *row), `count` on all; they
     are sharded over `batch`, None if each device has what it needs. A shard has `size` rows.
     Results of the function have the same shapes for any number of entries.
     """
 
-    def by_all_gather(*operands: PyTree) -> PyTree:
+    def by_all_gather() -> PyTree:
         every, *more = all_gathered(batch, ids, *rows)
-        return function(every, more, *operands)
+        return function(every, more)
 
     capacity = capacity_of(shards, (batch,), count)
     if capacity is None or len(rows) != 1:
-        return by_all_gather(*operands)
+        return by_all_gather()
     unique, summed = coalesce_rows(ids, rows[0], shards.count * size)
     outbox = _outbox(shards, batch, unique, size, capacity)
     others = tuple(axis for axis in names(batch) if axis not in shards.rows)
 
-    def by_exchange(*operands: PyTree) -> PyTree:
+    def by_exchange() -> PyTree:
         places = _swapped(shards, outbox.places).reshape(-1)
         sent = gather_rows(summed, outbox.entries.reshape(-1))
         received = _swapped(shards, sent.reshape(*outbox.entries.shape, *summed.shape[1:]))
         first = lax.axis_index(shards.rows).astype(ids.dtype) * size
         own = jnp.where(places < size, places + first, shards.count * size)
         own, received = all_gathered(others, own, received.reshape(-1, *summed.shape[1:]))
-        return function(own, [received], *operands)
+        return function(own, [received])
 
-    return lax.cond(outbox.excess > 0, by_all_gather, by_exchange, *operands)
+    return lax.cond(outbox.excess > 0, by_all_gather, by_exchange)
 
 
 def excess_of(shards: Shards, ids: IdArray, rows: int) -> jax.Array:
     """Return how many ids of a lookup do not fit the exchange, int32; see `_Outbox`."""
-    spec = tuple(map(shards.without_columns, spec_of(ids)))
+    spec = shards.spec_of_ids(ids)
     capacity = capacity_of(shards, spec, math.prod(ids.shape))
     if capacity is None:
         return jnp.zeros((), jnp.int32)
@@ -171,36 +169,34 @@ def looked_up(table: TableArray, ids: IdArray) -> jax.Array:
 
     The rows lie where their ids do, as far as their columns are not sharded over these axes.
     """
-    shards = _shards(table, ids)
-    there = spec_at(spec_of(ids), shards.columns)
-    ids = shards.put(tuple(map(shards.without_columns, spec_of(ids))))(ids)
-    (rows,) = LOOKUP.bind(table, ids)
-    return shards.put(there)(rows)
+    shards = Shards.of(table, ids)
+    (rows,) = LOOKUP.bind(table, shards.put(ids, shards.spec_of_ids(ids)))
+    at_ids: jax.Array = shards.put(rows, spec_at(spec_of(ids), shards.columns))
+    return at_ids
 
 
 def _lookup(table: TableArray, ids: IdArray) -> list[jax.Array]:
-    shards, spec = _shards(table, ids), spec_of(ids)
+    shards, spec = Shards.of(table, ids), spec_of(ids)
     there = (*spec, *shards.columns)
     if 0 in (*ids.shape, *table.shape):  # XLA gathers no empty arrays
         zeros = jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
-        return [shards.put(there)(zeros)]
+        return [shards.put(zeros, there)]
     capacity = capacity_of(shards, spec, math.prod(ids.shape))
-    shared = [tuple(axis for axis in names(axes) if axis in shards.rows) for axes in spec]
-    others = tuple(axis for axis in shards.rows if axis not in sum(shared, ()))
+    own_axes = (tuple(axis for axis in names(axes) if axis in shards.rows) for axes in spec)
+    shared = {d: axes for d, axes in enumerate(own_axes) if axes}
+    others = tuple(axis for axis in shards.rows if axis not in sum(shared.values(), ()))
 
     def by_all_gather(block: TableArray, ids: IdArray) -> jax.Array:
-        for d, axes in enumerate(shared):
-            if axes:
-                ids = lax.all_gather(ids, axes, axis=d, tiled=True)
+        for d, axes in shared.items():
+            ids = lax.all_gather(ids, axes, axis=d, tiled=True)
         size = block.shape[0]
         places = shards.local(ids, size)
         rows = gather_rows(block, places.reshape(-1)).reshape(*ids.shape, *block.shape[1:])
         rows = jnp.where(trailing(places < size, rows.ndim), rows, jnp.zeros((), rows.dtype))
         is_bool = rows.dtype == jnp.dtype(bool)
         rows = rows.astype(jnp.int8) if is_bool else rows
-        for d, axes in enumerate(shared):
-            if axes:
-                rows = lax.psum_scatter(rows, axes, scatter_dimension=d, tiled=True)
+        for d, axes in shared.items():
+            rows = lax.psum_scatter(rows, axes, scatter_dimension=d, tiled=True)
         rows = lax.psum(rows, others) if others else rows
         return rows != 0 if is_bool else rows
 
@@ -226,15 +222,11 @@ def _lookup(table: TableArray, ids: IdArray) -> list[jax.Array]:
     return [shards.run(rows_of, table, ids, specs=[shards.spec, spec], out=there)]
 
 
-def _shards(*arrays: Shaped) -> Shards:
-    shards = Shards.of(*arrays)
-    assert shards is not None
-    return shards
-
-
 def _shapes(table: ShapedArray, ids: ShapedArray) -> list[Shaped]:
     shape, spec = (*ids.shape, *table.shape[1:]), P(*spec_of(ids), *spec_of(table)[1:])
-    sharding = NamedSharding(_shards(table, ids).mesh, spec)
+    mesh = explicit_mesh(table, ids)
+    assert mesh is not None
+    sharding = NamedSharding(mesh, spec)
     return [table.update(shape=shape, sharding=sharding, weak_type=False)]
 
 
@@ -280,8 +272,8 @@ def routed(table: TableArray, ids: IdVector, values: RowArray) -> tuple[IdVector
     Returns ids (S m,) and values, where m is min(n, V / S): entries [s m, (s + 1) m) belong to
     shard s, where they are. They are sorted there, and unique but for padding.
     """
-    shards, count = _shards(table), table.shape[0]
-    batch, size, entries = shards.batch(ids), table.shape[0] // shards.count, ids.shape[0]
+    shards, count, entries = Shards.of(table), table.shape[0], ids.shape[0]
+    (batch,), size = shards.spec_of_ids(ids), count // shards.count
 
     def own(ids: IdVector, values: RowArray) -> list[jax.Array]:
         return with_own_rows(shards, batch, ids, [values], size, entries, summed)
@@ -296,6 +288,5 @@ def routed(table: TableArray, ids: IdVector, values: RowArray) -> tuple[IdVector
             rows = jnp.pad(rows, [(0, missing)] + [(0, 0)] * (rows.ndim - 1))
         return [own_ids, rows]
 
-    here = entry(shards.rows)
-    specs: list[Spec] = [(batch,), shards.spec_of_rows(batch)]
-    return shards.run(own, ids, values, specs=specs, out=[(here,), shards.spec_of_rows(here)])
+    specs: list[Spec] = [(batch,), (batch, *shards.columns)]
+    return shards.run(own, ids, values, specs=specs, out=[shards.spec[:1], shards.spec])

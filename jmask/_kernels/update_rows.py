@@ -111,7 +111,7 @@ def updated(x: RowUpdate) -> list[jax.Array]:
     # A state that was made under jit may be on every device: it goes to where its table is.
     main = max(x.tables, key=lambda table: any(spec_of(table)[:1]))
     shards = Shards.of(main, *x.tables, x.ids, *jax.tree.leaves(x.values))
-    if shards is not None:
+    if shards.mesh is not None:
         return _on_shards(shards, main, x)
     return _defined(x) if x.update.captures else _update_rows(x)
 
@@ -129,9 +129,9 @@ def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]
         if shards.rows and not is_routed(shards, ids, x.order):
             ids, values = routed(main, ids, values)
             x = dataclasses.replace(x, ids=ids, order="routed")
-        values = shards.put(shards.spec_of_rows(shards.batch(ids)))(values)
+        values = shards.put(values, (*shards.spec_of_ids(ids), *shards.columns))
         return _defined(dataclasses.replace(x, values=values))
-    batch, count = shards.batch(ids), ids.shape[0]
+    (batch,), count = shards.spec_of_ids(ids), ids.shape[0]
     crossed = None if is_routed(shards, ids, x.order) else batch
     order: Order = "any" if x.order == "any" else "unique"
 
@@ -140,18 +140,16 @@ def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]
     ) -> list[jax.Array]:
         size, of_entries = tables[0].shape[0], [y for y in scalars if y.ndim]
 
-        def with_all(
-            ids: IdVector, rows: list[jax.Array], tables: list[jax.Array]
-        ) -> list[jax.Array]:
+        def with_all(ids: IdVector, rows: list[jax.Array]) -> list[jax.Array]:
             values, *more = rows
             own = [more.pop(0) if y.ndim else y for y in scalars]
             places = shards.local(ids, size)
             return updated(RowUpdate(x.update, tables, places, values, own, order))
 
         rows = [values, *of_entries]
-        return with_own_rows(shards, crossed, ids, rows, size, count, with_all, tables)
+        return with_own_rows(shards, crossed, ids, rows, size, count, with_all)
 
-    of_rows, tables = shards.spec_of_rows(batch), list(x.tables)
+    of_rows, tables = (batch, *shards.columns), list(x.tables)
     specs = [
         shards.spec,
         (batch,),

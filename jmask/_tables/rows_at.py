@@ -34,10 +34,8 @@ def from_the_end(ids: Numbers, rows: int) -> Ids:
 
 def routed_to_shards(table: jax.Array, gradient: RowSparse) -> RowSparse:
     """Return a gradient of which each shard has its own rows, if a table is sharded by type."""
-    shards = Shards.of(table) if isinstance(table, jax.Array) else None
-    if shards is None or not shards.rows:
-        return gradient
-    if is_routed(shards, gradient.row_ids(), gradient.order):
+    shards = Shards.of(table)
+    if not shards.rows or is_routed(shards, gradient.row_ids(), gradient.order):
         return gradient
     ids, values = routed(table, gradient.row_ids(), gradient.values)
     return gradient.with_leaves(hide(ids), values, order="routed")

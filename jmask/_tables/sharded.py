@@ -79,16 +79,14 @@ def sharded(
     source = explicit_mesh(table)
     if source == mesh.abstract_mesh:
         return automatically(padded, table, spec=tuple(sharding.spec))
-    if source is not None:  # of another mesh, where it comes together first
-        whole = automatically(padded, table, spec=(None,) * table.ndim)
-        return jax.device_put(whole, sharding)
-    is_elsewhere = (
+    is_elsewhere = source is not None or (
         not isinstance(table, jax.core.Tracer)
         and table.committed
         and table.sharding.device_set != set(mesh.devices.flat)
     )
-    if is_elsewhere:
-        return jax.device_put(jax.jit(padded)(table), sharding)
+    if is_elsewhere:  # it comes together there first
+        whole = automatically(jax.jit(padded), table, spec=(None,) * table.ndim)
+        return jax.device_put(whole, sharding)
     return jax.jit(padded, out_shardings=sharding)(table)
 
 
