@@ -62,7 +62,7 @@ def spec_of(array: Shaped) -> Spec:
     """Return the axes that shard each dimension by its type: None, a name or several."""
     sharding = _explicit_sharding(array)
     spec = () if sharding is None else tuple(sharding.spec)
-    return spec + (None,) * (array.ndim - len(spec))
+    return spec + (None,) * (getattr(array, "ndim", 0) - len(spec))
 
 
 def _explicit_sharding(x: object) -> NamedSharding | None:
