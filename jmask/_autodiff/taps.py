@@ -121,10 +121,8 @@ class Tap:
 
     def in_shape(self, x: jax.Array) -> jax.Array:
         """Return an array in the shape of all rounds, sharded as the rows are."""
-        x, mesh = x.reshape(*self.batch, *self.shape), explicit_mesh(self.like)
-        if self.like is None or mesh is None:
-            return x
-        return resharded(x, mesh, (*(None,) * len(self.batch), *spec_of(self.like)))
+        spec = (*(None,) * len(self.batch), *spec_of(self.like))
+        return resharded(x.reshape(*self.batch, *self.shape), explicit_mesh(self.like), spec)
 
 
 class Taps:

@@ -42,11 +42,10 @@ def on_explicit_mesh(tree: PyTree) -> Iterator[None]:
     leaves = (x for x in jax.tree.leaves(tree) if explicit_mesh(x) is not None)
     places: list[Argument] = [x.sharding for x in leaves if not isinstance(x, jax.core.Tracer)]
     meshes = {place.mesh for place in places}
-    context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if len(meshes) == 1 and jax.sharding.get_abstract_mesh().empty:
-        with contextlib.suppress(ValueError):  # while something is traced
-            context = jax.set_mesh(meshes.pop())
-    with context:
+    with contextlib.ExitStack() as contexts:
+        if len(meshes) == 1 and jax.sharding.get_abstract_mesh().empty:
+            with contextlib.suppress(ValueError):  # while something is traced
+                contexts.enter_context(jax.set_mesh(meshes.pop()))
         yield
 
 
@@ -58,7 +57,7 @@ def explicit_mesh(*arrays: object) -> AnyMesh | None:
     return next((x.mesh for x in map(_explicit_sharding, arrays) if x is not None), None)
 
 
-def spec_of(array: Shaped) -> Spec:
+def spec_of(array: Shaped | None) -> Spec:
     """Return the axes that shard each dimension by its type: None, a name or several."""
     sharding = _explicit_sharding(array)
     spec = () if sharding is None else tuple(sharding.spec)
@@ -85,35 +84,33 @@ def varying_axes(x: object) -> frozenset[str]:
 # --- arrays of another type -----------------------------------------------------------------
 
 
-def resharded(array: jax.Array, mesh: AnyMesh, spec: Spec) -> jax.Array:
-    """Shard the array over the axes `spec` of a mesh, as its type will say."""
-    if explicit_mesh(array) is not None and spec_of(array) == spec:
+def resharded(array: jax.Array, mesh: AnyMesh | None, spec: Spec) -> jax.Array:
+    """Shard the array over the axes `spec` of a mesh, if there is one, as its type will say."""
+    is_there = explicit_mesh(array) is not None and spec_of(array) == spec
+    if mesh is None or is_there:
         return array
     return jax.sharding.reshard(array, NamedSharding(mesh, P(*spec)))
 
 
 def with_whole_rows(array: jax.Array, d: int = 0) -> jax.Array:
     """Return the array with dimension d on every device, if its type says that it is not."""
-    mesh, spec = explicit_mesh(array), spec_of(array)
-    if mesh is None or not any(spec[d : d + 1]):
+    spec = spec_of(array)
+    if not any(spec[d : d + 1]):
         return array
-    return resharded(array, mesh, (*spec[:d], None, *spec[d + 1 :]))
+    return resharded(array, explicit_mesh(array), (*spec[:d], None, *spec[d + 1 :]))
 
 
 def on_every_device(x: jax.Array, *others: jax.Array) -> jax.Array:
     """Return an array on all devices of the explicit mesh of any of these arrays, if any."""
-    mesh = explicit_mesh(x, *others)
-    return x if mesh is None else resharded(x, mesh, (None,) * x.ndim)
+    return resharded(x, explicit_mesh(x, *others), (None,) * x.ndim)
 
 
 def flattened(x: jax.Array, dimensions: int) -> jax.Array:
     """Return an array with its first dimensions as one, sharded as the first of them is."""
-    mesh, (*spec,) = explicit_mesh(x), spec_of(x)
-    if mesh is not None and dimensions > 1:
-        # JAX has no sharding for the flat form of an array without entries.
-        spec = [None] * x.ndim if 0 in x.shape else spec
-        spec[1:dimensions] = [None] * (dimensions - 1)
-        x = resharded(x, mesh, tuple(spec))
+    # JAX has no sharding for the flat form of an array without entries.
+    spec = [None] * x.ndim if 0 in x.shape else [*spec_of(x)]
+    spec[1:dimensions] = [None] * (dimensions - 1)
+    x = resharded(x, explicit_mesh(x), tuple(spec))
     return x.reshape(math.prod(x.shape[:dimensions]), *x.shape[dimensions:])
 
 
@@ -148,9 +145,7 @@ def varying_alike(*arrays: jax.Array) -> list[jax.Array]:
 
 def typed_like(x: jax.Array, like: Shaped) -> jax.Array:
     """Return an array typed as another one: sharded on explicit axes, and varying, as that."""
-    mesh = explicit_mesh(like)
-    x = x if mesh is None else resharded(x, mesh, spec_of(like))
-    return varying_over(varying_axes(like), x)
+    return varying_over(varying_axes(like), resharded(x, explicit_mesh(like), spec_of(like)))
 
 
 # --- arrays placed by XLA -------------------------------------------------------------------
@@ -281,7 +276,6 @@ class Shards:
 
     def put(self, arrays: PyTree, spec: Spec) -> PyTree:
         """Shard arrays by `spec`, as their types will say."""
-        assert self.mesh is not None
         shard = functools.partial(resharded, mesh=self.mesh, spec=spec)
         return jax.tree.map(shard, arrays)
 

@@ -224,10 +224,8 @@ def _lookup(table: TableArray, ids: IdArray) -> list[jax.Array]:
 
 def _shapes(table: ShapedArray, ids: ShapedArray) -> list[Shaped]:
     shape, spec = (*ids.shape, *table.shape[1:]), P(*spec_of(ids), *spec_of(table)[1:])
-    mesh = explicit_mesh(table, ids)
-    assert mesh is not None
-    sharding = NamedSharding(mesh, spec)
-    return [table.update(shape=shape, sharding=sharding, weak_type=False)]
+    mesh: Argument = explicit_mesh(table, ids)
+    return [table.update(shape=shape, sharding=NamedSharding(mesh, spec), weak_type=False)]
 
 
 LOOKUP = primitive("jmask_lookup_on_shards", _lookup, _shapes)
