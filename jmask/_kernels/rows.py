@@ -28,9 +28,7 @@ from jmask._base.lowering import lower, primitive
 from jmask._base.row_ids import Order, widen
 from jmask._base.shardings import (
     Shards,
-    all_gathered,
     automatically,
-    entry,
     explicit_mesh,
     spec_at,
     spec_of,
@@ -337,7 +335,7 @@ def is_routed(shards: Shards, ids: IdVector, order: Order) -> bool:
 
     `order` says that they were routed, and their type to the shards of which axes.
     """
-    return order == "routed" and spec_of(ids)[0] == entry(shards.rows) is not None
+    return order == "routed" and spec_of(ids)[0] == shards.spec[0] is not None
 
 
 # In one program, so that outside of jit it is compiled once.
@@ -351,18 +349,18 @@ def _on_shards(
     *rows: RowArray,
 ) -> jax.Array:
     """Return the table with rows written, or rows read, by each shard where they live."""
-    (batch,), is_there = shards.spec_of_ids(ids), is_routed(shards, ids, order)
     own_order: Order = "any" if order == "any" else "unique"
 
     def own(block: TableArray, ids: IdVector, *rows: RowArray) -> jax.Array:
-        ids, *values = all_gathered(None if is_there else batch, ids, *rows)
         places = shards.local(ids, block.shape[0])
         if kind == "read":
             return gather_unique_rows(block, places, own_order)
-        return _write(kind, block, places, values[0], own_order)
+        return _write(kind, block, places, rows[0], own_order)
 
-    of_rows = (batch, *shards.columns)
-    specs = [shards.spec, (batch,), *(of_rows for _ in rows)]
+    # Entries that are not on their shards come to all.
+    where = shards.spec[0] if is_routed(shards, ids, order) else None
+    of_rows = (where, *shards.columns)
+    specs = [shards.spec, (where,), *(of_rows for _ in rows)]
     out = of_rows if kind == "read" else shards.spec
     result: jax.Array = shards.run(own, table, ids, *rows, specs=specs, out=out)
     return result

@@ -25,8 +25,8 @@ from jmask._base.lowering import primitive
 from jmask._base.row_ids import id_dtype
 from jmask._base.shardings import (
     Shards,
-    Spec,
     all_gathered,
+    entry,
     explicit_mesh,
     flattened,
     names,
@@ -37,11 +37,9 @@ from jmask._base.shardings import (
 from jmask._base.types import (
     Argument,
     Arrays,
-    Function,
     IdArray,
     IdVector,
     MeshAxes,
-    PyTree,
     RowArray,
     Shaped,
     TableArray,
@@ -61,12 +59,10 @@ from jmask._kernels.rows import add_rows, gather_rows, set_rows
 # one flag that all devices agree on, and a `lax.cond`. So every step is exact.
 
 
-def capacity_of(shards: Shards, spec: Spec, count: int) -> int | None:
-    """Return how many entries a device sends to each shard; None if they are all-gathered.
-
-    `spec` says how ids are sharded, `count` of them in all.
-    """
-    axes, many = names(next(iter(spec), None)), tuning.EXCHANGED_IDS
+def capacity_of(shards: Shards, ids: IdArray) -> int | None:
+    """Return how many entries a device sends to each shard; None if they are all-gathered."""
+    spec, count, many = shards.spec_of_ids(ids), math.prod(ids.shape), tuning.EXCHANGED_IDS
+    axes = names(next(iter(spec), None))
     if any(spec[1:]) or not set(shards.rows) <= set(axes) or not is_known(count):
         return None
     entries = count // shards.devices(axes)
@@ -106,49 +102,9 @@ def _swapped(shards: Shards, x: jax.Array) -> jax.Array:
     return lax.all_to_all(x, shards.rows, split_axis=0, concat_axis=0, tiled=True)
 
 
-def with_own_rows(
-    shards: Shards,
-    batch: MeshAxes,
-    ids: IdVector,
-    rows: Sequence[jax.Array],
-    size: int,
-    count: int,
-    function: Function,
-) -> PyTree:
-    """Call `function(ids, rows)` with what a device needs of the entries of all.
-
-    Entries are `ids` (m,) of this device, canonical, and `rows` (m, *row), `count` on all; they
-    are sharded over `batch`, None if each device has what it needs. A shard has `size` rows.
-    Results of the function have the same shapes for any number of entries.
-    """
-
-    def by_all_gather() -> PyTree:
-        every, *more = all_gathered(batch, ids, *rows)
-        return function(every, more)
-
-    capacity = capacity_of(shards, (batch,), count)
-    if capacity is None or len(rows) != 1:
-        return by_all_gather()
-    unique, summed = coalesce_rows(ids, rows[0], shards.count * size)
-    outbox = _outbox(shards, batch, unique, size, capacity)
-    others = tuple(axis for axis in names(batch) if axis not in shards.rows)
-
-    def by_exchange() -> PyTree:
-        places = _swapped(shards, outbox.places).reshape(-1)
-        sent = gather_rows(summed, outbox.entries.reshape(-1))
-        received = _swapped(shards, sent.reshape(*outbox.entries.shape, *summed.shape[1:]))
-        first = lax.axis_index(shards.rows).astype(ids.dtype) * size
-        own = jnp.where(places < size, places + first, shards.count * size)
-        own, received = all_gathered(others, own, received.reshape(-1, *summed.shape[1:]))
-        return function(own, [received])
-
-    return lax.cond(outbox.excess > 0, by_all_gather, by_exchange)
-
-
 def excess_of(shards: Shards, ids: IdArray, rows: int) -> jax.Array:
     """Return how many ids of a lookup do not fit the exchange, int32; see `_Outbox`."""
-    spec = shards.spec_of_ids(ids)
-    capacity = capacity_of(shards, spec, math.prod(ids.shape))
+    spec, capacity = shards.spec_of_ids(ids), capacity_of(shards, ids)
     if capacity is None:
         return jnp.zeros((), jnp.int32)
 
@@ -181,7 +137,7 @@ def _lookup(table: TableArray, ids: IdArray) -> list[jax.Array]:
     if 0 in (*ids.shape, *table.shape):  # XLA gathers no empty arrays
         zeros = jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
         return [shards.put(zeros, there)]
-    capacity = capacity_of(shards, spec, math.prod(ids.shape))
+    capacity = capacity_of(shards, ids)
     own_axes = (tuple(axis for axis in names(axes) if axis in shards.rows) for axes in spec)
     shared = {d: axes for d, axes in enumerate(own_axes) if axes}
     others = tuple(axis for axis in shards.rows if axis not in sum(shared.values(), ()))
@@ -271,13 +227,11 @@ def routed(table: TableArray, ids: IdVector, values: RowArray) -> tuple[IdVector
     shard s, where they are. They are sorted there, and unique but for padding.
     """
     shards, count, entries = Shards.of(table), table.shape[0], ids.shape[0]
-    (batch,), size = shards.spec_of_ids(ids), count // shards.count
+    spec, size = shards.spec_of_ids(ids), count // shards.count
+    capacity = capacity_of(shards, ids)
 
-    def own(ids: IdVector, values: RowArray) -> list[jax.Array]:
-        return with_own_rows(shards, batch, ids, [values], size, entries, summed)
-
-    def summed(ids: IdVector, values: list[jax.Array]) -> list[jax.Array]:
-        places, rows = coalesce_rows(shards.local(ids, size), values[0], size)
+    def summed(places: IdVector, values: RowArray) -> list[jax.Array]:
+        places, rows = coalesce_rows(places, values, size)
         first = lax.axis_index(shards.rows).astype(id_dtype(count)) * size
         own_ids = jnp.where(places < size, places.astype(first.dtype) + first, count)
         missing = fewer(entries, size) - places.shape[0]  # as many slots, however they came
@@ -286,5 +240,24 @@ def routed(table: TableArray, ids: IdVector, values: RowArray) -> tuple[IdVector
             rows = jnp.pad(rows, [(0, missing)] + [(0, 0)] * (rows.ndim - 1))
         return [own_ids, rows]
 
-    specs: list[Spec] = [(batch,), (batch, *shards.columns)]
+    def by_all_gather(ids: IdVector, values: RowArray) -> list[jax.Array]:
+        every, values = all_gathered(spec[0], ids, values)
+        return summed(shards.local(every, size), values)
+
+    def own(ids: IdVector, values: RowArray) -> list[jax.Array]:
+        if capacity is None:
+            return by_all_gather(ids, values)
+        unique, sums = coalesce_rows(ids, values, count)
+        outbox = _outbox(shards, spec[0], unique, size, capacity)
+        others = entry([axis for axis in names(spec[0]) if axis not in shards.rows])
+
+        def by_exchange(*_: jax.Array) -> list[jax.Array]:
+            places = _swapped(shards, outbox.places).reshape(-1)
+            sent = gather_rows(sums, outbox.entries.reshape(-1))
+            received = _swapped(shards, sent.reshape(*outbox.entries.shape, *sums.shape[1:]))
+            return summed(*all_gathered(others, places, received.reshape(-1, *sums.shape[1:])))
+
+        return lax.cond(outbox.excess > 0, by_all_gather, by_exchange, ids, values)
+
+    specs = [spec, (*spec, *shards.columns)]
     return shards.run(own, ids, values, specs=specs, out=[shards.spec[:1], shards.spec])

@@ -35,7 +35,7 @@ from jmask._kernels._tpu import choice, row_updates
 from jmask._kernels.coalesce import are_large, coalesce_rows, in_order, summed_where_first
 from jmask._kernels.gathered_rows import GatheredRows, Rows, rows_at
 from jmask._kernels.rows import add_rows, is_routed, zero_of
-from jmask._kernels.sharded_rows import routed, with_own_rows
+from jmask._kernels.sharded_rows import capacity_of, routed
 
 Tables = Sequence[jax.Array]
 
@@ -121,43 +121,32 @@ def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]
 
     What the gradient has of them crosses the network once, for all tables.
     """
-    ids, values = x.ids, x.rows
+    # Rows are summed where they live. With arrays of entries ids are unique already, and rows
+    # that may be added one at a time are summed for an exchange alone.
+    as_they_come = x.update.additive and capacity_of(shards, x.ids) is None
+    is_kept = as_they_come or any(map(jnp.ndim, x.scalars))
+    if shards.rows and not is_kept and not is_routed(shards, x.ids, x.order):
+        ids, values = routed(main, x.ids, x.rows)
+        x = dataclasses.replace(x, ids=ids, values=values, order="routed")
+    where = shards.spec[0] if is_routed(shards, x.ids, x.order) else None
+    of_rows, order = (where, *shards.columns), x.order if x.order == "any" else "unique"
     # What is traced outside cannot be used on each device, and a sum along a row, one number of
     # which is kept, needs all of its columns.
     is_per_row = any(y.shape != x.tables[0].shape for y in x.tables)
     if x.update.captures or (any(shards.columns) and is_per_row):
-        if shards.rows and not is_routed(shards, ids, x.order):
-            ids, values = routed(main, ids, values)
-            x = dataclasses.replace(x, ids=ids, order="routed")
-        values = shards.put(values, (*shards.spec_of_ids(ids), *shards.columns))
-        return _defined(dataclasses.replace(x, values=values))
-    (batch,), count = shards.spec_of_ids(ids), ids.shape[0]
-    crossed = None if is_routed(shards, ids, x.order) else batch
-    order: Order = "any" if x.order == "any" else "unique"
+        ids, values = shards.put(x.ids, (where,)), shards.put(x.rows, of_rows)
+        return _defined(dataclasses.replace(x, ids=ids, values=values))
 
     def updated_here(
         tables: list[jax.Array], ids: IdVector, values: jax.Array, *scalars: jax.Array
     ) -> list[jax.Array]:
-        size, of_entries = tables[0].shape[0], [y for y in scalars if y.ndim]
+        places = shards.local(ids, tables[0].shape[0])
+        return updated(RowUpdate(x.update, tables, places, values, scalars, order))
 
-        def with_all(ids: IdVector, rows: list[jax.Array]) -> list[jax.Array]:
-            values, *more = rows
-            own = [more.pop(0) if y.ndim else y for y in scalars]
-            places = shards.local(ids, size)
-            return updated(RowUpdate(x.update, tables, places, values, own, order))
-
-        rows = [values, *of_entries]
-        return with_own_rows(shards, crossed, ids, rows, size, count, with_all)
-
-    of_rows, tables = (batch, *shards.columns), list(x.tables)
-    specs = [
-        shards.spec,
-        (batch,),
-        of_rows,
-        *(of_rows if jnp.ndim(y) else () for y in x.scalars),
-    ]
-    out = [shards.spec] * len(tables)
-    return shards.run(updated_here, tables, ids, values, *x.scalars, specs=specs, out=out)
+    specs = [shards.spec, (where,), of_rows]
+    specs += [of_rows if jnp.ndim(y) else () for y in x.scalars]
+    tables, out = list(x.tables), [shards.spec] * len(x.tables)
+    return shards.run(updated_here, tables, x.ids, x.rows, *x.scalars, specs=specs, out=out)
 
 
 def add_to_rows(
