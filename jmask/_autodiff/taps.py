@@ -26,8 +26,6 @@ from jmask._base.shardings import (
     explicit_mesh,
     flattened,
     on_mesh,
-    resharded,
-    spec_of,
     typed_like,
     varying_alike,
     varying_axes,
@@ -121,8 +119,8 @@ class Tap:
 
     def in_shape(self, x: jax.Array) -> jax.Array:
         """Return an array in the shape of all rounds, sharded as the rows are."""
-        spec = (*(None,) * len(self.batch), *spec_of(self.like))
-        return resharded(x.reshape(*self.batch, *self.shape), explicit_mesh(self.like), spec)
+        x = x.reshape(*self.batch, *self.shape)
+        return x if self.like is None else typed_like(x, self.like)
 
 
 class Taps:

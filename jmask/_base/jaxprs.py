@@ -81,7 +81,8 @@ def bound(eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> list[jax.Array]:
     In a `shard_map` arrays are typed as varying over its devices or not, and an operation asks
     that its operands be so alike: here, though the equation was traced for other types.
     """
-    inputs = varying_alike(*inputs)
+    if jax.sharding.get_abstract_mesh().manual_axes:  # asked here since all equations come by
+        inputs = varying_alike(*inputs)
     outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 

@@ -57,7 +57,7 @@ def explicit_mesh(*arrays: object) -> AnyMesh | None:
     return next((x.mesh for x in map(_explicit_sharding, arrays) if x is not None), None)
 
 
-def spec_of(array: Shaped | None) -> Spec:
+def spec_of(array: Shaped) -> Spec:
     """Return the axes that shard each dimension by its type: None, a name or several."""
     sharding = _explicit_sharding(array)
     spec = () if sharding is None else tuple(sharding.spec)
@@ -144,8 +144,12 @@ def varying_alike(*arrays: jax.Array) -> list[jax.Array]:
 
 
 def typed_like(x: jax.Array, like: Shaped) -> jax.Array:
-    """Return an array typed as another one: sharded on explicit axes, and varying, as that."""
-    return varying_over(varying_axes(like), resharded(x, explicit_mesh(like), spec_of(like)))
+    """Return an array typed as another one: sharded on explicit axes, and varying, as that.
+
+    What it has more dimensions comes first, and is on every device.
+    """
+    spec = (*(None,) * (x.ndim - like.ndim), *spec_of(like))
+    return varying_over(varying_axes(like), resharded(x, explicit_mesh(like), spec))
 
 
 # --- arrays placed by XLA -------------------------------------------------------------------
