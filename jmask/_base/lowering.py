@@ -31,7 +31,7 @@ from jmask._base.types import (
 
 
 class _Alike(Primitive):
-    """A primitive whose operands may vary over other axes of a `shard_map`, as JAX's may."""
+    """A primitive whose operands may vary over different axes of a `shard_map`, as JAX's."""
 
     def bind(self, *operands: jax.Array, **how: Argument) -> Argument:
         return super().bind(*varying_alike(*operands), **how)

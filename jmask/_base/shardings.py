@@ -71,13 +71,17 @@ def _explicit_sharding(x: object) -> NamedSharding | None:
 
 
 def _sharding_of(x: object) -> NamedSharding | None:
-    sharding = getattr(getattr(x, "aval", x), "sharding", None)
+    sharding = getattr(_type_of(x), "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def _type_of(x: object) -> object:
+    return jax.typeof(x) if isinstance(x, jax.Array) else x
 
 
 def varying_axes(x: object) -> frozenset[str]:
     """Return the axes of a `shard_map` over which an array differs, as far as JAX tracks it."""
-    manual = getattr(getattr(x, "aval", x), "manual_axis_type", None)
+    manual = getattr(_type_of(x), "manual_axis_type", None)
     return frozenset() if manual is None else manual.varying
 
 
@@ -146,7 +150,7 @@ def varying_alike(*arrays: jax.Array) -> list[jax.Array]:
 def typed_like(x: jax.Array, like: Shaped) -> jax.Array:
     """Return an array typed as another one: sharded on explicit axes, and varying, as that.
 
-    What it has more dimensions comes first, and is on every device.
+    Dimensions that the other one lacks come first, on every device.
     """
     spec = (*(None,) * (x.ndim - like.ndim), *spec_of(like))
     return varying_over(varying_axes(like), resharded(x, explicit_mesh(like), spec))
@@ -156,7 +160,7 @@ def typed_like(x: jax.Array, like: Shaped) -> jax.Array:
 
 
 def automatically(function: Function, *arrays: jax.Array, spec: Spec | list[Spec]) -> PyTree:
-    """Call `function`; on explicit axes XLA places its steps, and `spec` its results."""
+    """Call a function; on explicit axes XLA places its steps, and `spec` its results."""
     mesh = explicit_mesh(*arrays)
     if mesh is None:
         return function(*arrays)
@@ -204,7 +208,7 @@ def entry(axes: Sequence[str]) -> MeshAxes:
 
 
 def spec_at(ids: Spec, columns: Spec) -> Spec:
-    """Return the spec of rows where their ids are: columns leave axes to these."""
+    """Return the spec of rows that lie where their ids do; columns leave the axes to these."""
     taken = {axis for axes in ids for axis in names(axes)}
     return *ids, *(None if taken & {*names(axes)} else axes for axes in columns)
 

@@ -125,15 +125,14 @@ def looked_up(table: TableArray, ids: IdArray) -> jax.Array:
 
     The rows lie where their ids do, as far as their columns are not sharded over these axes.
     """
-    shards = Shards.of(table, ids)
-    (rows,) = LOOKUP.bind(table, shards.put(ids, shards.spec_of_ids(ids)))
-    at_ids: jax.Array = shards.put(rows, spec_at(spec_of(ids), shards.columns))
-    return at_ids
+    rows: jax.Array
+    (rows,) = LOOKUP.bind(table, ids)
+    return rows
 
 
 def _lookup(table: TableArray, ids: IdArray) -> list[jax.Array]:
-    shards, spec = Shards.of(table, ids), spec_of(ids)
-    there = (*spec, *shards.columns)
+    shards = Shards.of(table, ids)
+    spec, there = shards.spec_of_ids(ids), spec_at(spec_of(ids), shards.columns)
     if 0 in (*ids.shape, *table.shape):  # XLA gathers no empty arrays
         zeros = jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
         return [shards.put(zeros, there)]
@@ -175,13 +174,15 @@ def _lookup(table: TableArray, ids: IdArray) -> list[jax.Array]:
 
         return lax.cond(outbox.excess > 0, by_all_gather, by_exchange, block, ids)
 
-    return [shards.run(rows_of, table, ids, specs=[shards.spec, spec], out=there)]
+    specs, out = [shards.spec, spec], (*spec, *shards.columns)
+    return [shards.put(shards.run(rows_of, table, ids, specs=specs, out=out), there)]
 
 
 def _shapes(table: ShapedArray, ids: ShapedArray) -> list[Shaped]:
-    shape, spec = (*ids.shape, *table.shape[1:]), P(*spec_of(ids), *spec_of(table)[1:])
     mesh: Argument = explicit_mesh(table, ids)
-    return [table.update(shape=shape, sharding=NamedSharding(mesh, spec), weak_type=False)]
+    there = NamedSharding(mesh, P(*spec_at(spec_of(ids), spec_of(table)[1:])))
+    shape = (*ids.shape, *table.shape[1:])
+    return [table.update(shape=shape, sharding=there, weak_type=False)]
 
 
 LOOKUP = primitive("jmask_lookup_on_shards", _lookup, _shapes)
@@ -193,7 +194,7 @@ def _batched_lookup(
 ) -> tuple[list[jax.Array], list[int]]:
     (table, ids), (table_dim, ids_dim) = operands, dims
     if table_dim is None and ids_dim is not None:  # it is one lookup still
-        return [looked_up(table, jnp.moveaxis(ids, ids_dim, 0))], [0]
+        return LOOKUP.bind(table, jnp.moveaxis(ids, ids_dim, 0)), [0]
     return jax.vmap(_lookup, in_axes=tuple(dims))(table, ids), [0]
 
 
