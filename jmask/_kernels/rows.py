@@ -267,7 +267,7 @@ def zero_after_reading(rows: RowArray) -> jax.Array | None:
 
 def plus_zero(ids: jax.Array, zero: jax.Array) -> jax.Array:
     """Add integer zeros, one for each id or one for all, on which the ids then depend."""
-    return ids + lax.convert_element_type(zero, ids.dtype)
+    return lax.add(ids, lax.convert_element_type(zero, ids.dtype))
 
 
 def split_rows(
