@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal, Primitive
 from jax.interpreters import batching
 
 from jmask._base.array_types import is_complex
@@ -24,7 +24,7 @@ from jmask._base.fallback import expect_dense
 from jmask._base.jaxprs import forwarded
 from jmask._base.lowering import lower, primitive
 from jmask._base.row_ids import wrap
-from jmask._base.shardings import explicit_sharding, varying_axes
+from jmask._base.shardings import explicit_mesh, varying_axes
 from jmask._base.types import (
     Argument,
     Function,
@@ -345,6 +345,7 @@ _TOGETHER = primitive(
     "jmask_computed_together",
     lambda *arrays, beside: list(arrays),
     lambda *avals, beside: list(avals),
+    Primitive,
 )
 lower(_TOGETHER, lambda *arrays, beside: lax.optimization_barrier(list(arrays)), platform="gpu")
 # Over several devices the order would cost a sum over all of them.
@@ -388,8 +389,7 @@ def after_reading(
         leaf = gradient.index_leaf
         if not isinstance(leaf, jax.core.Tracer) or varying_axes(loss) - varying_axes(leaf):
             return gradient
-        shardings = [explicit_sharding(x) for x in (leaf, loss)]
-        if len({None if x is None else x.mesh for x in shardings}) > 1:
+        if explicit_mesh(leaf) != explicit_mesh(loss):
             return gradient
         waiting = plus_zero(jax.random.key_data(leaf), zero)
         return gradient.with_leaves(wrap(waiting), gradient.values)

@@ -30,7 +30,7 @@ from jmask._autodiff.views import Lookup, TableView, View
 from jmask._base.array_types import trailing, wide
 from jmask._base.forms import aval_of, name_of, parameter
 from jmask._base.jaxprs import bound_to_differentiate, read
-from jmask._base.shardings import sharding_of_type
+from jmask._base.shardings import explicit_mesh
 from jmask._base.types import Argument, Atom, Shape
 from jmask._kernels.gathered_rows import BAG_SUM, BagSum, pays_in_blocks
 
@@ -110,7 +110,7 @@ def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Argument], lookup: Lookup) 
         return None
     windows = windows_of(eqn, name, args)
     fill = windows.fill
-    if jax.sharding.get_abstract_mesh().manual_axes or sharding_of_type(aval) is not None:
+    if jax.sharding.get_abstract_mesh().manual_axes or explicit_mesh(aval) is not None:
         return None
     if not (
         windows.are_rows()

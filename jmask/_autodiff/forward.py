@@ -40,13 +40,13 @@ from jmask._autodiff.views import (
     View,
     planned,
     read_at,
-    varying,
     view_of_table,
     without_gradient,
 )
 from jmask._base.array_types import is_known
 from jmask._base.forms import PLAIN_CALLS, Opened, aval_of, called, name_of, within
 from jmask._base.jaxprs import bound, bound_to_differentiate, read
+from jmask._base.shardings import varying_axes
 from jmask._base.types import Argument, Shaped
 
 # The user's line in a fallback warning must not be a line of this library.
@@ -198,8 +198,9 @@ class Forward:
         if not self.taps.is_trial:
             return run(self.taps if is_live else NONE)
         is_lookup, eqns = (True, ()) if of is None else (of.is_lookup, of.computed_by)
+        varies = varying_axes(abstract) if of is None else of.varies
         for tap in plan if is_live else ():
-            self.taps.record.append(tap)
+            self.taps.record.append(dataclasses.replace(tap, varies=varies))
             count = tap.rows_of(self.leaves[tap.table].shape)
             need = Need(tap.table, eqns or self.eqns, tap.rows, count, is_lookup)
             self.needs.append(need)
@@ -238,7 +239,7 @@ class Forward:
             return None
         readings: list[Lookup] = [] if x.whole is None else [x.whole]
         for count in [n for n, fits in enumerate(x.fits) if fits]:
-            plan = varying(planned(x, count, x.shape[:count]) or [], x.varies)
+            plan = planned(x, count, x.shape[:count]) or []
 
             def run(taps: Taps, count: int = count) -> jax.Array:
                 return read_at(x, Positions.of_all(x.shape[:count]), taps)

@@ -36,15 +36,13 @@ from jmask._autodiff.views import (
     per_entry,
     planned,
     read_at,
-    varies_of,
-    varying,
     with_tap,
 )
 from jmask._base.array_types import trailing, wide
 from jmask._base.forms import aval_of, parameter
 from jmask._base.jaxprs import bound
 from jmask._base.row_ids import canonical, id_dtype, widen
-from jmask._base.shardings import sharding_of_type, typed_like
+from jmask._base.shardings import explicit_mesh, spec_of, typed_like
 from jmask._base.types import (
     Argument,
     ArrayFunction,
@@ -78,7 +76,7 @@ class Sums:
         """Return the sums that `result` computes of a table, with their tap."""
         assert isinstance(self.x, TableView)
         tap = self.x.tap((self.bags, *self.x.shape[1:]), self.entries, dtype=self.aval.dtype)
-        (tap,) = varying([dataclasses.replace(tap, kind="bags")], varies_of(self.aval))
+        tap = dataclasses.replace(tap, kind="bags")
 
         def ids() -> tuple[IdVector, jax.Array, jax.Array | None]:
             """Return id, bag and weight of each entry, (entries,); None for weights of 1."""
@@ -110,7 +108,7 @@ class Sums:
             (sums,) = BAG_SUM(dataclasses.replace(call, table=rows, positions=which))
             return sums.astype(self.aval.dtype).reshape(self.aval.shape)
 
-        return None if plan is None else (varying(plan, varies_of(self.aval)), run)
+        return None if plan is None else (plan, run)
 
 
 SPARSE_PRODUCTS = ("bcoo_dot_general", "bcsr_dot_general")
@@ -344,7 +342,6 @@ def lookup_of(
         return with_tap(_sharded_tap(x, ids.shape, aval), result, lambda: ids)
     width, rows = aval.shape[-1], math.prod(ids.shape)
     tap = dataclasses.replace(x.tap((rows, width), rows, 2), width=width)
-    (tap,) = varying([tap], varies_of(aval))
     return with_tap(tap, result, lambda: ids.reshape(-1))
 
 
@@ -368,9 +365,7 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup 
     if isinstance(x, TableView):
         arrays = [x.array, *args[1:]]
         result = lambda: gather_of(eqn)(*arrays) if name in WINDOWS else bound(eqn, arrays)[0]
-        types: list[Argument] = [aval, getattr(x.array, "aval", x.array)]
-        places = [sharding_of_type(each) for each in types]
-        if any(place is not None and any(place.spec) for place in places):
+        if any((*spec_of(aval), *spec_of(x.array))):
             tap = _sharded_tap(x, windows.batch, aval)
             return with_tap(tap, result, windows.ids) if windows.are_rows() else None
         leading = numbered_dimensions(shape, leading)  # of entries, if there are so many
@@ -384,7 +379,7 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup 
         if is_cut or leading > len(shape) or is_matrix:
             return None
     entries = windows.positions(leading).entries
-    plan = varying(planned(x, leading, entries) or [], varies_of(aval))
+    plan = planned(x, leading, entries) or []
 
     # 3. Where these rows are, and what the equation makes of them.
     def starts() -> list[Index]:
@@ -423,15 +418,15 @@ def _lookup_on_shards(eqn: JaxprEqn, x: View, ids: jax.Array) -> Lookup | None:
     plan, aval, batch = planned(x, 1, ids.shape), aval_of(eqn.outvars[0]), ids.ndim
     if not x.shape[0] or plan is None:
         return None
-    where: NamedSharding = eqn.params["sharding"]
+    mesh, spec = explicit_mesh(aval), spec_of(aval)
 
     def placed(tap: Tap) -> Tap:
-        if tap.rows != math.prod(ids.shape):
+        if mesh is None or tap.rows != math.prod(ids.shape):
             return tap
-        columns = where.spec[batch:] if tap.row == x.shape[1:] else ()
-        sharding = NamedSharding(where.mesh, P(*where.spec[:batch], *columns))
         shape = *ids.shape, *tap.row
-        return dataclasses.replace(tap, shape=shape, ids=batch, sharding=sharding)
+        where = NamedSharding(mesh, P(*(spec if shape == aval.shape else spec[:batch])))
+        like = jax.ShapeDtypeStruct(shape, tap.dtype, sharding=where)
+        return dataclasses.replace(tap, shape=shape, ids=batch, like=like)
 
     def run(taps: Taps) -> jax.Array:
         last = np.asarray(x.shape[0] - 1, ids.dtype)
@@ -441,14 +436,13 @@ def _lookup_on_shards(eqn: JaxprEqn, x: View, ids: jax.Array) -> Lookup | None:
         rows = jnp.where(trailing(is_row, rows.ndim), rows, jnp.zeros((), rows.dtype))
         return typed_like(rows, aval)
 
-    return varying(list(map(placed, plan)), varies_of(aval)), run
+    return list(map(placed, plan)), run
 
 
 def _sharded_tap(x: TableView, ids: Shape, aval: Argument) -> Tap:
     """Return the tap of rows that are sharded as the type of the result says."""
-    shape, sharding, varies = tuple(aval.shape), sharding_of_type(aval), varies_of(aval)
-    count, ndim = math.prod(ids), len(ids)
-    return Tap(x.number, 1, shape, x.dtype, count, "rows", ndim, varies, sharding)
+    tap = x.tap(tuple(aval.shape), math.prod(ids))
+    return dataclasses.replace(tap, ids=len(ids), like=aval)
 
 
 def is_of_lines(eqn: JaxprEqn, name: str, x: View) -> bool:

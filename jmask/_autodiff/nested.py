@@ -306,7 +306,7 @@ def _shared(key: object, of_branches: Sequence[Sequence[Tap]]) -> Tap:
         kind="rows",
         ids=1,
         varies=frozenset[str]().union(*(tap.varies for tap in every)),
-        sharding=None,
+        like=None,
         batch=(),
     )
 
@@ -314,7 +314,7 @@ def _shared(key: object, of_branches: Sequence[Sequence[Tap]]) -> Tap:
 def _padded(forward: "Forward", shared: Tap, ids_of_taps: Sequence[jax.Array]) -> jax.Array:
     """Return the ids of a branch, with padding for rows that it does not look up."""
     rows = shared.rows_of(forward.leaves[shared.table].shape)
-    ids = [on_every_device(x, jax.typeof(x)).reshape(-1) for x in ids_of_taps]
+    ids = [on_every_device(x).reshape(-1) for x in ids_of_taps]
     missing = shared.rows - sum(x.shape[0] for x in ids)
     ids.append(jnp.full((missing,), rows, id_dtype(rows)))
     return jnp.concatenate([varying_over(shared.varies, x) for x in ids])
@@ -340,10 +340,7 @@ def _shard_map(
         inside = taps.inside(specs, arrays, rows_only=True)
         views = {i: view_of_table(x.number, inputs[i]) for i, x in tables.items()}
         with_views = [views.get(i, x) for i, x in enumerate(inputs)]
-        outs = forward.arrays(form.body, with_views, flags, taps=inside)
-        if taps.is_trial:
-            return outs, inside.record
-        return outs, jax.tree.map(lambda x: varying_over(axes, x), inside.record)
+        return forward.arrays(form.body, with_views, flags, taps=inside), inside.record
 
     def on_all_devices(tap: Tap) -> Tap:
         shape = devices * tap.shape[0], *tap.shape[1:]

@@ -19,13 +19,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 
 from jmask._base.row_ids import id_dtype
 from jmask._base.shardings import (
-    explicit_sharding,
+    explicit_mesh,
+    flattened,
     on_mesh,
-    resharded,
+    typed_like,
     varying_alike,
     varying_axes,
     varying_over,
@@ -38,9 +39,10 @@ from jmask._base.types import (
     PyTree,
     RowArray,
     Shape,
+    Shaped,
     TableArray,
 )
-from jmask._kernels import sharded_rows, tuning
+from jmask._kernels import tuning
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows, concatenated, pays
 from jmask._kernels.rows import split_rows
 from jmask._tensors.row_sparse import RowSparse
@@ -80,7 +82,7 @@ class Tap:
     kind: Literal["rows", "bags"] = "rows"
     ids: int = 1  # the number of dimensions of the ids
     varies: frozenset[str] = frozenset()  # the axes of a `shard_map` over which it differs
-    sharding: NamedSharding | None = None  # that its type names, or None
+    like: Shaped | None = None  # the abstract rows, whose sharding it has, or None
     batch: Shape = ()  # the lengths of the loops that it is in, outermost first
     # Of packed tables, how many entries of a line a row has; `leading` is 2 then.
     width: int | None = None
@@ -116,11 +118,9 @@ class Tap:
         return varying_over(self.varies, self.in_shape(jnp.zeros(shape, self.dtype)))
 
     def in_shape(self, x: jax.Array) -> jax.Array:
-        """Return an array in the shape of all rounds, sharded as the type of the tap says."""
+        """Return an array in the shape of all rounds, sharded as the rows are."""
         x = x.reshape(*self.batch, *self.shape)
-        if self.sharding is None:
-            return x
-        return resharded(x, self.sharding, (*(None,) * len(self.batch), *self.sharding.spec))
+        return x if self.like is None else typed_like(x, self.like)
 
 
 class Taps:
@@ -163,16 +163,9 @@ class Taps:
         if self.is_without:
             return rows
         _, tap = next(self._given)
-        there = getattr(jax.typeof(rows), "sharding", None)
-        if not isinstance(there, NamedSharding) or there.mesh.empty:
-            there = None
-        if there is not None:
-            tap = on_mesh(there.mesh, tap)
-        rows, tap = varying_alike(rows, as_result(tap).reshape(rows.shape))
-        if there is not None and there != jax.typeof(tap).sharding:
-            tap = jax.sharding.reshard(tap, there)
+        tap = as_result(on_mesh(jax.typeof(rows).sharding.mesh, tap)).reshape(rows.shape)
         self.record.append(ids())
-        return tapped(rows, tap)
+        return tapped(*varying_alike(rows, typed_like(tap, rows)))
 
     def next_nested(self) -> tuple[PyTree, PyTree]:
         """Return specs and arrays of the next nested program; None twice in a trial."""
@@ -199,8 +192,7 @@ def gradients_of_tables(
     taps = zip(jax.tree.leaves(specs), of_lookups, jax.tree.leaves(cotangents), strict=True)
     for spec, i, cotangent in taps:
         table = tables[spec.table]
-        sharding = explicit_sharding(table, cotangent)
-        mesh = jax.sharding.get_abstract_mesh() if sharding is None else sharding.mesh
+        mesh = explicit_mesh(table, cotangent) or jax.sharding.get_abstract_mesh()
         if AxisType.Explicit in mesh.axis_types:
             i, cotangent = jax.tree.map(functools.partial(on_mesh, mesh), (i, cotangent))
         both = _flat(spec, table, i, cotangent)
@@ -218,9 +210,7 @@ def _flat(
 ) -> tuple[IdVector, RowArray]:
     row = spec.row
     if spec.kind == "rows":
-        if ids.ndim != 1 and explicit_sharding(ids, rows) is not None:
-            return sharded_rows.flat_rows(ids, rows.reshape(*ids.shape, *row))
-        return ids.reshape(-1), rows.reshape(-1, *row)
+        return flattened(ids, ids.ndim), flattened(rows, rows.ndim - len(row))
     # All entries of a bag have the cotangent of its sum.
     ids, bag, weight = ids
     bags, rounds = spec.shape[0], math.prod(spec.batch)

@@ -34,7 +34,7 @@ from jmask._base.fallback import LARGE
 from jmask._base.forms import aval_of
 from jmask._base.jaxprs import forwarded, origins
 from jmask._base.row_ids import is_opaque
-from jmask._base.shardings import on_explicit_mesh, sharding_of_type
+from jmask._base.shardings import on_explicit_mesh
 from jmask._base.types import Argument, Function, Options, PyTree, PyTreeDef
 from jmask._base.validation import Model, check_flag, leaf_name
 from jmask._tables.quantized import refuse_quantized
@@ -348,8 +348,8 @@ class LossProgram:
     def _is_sparse(self, number: int, needs: Sequence[Need]) -> bool:
         """Decide by its uses whether the gradient of an input is rows."""
         table = self._avals[number]
-        sharding = sharding_of_type(table)
-        if sharding is not None and getattr(sharding.spec, "reduced", None):
+        sharding = getattr(table, "sharding", None)
+        if getattr(sharding and sharding.spec, "reduced", None):
             return False  # its gradient is a sum over devices, each of which has a summand
         if any(need.rows is None for need in needs):
             return False

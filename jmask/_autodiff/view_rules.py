@@ -27,13 +27,12 @@ from jmask._autodiff.views import (
     View,
     as_view,
     per_entry,
-    varies_of,
 )
 from jmask._base.array_types import trailing
 from jmask._base.forms import aval_of, parameter
 from jmask._base.jaxprs import ARITHMETIC, bound
 from jmask._base.row_ids import id_dtype, numbered, positions_of, widen
-from jmask._base.shardings import on_this_mesh, varying_over
+from jmask._base.shardings import on_this_mesh, varying_axes, varying_over
 from jmask._base.types import Argument, ArrayFunction, Index, Shape
 from jmask._kernels import tuning
 
@@ -328,7 +327,7 @@ def _tile(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
 
 
 def _same(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
-    (x,), axes = xs, varies_of(aval_of(eqn.outvars[0]))
+    (x,), axes = xs, varying_axes(aval_of(eqn.outvars[0]))
     reading = lambda p: ([(x, p)], functools.partial(varying_over, axes))
     return [View(x.shape, x.dtype, reading)]
 
@@ -488,7 +487,7 @@ def views_of(eqns: Sequence[JaxprEqn], name: str, xs: Sequence[Argument]) -> lis
             tables=tables,
             equations=equations,
             is_lookup=is_lookup,
-            varies=varies_of(aval),
+            varies=varying_axes(aval),
             computed_by=computed_by,
         )
         for number, (view, aval) in enumerate(zip(rule(eqn, xs) or [], avals, strict=False))

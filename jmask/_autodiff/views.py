@@ -22,7 +22,7 @@ from jax.extend.core import JaxprEqn
 from jmask._autodiff.taps import NONE, Tap, Taps
 from jmask._base.array_types import trailing
 from jmask._base.row_ids import id_dtype, most_rows, numbered
-from jmask._base.shardings import axes_of_type, explicit_sharding, on_this_mesh
+from jmask._base.shardings import explicit_mesh, flattened, on_this_mesh, varying_axes
 from jmask._base.types import Argument, ArrayFunction, DType, PyTree, Shape
 from jmask._kernels.rows import Gather
 from jmask._kernels.sharded_rows import looked_up
@@ -119,8 +119,7 @@ class TableView(View):
     def tap(self, shape: Shape, rows: int, leading: int = 1, dtype: DType | None = None) -> Tap:
         """Return a tap of this shape for so many rows."""
         dtype, leading = dtype or self.dtype, 2 if self.width else leading
-        tap = Tap(self.number, leading, shape, dtype, rows, varies=self.varies)
-        return dataclasses.replace(tap, width=self.width)
+        return Tap(self.number, leading, shape, dtype, rows, width=self.width)
 
     def tap_of_rows(self, leading: int, entries: Shape) -> Tap:
         """Return the tap of rows that `leading` dimensions number."""
@@ -148,7 +147,7 @@ def view_of_table(number: int, x: Argument, width: int | None = None) -> TableVi
         lambda p: None,
         lambda _: x,
         frozenset([number]),
-        varies=varies_of(x),
+        varies=varying_axes(x),
         number=number,
         array=x,
         width=width,
@@ -228,16 +227,6 @@ def read_at(x: View, p: Positions, taps: Taps) -> jax.Array:
     return Reader(taps).read(x, p)
 
 
-def varies_of(x: Argument) -> frozenset[str]:
-    """Return the axes of a `shard_map` over which an array, or an abstract one, differs."""
-    return axes_of_type(getattr(x, "aval", x))
-
-
-def varying(plan: Sequence[Tap], axes: frozenset[str]) -> list[Tap]:
-    """Return taps of what differs over these axes."""
-    return [dataclasses.replace(tap, varies=tap.varies | axes) for tap in plan]
-
-
 def numbered_dimensions(shape: Shape, count: int) -> int:
     """Return how many of the first `count` dimensions of a table ids can number."""
     while count > 1 and math.prod(shape[:count]) > most_rows():
@@ -251,16 +240,13 @@ def per_entry(x: jax.Array, entries: Shape) -> jax.Array:
 
 
 def ids_at(p: Positions, sizes: Shape) -> jax.Array:
-    """Return canonical ids (n,) of rows that are numbered along dimensions of these sizes.
-
-    Those that a type places on devices keep their shape: `sharded_rows.flat_rows` moves them.
-    """
+    """Return canonical ids (n,) of rows that are numbered along dimensions of these sizes."""
     count = math.prod(sizes)
     dtype = id_dtype(count)
     ids = jnp.broadcast_to(numbered(p.along, sizes, dtype), p.entries)
     if p.valid is not None:
         ids = jnp.where(per_entry(p.valid, p.entries), ids, np.asarray(count, dtype))
-    return ids.reshape(math.prod(p.entries)) if explicit_sharding(ids) is None else ids
+    return flattened(ids, ids.ndim)
 
 
 def gathered(x: jax.Array, p: Positions) -> jax.Array:
@@ -269,7 +255,7 @@ def gathered(x: jax.Array, p: Positions) -> jax.Array:
     count, lead = p.count, len(p.entries)
     if not count:
         return jnp.broadcast_to(x, (*p.entries, *x.shape))
-    if count == 1 and explicit_sharding(x, p.along[0]) is not None:
+    if count == 1 and explicit_mesh(x, p.along[0]) is not None:
         return looked_up(x, p.along[0])
     first = tuple(range(count))
     gather = Gather(

@@ -18,6 +18,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jmask._base.shardings import varying_alike
 from jmask._base.types import (
     Argument,
     Arrays,
@@ -29,15 +30,25 @@ from jmask._base.types import (
 )
 
 
-def primitive(name: str, definition: ArraysFunction, shapes: Function) -> Primitive:
+class _Alike(Primitive):
+    """A primitive whose operands may vary over different axes of a `shard_map`, as JAX's."""
+
+    def bind(self, *operands: jax.Array, **how: Argument) -> Argument:
+        return super().bind(*varying_alike(*operands), **how)
+
+
+def primitive(
+    name: str, definition: ArraysFunction, shapes: Function, kind: type[Primitive] = _Alike
+) -> Primitive:
     """Make a primitive with several results, and hashable parameters that are given by name.
 
     Args:
         definition: its results outside jit, under vmap and to derivatives, and on devices
             that no lowering is registered for.
         shapes: the abstract results, of abstract operands.
+        kind: `Primitive`, if each result varies as an operand does.
     """
-    made = Primitive(name)
+    made = kind(name)
     made.multiple_results = True
     made.def_abstract_eval(shapes)
 

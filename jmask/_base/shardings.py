@@ -16,17 +16,20 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.typing import ArrayLike
 
 from jmask._base.row_ids import id_dtype
-from jmask._base.types import ArrayFunction, Function, MeshAxes, PyTree, Shaped
+from jmask._base.types import Argument, Function, MeshAxes, PyTree, Shaped
+
+Spec = tuple[MeshAxes, ...]
+"""The axes that shard each dimension of an array."""
+AnyMesh = AbstractMesh | Mesh
 
 
 @contextlib.contextmanager
@@ -36,161 +39,92 @@ def on_explicit_mesh(tree: PyTree) -> Iterator[None]:
     JAX needs it for operations on no array of the mesh, such as the ones that a gradient starts
     from, and fails with an error about device assignments.
     """
-    leaves = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
-    shardings = (x.sharding for x in leaves if not isinstance(x, jax.core.Tracer))
-    meshes = {
-        x.mesh
-        for x in shardings
-        if isinstance(x, NamedSharding)
-        and isinstance(x.mesh, Mesh)
-        and AxisType.Explicit in x.mesh.axis_types
-    }
-    context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if len(meshes) == 1 and jax.sharding.get_abstract_mesh().empty:
-        with contextlib.suppress(ValueError):  # while something is traced
-            context = jax.set_mesh(meshes.pop())
-    with context:
+    leaves = (x for x in jax.tree.leaves(tree) if explicit_mesh(x) is not None)
+    places: list[Argument] = [x.sharding for x in leaves if not isinstance(x, jax.core.Tracer)]
+    meshes = {place.mesh for place in places}
+    with contextlib.ExitStack() as contexts:
+        if len(meshes) == 1 and jax.sharding.get_abstract_mesh().empty:
+            with contextlib.suppress(ValueError):  # while something is traced
+                contexts.enter_context(jax.set_mesh(meshes.pop()))
         yield
 
 
-def explicit_sharding(*arrays: ArrayLike) -> NamedSharding | None:
-    """Return sharding that the type of the first array with explicit axes names, or None."""
-    shardings = (sharding_of_type(jax.typeof(array)) for array in arrays)
-    return next((x for x in shardings if x is not None), None)
+# --- what types say, of arrays and of abstract ones ---------------------------------------
 
 
-def sharding_of_type(shape: Shaped) -> NamedSharding | None:
-    """Return the sharding of an abstract array that names explicit axes, or None."""
-    sharding = getattr(shape, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return None
-    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+def explicit_mesh(*arrays: object) -> AnyMesh | None:
+    """Return the mesh that the type of the first array with explicit axes names, or None."""
+    return next((x.mesh for x in map(_explicit_sharding, arrays) if x is not None), None)
 
 
-def spec_of(array: jax.Array) -> tuple[MeshAxes, ...]:
+def spec_of(array: Shaped) -> Spec:
     """Return the axes that shard each dimension by its type: None, a name or several."""
-    return _whole_spec(explicit_sharding(array), len(jax.typeof(array).shape))
-
-
-def _whole_spec(sharding: NamedSharding | None, ndim: int) -> tuple[MeshAxes, ...]:
+    sharding = _explicit_sharding(array)
     spec = () if sharding is None else tuple(sharding.spec)
-    return spec + (None,) * (ndim - len(spec))
+    return spec + (None,) * (getattr(array, "ndim", 0) - len(spec))
 
 
-def sharding_of_rows(array: jax.Array) -> NamedSharding | None:
-    """Return the sharding of an array (V, 1, ..., 1) that matches the rows of `array`."""
-    is_traced = isinstance(array, jax.core.Tracer)
-    sharding = explicit_sharding(array) if is_traced else getattr(array, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return None
-    return by_rows(sharding.mesh, (*sharding.spec, None)[0], array.ndim)
+def _explicit_sharding(x: object) -> NamedSharding | None:
+    sharding = _sharding_of(x)
+    is_explicit = sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
+    return sharding if is_explicit else None
 
 
-def by_rows(mesh: Mesh | AbstractMesh, axes: MeshAxes, ndim: int) -> NamedSharding:
-    """Return the sharding of an array (V, *row) by rows over `axes`, as a step returns it.
-
-    A step that is given another spelling than it returns is compiled twice.
-    """
-    is_explicit = AxisType.Explicit in mesh.axis_types
-    return NamedSharding(mesh, P(axes, *(None,) * (ndim - 1 if is_explicit else 0)))
+def _sharding_of(x: object) -> NamedSharding | None:
+    sharding = getattr(_type_of(x), "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
 
 
-def resharded(array: jax.Array, like: NamedSharding, spec: Sequence[MeshAxes]) -> jax.Array:
-    """Shard the array over the axes `spec` of the mesh of `like`, as its type will say."""
-    if explicit_sharding(array) is not None and spec_of(array) == tuple(spec):
+def _type_of(x: object) -> object:
+    return jax.typeof(x) if isinstance(x, jax.Array) else x
+
+
+def varying_axes(x: object) -> frozenset[str]:
+    """Return the axes of a `shard_map` over which an array differs, as far as JAX tracks it."""
+    manual = getattr(_type_of(x), "manual_axis_type", None)
+    return frozenset() if manual is None else manual.varying
+
+
+# --- arrays of another type -----------------------------------------------------------------
+
+
+def resharded(array: jax.Array, mesh: AnyMesh | None, spec: Spec) -> jax.Array:
+    """Shard the array over the axes `spec` of a mesh, if there is one, as its type will say."""
+    is_there = explicit_mesh(array) is not None and spec_of(array) == spec
+    if mesh is None or is_there:
         return array
-    return jax.sharding.reshard(array, NamedSharding(like.mesh, P(*spec)))
+    return jax.sharding.reshard(array, NamedSharding(mesh, P(*spec)))
 
 
 def with_whole_rows(array: jax.Array, d: int = 0) -> jax.Array:
     """Return the array with dimension d on every device, if its type says that it is not."""
-    sharding, spec = explicit_sharding(array), spec_of(array)
-    if sharding is None or not any(spec[d : d + 1]):
+    spec = spec_of(array)
+    if not any(spec[d : d + 1]):
         return array
-    return resharded(array, sharding, (*spec[:d], None, *spec[d + 1 :]))
+    return resharded(array, explicit_mesh(array), (*spec[:d], None, *spec[d + 1 :]))
 
 
-def flattens_in_place(ids: jax.Array) -> bool:
-    """Decide whether ids go into one dimension without being moved between devices.
-
-    JAX has no sharding for the flat form of an array without entries.
-    """
-    return not any(spec_of(ids)[1:]) and 0 not in ids.shape
+def on_every_device(x: jax.Array, *others: jax.Array) -> jax.Array:
+    """Return an array on all devices of the explicit mesh of any of these arrays, if any."""
+    return resharded(x, explicit_mesh(x, *others), (None,) * x.ndim)
 
 
-def flat(ids: jax.Array) -> jax.Array:
-    """Return ids in one dimension, sharded if their first dimension alone is."""
-    sharding = explicit_sharding(ids)
-    if sharding is not None and not flattens_in_place(ids):
-        ids = resharded(ids, sharding, (None,) * ids.ndim)
-    return ids.reshape(-1)
+def flattened(x: jax.Array, dimensions: int) -> jax.Array:
+    """Return an array with its first dimensions as one, sharded as the first of them is."""
+    # JAX has no sharding for the flat form of an array without entries.
+    spec = [None] * x.ndim if 0 in x.shape else [*spec_of(x)]
+    spec[1:dimensions] = [None] * (dimensions - 1)
+    x = resharded(x, explicit_mesh(x), tuple(spec))
+    return x.reshape(math.prod(x.shape[:dimensions]), *x.shape[dimensions:])
 
 
-def is_ambiguous(table: jax.Array, ids: jax.Array, rows: jax.Array) -> bool:
-    """Decide whether JAX, where axes are explicit, asks where a scatter of rows is to be."""
-    spread = any(spec_of(x)[0] is not None for x in (table, ids, rows))
-    return spread or spec_of(table)[1:] != spec_of(rows)[1:]
-
-
-def automatically(
-    function: Function,
-    *arrays: jax.Array,
-    like: NamedSharding,
-    spec: Iterable[MeshAxes] | list[tuple[MeshAxes, ...]],
-) -> PyTree:
-    """Call `function` with its steps placed by XLA, and its result by `spec`, or by several."""
-    placed = lambda spec: NamedSharding(like.mesh, P(*spec))
-    result = list(map(placed, spec)) if isinstance(spec, list) else placed(spec)
-    call = jax.sharding.auto_axes(function, axes=like.mesh.axis_names, out_sharding=result)
-    # Outside of jit in one program, so that arrays of no mesh come to its devices.
-    is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
-    return (call if is_traced else jax.jit(call))(*arrays)
-
-
-def without_repetition(spec: Sequence[MeshAxes]) -> tuple[MeshAxes, ...]:
-    """Return the spec with each axis of the mesh at the first dimension that names it."""
-    seen: set[str] = set()
-    result = []
-    for axes in spec:
-        names = {axes} if isinstance(axes, str) else set(axes or ())
-        result.append(None if names & seen else axes)
-        seen |= names
-    return tuple(result)
-
-
-def varying_alike(*arrays: jax.Array) -> list[jax.Array]:
-    """Return arrays typed as varying over the same axes of a `shard_map`.
-
-    JAX's own operations ask for it, and the type of their result follows: what is computed
-    from a gradient of one device is not taken for the same on all.
-    """
-    if not jax.sharding.get_abstract_mesh().manual_axes:
-        return list(arrays)
-    every = frozenset[str]().union(*map(varying_axes, arrays))
-    return [varying_over(every, x) for x in arrays]
-
-
-def typed_like(x: jax.Array, shape: Shaped) -> jax.Array:
-    """Return a replicated array, typed as `shape` says: varying, or sharded."""
-    sharding = sharding_of_type(shape)
-    if sharding is not None:
-        x = resharded(x, sharding, _whole_spec(sharding, x.ndim))
-    return varying_over(axes_of_type(shape), x)
-
-
-def on_every_device(x: jax.Array, shape: Shaped) -> jax.Array:
-    """Return an array on all devices of the mesh that the type `shape` names, if any."""
-    sharding = sharding_of_type(shape)
-    return x if sharding is None else resharded(x, sharding, (None,) * x.ndim)
-
-
-def on_mesh(mesh: AbstractMesh | Mesh, x: jax.Array) -> jax.Array:
+def on_mesh(mesh: AnyMesh, x: jax.Array) -> jax.Array:
     """Return an array whose type names another mesh on every device of this one.
 
     It was made where axes are automatic that are explicit here, or the other way round.
     """
-    own = getattr(jax.typeof(x), "sharding", None)
-    if own is None or own.mesh == mesh:
+    own = _sharding_of(x)
+    if own is None or mesh.empty or own.mesh == mesh:
         return x
     return jax.sharding.reshard(x, NamedSharding(mesh, P()))
 
@@ -200,13 +134,9 @@ def on_this_mesh(x: jax.Array) -> jax.Array:
 
     Axes that are explicit elsewhere are automatic inside of `.at[ids].get(out_sharding=...)`.
     """
-    mesh, own = jax.sharding.get_abstract_mesh(), getattr(jax.typeof(x), "sharding", None)
-    return x if mesh.empty or own is None or own.mesh.empty else on_mesh(mesh, x)
-
-
-def varying_axes(x: jax.Array) -> frozenset[str]:
-    """Return the axes over which an array in a `shard_map` differs, as far as JAX tracks it."""
-    return axes_of_type(jax.typeof(x))
+    own = _sharding_of(x)
+    is_on_none = own is None or own.mesh.empty
+    return x if is_on_none else on_mesh(jax.sharding.get_abstract_mesh(), x)
 
 
 def varying_over(axes: frozenset[str], x: jax.Array) -> jax.Array:
@@ -215,10 +145,57 @@ def varying_over(axes: frozenset[str], x: jax.Array) -> jax.Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def axes_of_type(type_of_array: object) -> frozenset[str]:
-    """Return the axes over which arrays of a type, or an abstract array, differ."""
-    manual = getattr(type_of_array, "manual_axis_type", None)
-    return frozenset() if manual is None else manual.varying
+def varying_alike(*arrays: jax.Array) -> list[jax.Array]:
+    """Return arrays typed as varying over the same axes of a `shard_map`.
+
+    What a primitive makes of them is typed so: what is computed from a gradient of one device
+    is not taken for the same on all.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return list(arrays)
+    every = frozenset[str]().union(*map(varying_axes, arrays))
+    return [varying_over(every, x) for x in arrays]
+
+
+def typed_like(x: jax.Array, like: Shaped) -> jax.Array:
+    """Return an array typed as another one: sharded on explicit axes, and varying, as that.
+
+    Dimensions that the other one lacks come first, on every device.
+    """
+    spec = (*(None,) * (x.ndim - like.ndim), *spec_of(like))
+    return varying_over(varying_axes(like), resharded(x, explicit_mesh(like), spec))
+
+
+# --- arrays placed by XLA -------------------------------------------------------------------
+
+
+def automatically(function: Function, *arrays: jax.Array, spec: Spec | list[Spec]) -> PyTree:
+    """Call a function; on explicit axes XLA places its steps, and `spec` its results."""
+    mesh = explicit_mesh(*arrays)
+    if mesh is None:
+        return function(*arrays)
+    placed = lambda spec: NamedSharding(mesh, P(*spec))
+    result = list(map(placed, spec)) if isinstance(spec, list) else placed(spec)
+    call = jax.sharding.auto_axes(function, axes=mesh.axis_names, out_sharding=result)
+    # Outside of jit in one program, so that arrays of no mesh come to its devices.
+    return jax.jit(call, inline=True)(*arrays)
+
+
+def by_rows(mesh: AnyMesh, axes: MeshAxes, ndim: int) -> NamedSharding:
+    """Return the sharding of an array (V, *row) by rows over `axes`, as a step returns it.
+
+    A step that is given another spelling than it returns is compiled twice.
+    """
+    is_explicit = AxisType.Explicit in mesh.axis_types
+    return NamedSharding(mesh, P(axes, *(None,) * (ndim - 1 if is_explicit else 0)))
+
+
+def sharding_of_rows(array: jax.Array) -> NamedSharding | None:
+    """Return the sharding of an array (V, 1, ..., 1) that matches the rows of `array`."""
+    sharding = getattr(array, "sharding", _explicit_sharding(array))
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return by_rows(sharding.mesh, (*sharding.spec, None)[0], array.ndim)
 
 
 # --- rows of an array that its type says are sharded, and code that runs on each device -------
@@ -228,8 +205,6 @@ def axes_of_type(type_of_array: object) -> frozenset[str]:
 #
 # An operation of jmask on such an array is one `shard_map`: what its type says, JAX asks of all
 # that is computed from it, and how ids and rows cross the network is written out.
-
-Spec = tuple[MeshAxes, ...]
 
 
 def names(axes: MeshAxes) -> tuple[str, ...]:
@@ -242,45 +217,45 @@ def entry(axes: Sequence[str]) -> MeshAxes:
     return tuple(axes) if len(axes) > 1 else next(iter(axes), None)
 
 
+def spec_at(ids: Spec, columns: Spec) -> Spec:
+    """Return the spec of rows that lie where their ids do; columns leave the axes to these."""
+    taken = {axis for axes in ids for axis in names(axes)}
+    return *ids, *(None if taken & {*names(axes)} else axes for axes in columns)
+
+
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """How the rows of a table are sharded."""
+    """How the rows of a table are sharded, as far as its type says."""
 
-    mesh: AbstractMesh | Mesh  # its axes are explicit
+    mesh: AnyMesh | None  # its axes are explicit
     rows: tuple[str, ...]  # the axes that shard dimension 0; none if all devices have all rows
     columns: Spec  # the axes of the other dimensions, as in a `PartitionSpec`
 
     @classmethod
-    def of(cls, table: jax.Array, *others: jax.Array) -> "Shards | None":
+    def of(cls, table: Shaped, *others: Shaped) -> "Shards":
         """Return what the type of a table says, on the mesh of any of these arrays."""
-        sharding = explicit_sharding(table, *others)
-        if sharding is None:
-            return None
         first, *columns = spec_of(table)
-        return cls(sharding.mesh, names(first), tuple(columns))
+        return cls(explicit_mesh(table, *others), names(first), tuple(columns))
 
     @property
     def count(self) -> int:
         """The number of shards."""
-        return math.prod(self.mesh.shape[axis] for axis in self.rows)
+        return self.devices(self.rows)
+
+    def devices(self, axes: Sequence[str]) -> int:
+        """Return how many devices are along these axes."""
+        return math.prod(self.mesh.shape[axis] for axis in axes) if self.mesh else 1
 
     @property
     def spec(self) -> Spec:
         """The spec of the table."""
         return (entry(self.rows), *self.columns)
 
-    def spec_of_rows(self, axes: MeshAxes) -> Spec:
-        """Return the spec of rows (n, *row) that are sharded over `axes`."""
-        return (axes, *self.columns)
-
-    def batch(self, ids: jax.Array) -> MeshAxes:
-        """Return the axes over which ids (n,) are sharded and columns are not."""
-        return self.without_columns(spec_of(ids)[0])
-
-    def without_columns(self, axes: MeshAxes) -> MeshAxes:
-        """Drop from some axes those over which columns are sharded."""
+    def spec_of_ids(self, ids: jax.Array) -> Spec:
+        """Return the spec of ids without the axes over which columns are sharded."""
         taken = {axis for of_column in self.columns for axis in names(of_column)}
-        return entry([axis for axis in names(axes) if axis not in taken])
+        kept = lambda axes: entry([axis for axis in names(axes) if axis not in taken])
+        return tuple(map(kept, spec_of(ids)))
 
     def local(self, ids: jax.Array, block: int) -> jax.Array:
         """Return the places of ids in the block of this device, R where a row is not there."""
@@ -298,6 +273,8 @@ class Shards:
         out: Spec | list[Spec],
     ) -> PyTree:
         """Run `function` on what each device has of the arguments, sharded by `specs`."""
+        if self.mesh is None:
+            return function(*arguments)
         outputs = [P(*x) for x in out] if isinstance(out, list) else P(*out)
         mapped = jax.shard_map(
             function,
@@ -311,13 +288,14 @@ class Shards:
         @jax.jit
         def on_mesh(*arguments: PyTree) -> PyTree:
             pairs = zip(arguments, specs, strict=True)
-            return mapped(*(jax.tree.map(self.put(spec), x) for x, spec in pairs))
+            return mapped(*(self.put(x, spec) for x, spec in pairs))
 
         return on_mesh(*arguments)
 
-    def put(self, spec: Spec) -> ArrayFunction:
-        """Return the function that shards arrays by `spec`, as their types will say."""
-        return functools.partial(resharded, like=NamedSharding(self.mesh, P()), spec=spec)
+    def put(self, arrays: PyTree, spec: Spec) -> PyTree:
+        """Shard arrays by `spec`, as their types will say."""
+        shard = functools.partial(resharded, mesh=self.mesh, spec=spec)
+        return jax.tree.map(shard, arrays)
 
 
 def all_gathered(axes: MeshAxes, *arrays: jax.Array) -> list[jax.Array]:

@@ -26,7 +26,7 @@ from jax import lax
 
 from jmask._base.array_types import trailing, wide
 from jmask._base.row_ids import Order, id_dtype
-from jmask._base.shardings import Shards, entry, sharding_of_rows
+from jmask._base.shardings import Shards, sharding_of_rows
 from jmask._base.types import Function, KeyPath, Numbers, PyTree, PyTreeDef, Shape
 from jmask._base.validation import checked_integer, leaf_name, named_parts
 from jmask._deferred.measured import (
@@ -308,7 +308,7 @@ def _caught_up(
         if ids is None:
             flat = lax.fori_loop(0, -(-count // size), block, flat)
         else:
-            ids = ids if shards is None else shards.local(ids, count)
+            ids = shards.local(ids, count)
             each = -(-count // (lines.shape[0] - 1))
             more = (swept.astype(dtype) + jnp.arange(each, dtype=dtype)) % count
             ids = jnp.concatenate([ids.astype(dtype), more])
@@ -316,13 +316,9 @@ def _caught_up(
             swept = ((swept + each) % count).astype(jnp.int32)
         return [*(x.reshape(y.shape) for x, y in zip(flat, arrays, strict=True)), swept]
 
-    if shards is None:
-        *new, last, swept = on_block(shared, ids, *arrays)
-    else:
-        rows = (entry(shards.rows),)
-        specs = [shards.spec if x.shape == slots[0].shape else rows for x in arrays]
-        given, out = [(), (), *specs], [*specs, ()]
-        *new, last, swept = shards.run(on_block, shared, ids, *arrays, specs=given, out=out)
+    specs = [shards.spec if x.shape == slots[0].shape else shards.spec[:1] for x in arrays]
+    given, out = [(), (), *specs], [*specs, ()]
+    *new, last, swept = shards.run(on_block, shared, ids, *arrays, specs=given, out=out)
     return new, table._replace(last=last, swept=swept)
 
 

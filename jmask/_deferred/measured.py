@@ -30,8 +30,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jmask._base.array_types import is_narrow, trailing, wide
 from jmask._base.forms import aval_of, name_of
 from jmask._base.jaxprs import bound, inlined, interpret
-from jmask._base.shardings import automatically, explicit_sharding
-from jmask._base.types import Argument, ArraysFunction, HostArray, MeshAxes, PyTreeDef, Shape
+from jmask._base.shardings import automatically
+from jmask._base.types import Argument, ArraysFunction, HostArray, PyTreeDef, Shape
 from jmask._deferred.missed_steps import Form, Pair, Step, terms_for
 from jmask._lazy.checks import NotRowLocalError
 from jmask._lazy.step import LazyStep
@@ -376,14 +376,9 @@ def steps_of_inactive_rows(step: LazyStep, forms: Sequence[FormOrReason]) -> lis
         return [new[k][-len(rows[k]) :] for k in results]
 
     given = rows if alone else step.rows()
-    sharding = explicit_sharding(*given)
     # Of probes an optimizer may make nan and drop it, which is no mistake of the run.
     with jax.debug_nans(False), jax.debug_infs(False):
-        if sharding is None:
-            new = iter(probed(*given))
-        else:
-            spec: list[tuple[MeshAxes, ...]] = [()] * len(results)
-            new = iter(automatically(probed, *given, like=sharding, spec=spec))
+        new = iter(automatically(probed, *given, spec=[() for _ in results]))
     made = {i: x.step([next(new) for _ in places[i]]) for i, x in probes.items()}
     return [made.get(i) for i in range(len(forms))]
 

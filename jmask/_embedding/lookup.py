@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import fewer, real_dtype, trailing, wide
 from jmask._base.row_ids import COLUMNS, canonical, id_dtype, position_of, widen
-from jmask._base.shardings import Shards, flat, flattens_in_place, spec_of, with_whole_rows
+from jmask._base.shardings import Shards, explicit_mesh, on_every_device, spec_of
 from jmask._base.types import Argument, HostArray, Ids, Numbers, Scalar, Shape, Table
 from jmask._base.validation import (
     as_table,
@@ -118,9 +118,9 @@ def _refusing(ids: Ids, absent: Ids | None, shape: Shape) -> jax.Array:
         wrong = positions == shape[0]
         wrong = wrong if absent is None else wrong & ~absent
         if ids.size:
-            first = jnp.argmax(with_whole_rows(flat(wrong)))
-            where, whole = jnp.unravel_index(first, ids.shape), with_whole_rows(flat(ids))
-            checkify.check(~wrong.any(), message, *where, id=whole[first])
+            first = jnp.argmax(on_every_device(wrong).reshape(-1))
+            where, every = jnp.unravel_index(first, ids.shape), on_every_device(ids).reshape(-1)
+            checkify.check(~wrong.any(), message, *where, id=every[first])
         return positions
 
     if isinstance(ids, np.ndarray):  # JAX would keep the lower bits, which may be a row
@@ -135,7 +135,7 @@ def rows_read(ids: Ids, absent: Ids | None, rows: int) -> jax.Array:
     """Return the rows that ids read, `rows` where they read none or are absent."""
     ids = narrowed(ids, rows)
     ids = ids if absent is None else jnp.where(absent, rows, ids)
-    if not flattens_in_place(ids):
+    if explicit_mesh(ids) is not None:
         return canonical(ids, rows)
     # Flat, as ids of a gradient are: XLA then sees that these are the same.
     return canonical(ids.reshape(-1), rows).reshape(ids.shape)
@@ -261,7 +261,8 @@ def renormalize(
     if max_norm is None:
         raise ValueError("`max_norm` must be a positive number, got None.")
     count = table.shape[0]
-    positions = flat(rows_read(ids, is_padding(ids, padding_id), count))
+    positions = rows_read(ids, is_padding(ids, padding_id), count)
+    positions = on_every_device(positions).reshape(-1)
     slots = fewer(positions.shape[0], count)
     if slots == 0:
         return table
@@ -413,7 +414,7 @@ def looked_up_rows(table: AnyTable, reads: Reads, shape: Shape) -> jax.Array:
                 "shard the table itself, `jmask.sharded(table, mesh)`, and give no `width`."
             )
         rows = rows_of_lines(table, positions, slot_of(shape[1]))
-    elif Shards.of(table, positions) is not None:
+    elif explicit_mesh(table, positions) is not None:
         rows = sharded_rows.looked_up(table, positions)
     else:
         # The gather itself fills in what is outside, if nothing else reads V.
@@ -469,7 +470,4 @@ def exchange_overflow(
     count = table.shape[0]
     positions = rows_read(ids, is_padding(ids, padding_id), count)
     positions = numbered_by(hashed, positions, count)
-    shards = Shards.of(table, positions)
-    if shards is None:
-        return jnp.zeros((), jnp.int32)
-    return excess_of(shards, flat(positions), count)
+    return excess_of(Shards.of(table, positions), positions, count)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmask._base.array_types import fewer, is_known, sum_dtype
-from jmask._base.shardings import varying_alike, with_whole_rows
+from jmask._base.shardings import with_whole_rows
 from jmask._base.types import IdVector, RowArray, Shaped
 from jmask._kernels import tuning
 from jmask._kernels.rows import add_rows, entries_of, gather_rows, set_rows, sorted_with
@@ -28,6 +28,7 @@ def coalesce_rows(ids: IdVector, values: RowArray, rows: int) -> tuple[IdVector,
 
     Returns ids (m,), sorted, unique, padding last, and values (m, *row), zero at padding.
     """
+    # JAX sorts along no dimension that is sharded.
     ids, values = with_whole_rows(ids), with_whole_rows(values)
     slots = fewer(ids.shape[0], rows)
     if slots == 0:
@@ -67,9 +68,9 @@ def are_large(values: Shaped) -> bool:
 def unique_slots(ids: IdVector, slots: int, rows: int) -> tuple[jax.Array, jax.Array]:
     """Return the sorted unique ids (slots,), and for each entry (n,) the slot it belongs to.
 
-    Entries whose id is padding get slot = `slots`, which writes drop.
+    Entries whose id is padding get slot = `slots`, which writes drop. The ids are on every
+    device.
     """
-    ids = with_whole_rows(ids)  # JAX sorts along no dimension that is sharded
     runs = Runs.of(*in_order(ids))
     (slot_of_entry,) = to_entries(runs.entries, runs.slots())
     return runs.distinct(slots, rows), jnp.where(ids < rows, slot_of_entry, slots)
@@ -186,8 +187,7 @@ def summed_where_first(ids: IdVector, values: RowArray, rows: int) -> tuple[IdVe
         return begin + size, add_rows(sums, into, rows)
 
     sums = values.astype(sum_dtype(values.dtype))
-    begin = varying_alike(jnp.int32(0), ids)[0]
-    _, sums = lax.while_loop(lambda carried: carried[0] < left, block, (begin, sums))
+    _, sums = lax.while_loop(lambda carried: carried[0] < left, block, (jnp.int32(0), sums))
     unique = jnp.where(again, rows, runs.ids)
     _, unique = sorted_with(runs.entries, unique)
     return unique, sums.astype(values.dtype)

@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_known, joint_dtype, trailing, wide
 from jmask._base.lowering import CallPrimitive
-from jmask._base.shardings import explicit_sharding, varying_alike, varying_axes
+from jmask._base.shardings import explicit_mesh, varying_axes
 from jmask._base.side_table import SideTable
 from jmask._base.types import (
     Argument,
@@ -62,8 +62,7 @@ class GatheredRows:
 
     def array(self) -> jax.Array:
         """Return the rows (n, *row)."""
-        source, index = varying_alike(self.source, self.index)
-        rows = rows_or_fill(source, index)
+        rows = rows_or_fill(self.source, self.index)
         if self.weight is not None:
             dtype = joint_dtype(rows, self.weight)
             rows = rows.astype(dtype) * trailing(self.weight, rows.ndim).astype(dtype)
@@ -263,7 +262,7 @@ def is_bag_sum(
         jnp.issubdtype(table.dtype, jnp.inexact)
         and 0 not in (bags, *positions.shape, *table.shape)
         # Where arrays are sharded by their type, XLA places the terms.
-        and explicit_sharding(*arrays) is None
+        and explicit_mesh(*arrays) is None
         and not any(map(varying_axes, arrays))
     )
 

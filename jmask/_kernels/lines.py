@@ -30,7 +30,7 @@ from jax.interpreters import batching
 
 from jmask._base.array_types import is_complex, wide
 from jmask._base.lowering import lower, primitive
-from jmask._base.shardings import explicit_sharding, varying_alike
+from jmask._base.shardings import explicit_mesh
 from jmask._base.types import (
     Arrays,
     DType,
@@ -108,9 +108,9 @@ def rows_of_lines(lines: TableArray, ids: IdArray, width: int) -> jax.Array:
 
     It has the derivative of `lines.reshape(-1, width)[ids]`.
     """
-    if explicit_sharding(lines, ids) is not None:
+    if explicit_mesh(lines, ids) is not None:
         return _by_definition(lines, ids, width=width)[0]
-    return LOOKUP.bind(*varying_alike(lines, ids), width=width)[0]
+    return LOOKUP.bind(lines, ids, width=width)[0]
 
 
 # --- lines read and written ----------------------------------------------------------------

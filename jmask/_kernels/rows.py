@@ -28,15 +28,10 @@ from jmask._base.lowering import lower, primitive
 from jmask._base.row_ids import Order, widen
 from jmask._base.shardings import (
     Shards,
-    all_gathered,
     automatically,
-    entry,
-    explicit_sharding,
-    is_ambiguous,
+    spec_at,
     spec_of,
     typed_like,
-    varying_alike,
-    without_repetition,
 )
 from jmask._base.types import (
     Argument,
@@ -118,13 +113,12 @@ class Gather:
         self, gather: ArrayFunction, operand: jax.Array, indices: jax.Array
     ) -> jax.Array:
         """Return the result of `gather`: rows that are where their indices are."""
-        sharding, count = explicit_sharding(operand, indices), indices.shape[-1]
+        count, spec = indices.shape[-1], spec_of(indices)
+        first, columns = spec_of(operand)[:count], spec_of(operand)[count:]
         are_rows = self.slice_sizes == (*(1,) * count, *operand.shape[count:])
-        spread = spec_of(operand)[:count] + spec_of(indices)
-        if sharding is None or not are_rows or not any(spread):
+        if not are_rows or not any((*first, *spec)):
             return gather(operand, indices)
-        spec = without_repetition((*spec_of(indices)[:-1], *spec_of(operand)[count:]))
-        return automatically(gather, operand, indices, like=sharding, spec=spec)
+        return automatically(gather, operand, indices, spec=spec_at(spec[:-1], columns))
 
     def _gather(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
         return lax.gather(
@@ -215,7 +209,6 @@ def slow_copy_of(params: Mapping[str, Argument]) -> Gather:
 # Outside jit it is compiled for the platform, as in a program.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _vectorized(gather: Gather, operand: jax.Array, indices: jax.Array) -> jax.Array:
-    operand, indices = varying_alike(operand, indices)
     return SLOW_COPY.bind(operand, indices, gather=gather)[0]
 
 
@@ -254,7 +247,7 @@ def ids_after_reading(ids: IdVector, rows: RowArray) -> IdVector:
     Otherwise it copies the table and reads from the copy.
     """
     shards = Shards.of(ids, rows)
-    if shards is not None:
+    if shards.mesh is not None:
         return _ordered_on_shards(shards, ids, rows)
     read = zero_after_reading(rows)
     return ids if read is None else plus_zero(ids, read)
@@ -265,7 +258,7 @@ def ids_after_reading(ids: IdVector, rows: RowArray) -> IdVector:
 def _ordered_on_shards(shards: Shards, ids: IdVector, rows: RowArray) -> IdVector:
     """Return ids as `ids_after_reading`, by what each device has of their rows."""
     columns = spec_of(rows)[1:]
-    batch = dataclasses.replace(shards, columns=columns).batch(ids)
+    (batch,) = dataclasses.replace(shards, columns=columns).spec_of_ids(ids)
     spec = (batch, *columns) if rows.ndim else ()
     run = functools.partial(shards.run, specs=[(batch,), spec], out=(batch,))
     ordered: jax.Array = run(ids_after_reading, ids, rows)
@@ -288,8 +281,7 @@ def zero_after_reading(rows: RowArray) -> jax.Array | None:
 
 def plus_zero(ids: jax.Array, zero: jax.Array) -> jax.Array:
     """Add integer zeros, one for each id or one for all, on which the ids then depend."""
-    zeros = jnp.broadcast_to(lax.convert_element_type(zero, ids.dtype), ids.shape)
-    return lax.add(*varying_alike(ids, typed_like(zeros, jax.typeof(ids))))
+    return lax.add(ids, lax.convert_element_type(zero, ids.dtype))
 
 
 def split_rows(
@@ -305,7 +297,7 @@ def split_rows(
 
 def entries_of(ids: IdVector) -> jax.Array:
     """Number the entries (n,) of ids, int32."""
-    return varying_alike(lax.iota(jnp.int32, ids.shape[0]), ids)[0]
+    return lax.iota(jnp.int32, ids.shape[0])
 
 
 def sorted_with(ids: IdVector, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -340,12 +332,15 @@ def _write(
         return table
     shards = Shards.of(table, ids, rows)
     rows = rows.astype(table.dtype)
-    if shards is not None and is_ambiguous(table, ids, rows):
-        return _written_on_shards(shards, kind, table, ids, rows, order)
+    if shards.mesh is not None:
+        of_rows = spec_of(rows)
+        # Else JAX itself knows where the result is to be.
+        if shards.rows or of_rows[0] or spec_of(ids)[0] or of_rows[1:] != shards.columns:
+            return _on_shards(shards, kind, order, table, ids, rows)
     if order == "any" or not ids.shape[0]:
         return scattered(table, ids, rows, kind, order)
     written: jax.Array
-    (written,) = WRITE.bind(*varying_alike(table, ids, rows), kind=kind, order=order)
+    (written,) = WRITE.bind(table, ids, rows, kind=kind, order=order)
     return written
 
 
@@ -354,25 +349,35 @@ def is_routed(shards: Shards, ids: IdVector, order: Order) -> bool:
 
     `order` says that they were routed, and their type to the shards of which axes.
     """
-    return order == "routed" and spec_of(ids)[0] == entry(shards.rows)
+    return order == "routed" and spec_of(ids)[0] == shards.spec[0] is not None
 
 
 # In one program, so that outside of jit it is compiled once.
-@functools.partial(jax.jit, static_argnums=(0, 1, 5), inline=True)
-def _written_on_shards(
-    shards: Shards, kind: Kind, table: TableArray, ids: IdVector, rows: RowArray, order: Order
-) -> TableArray:
-    """Return the table with rows written by each shard where they live."""
-    is_there = is_routed(shards, ids, order)
-    batch = entry(shards.rows) if is_there else shards.batch(ids)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _on_shards(
+    shards: Shards,
+    kind: Kind | Literal["read"],
+    order: Order,
+    table: TableArray,
+    ids: IdVector,
+    *rows: RowArray,
+) -> jax.Array:
+    """Return the table with rows written, or rows read, by each shard where they live."""
+    own_order: Order = "any" if order == "any" else "unique"
 
-    def written(block: TableArray, ids: IdVector, rows: RowArray) -> jax.Array:
-        ids, rows = all_gathered(None if is_there else batch, ids, rows)
+    def own(block: TableArray, ids: IdVector, *rows: RowArray) -> jax.Array:
         places = shards.local(ids, block.shape[0])
-        return _write(kind, block, places, rows, order if order == "any" else "unique")
+        if kind == "read":
+            return gather_unique_rows(block, places, own_order)
+        return _write(kind, block, places, rows[0], own_order)
 
-    specs = [shards.spec, (batch,), shards.spec_of_rows(batch)]
-    return shards.run(written, table, ids, rows, specs=specs, out=shards.spec)
+    # Entries that are not on their shards come to all.
+    where = shards.spec[0] if is_routed(shards, ids, order) else None
+    of_rows = (where, *shards.columns)
+    specs = [shards.spec, (where,), *(of_rows for _ in rows)]
+    out = of_rows if kind == "read" else shards.spec
+    result: jax.Array = shards.run(own, table, ids, *rows, specs=specs, out=out)
+    return result
 
 
 def scattered(
@@ -440,28 +445,12 @@ def gather_unique_rows(table: TableArray, ids: IdVector, order: Order) -> RowArr
         (ids,) = never_alone(table.shape[0], ids)
         return gather_unique_rows(table, ids, order)[:1]
     shards = Shards.of(table, ids)
-    if shards is not None and is_routed(shards, ids, order):
-        return _gathered_on_shards(shards, table, ids)
+    if is_routed(shards, ids, order):
+        return _on_shards(shards, "read", order, table, ids)
     has_lines = table.ndim > 1 and table.size == table.shape[0] > 0 and ids.shape[0]
-    if not has_lines or shards is not None:
+    if not has_lines or shards.mesh is not None:
         return gather_rows(table, ids, coalesced=order == "sorted")
-    table, ids = varying_alike(table, ids)
     return READ.bind(table, ids, order=order)[0]
-
-
-# In one program, so that outside of jit it is compiled once.
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _gathered_on_shards(shards: Shards, table: TableArray, ids: IdVector) -> RowArray:
-    """Return rows of unique ids that are on the shards that have them."""
-
-    def own(block: TableArray, ids: IdVector) -> jax.Array:
-        return gather_unique_rows(block, shards.local(ids, block.shape[0]), "unique")
-
-    here = entry(shards.rows)
-    specs = [shards.spec, (here,)]
-    rows: jax.Array
-    rows = shards.run(own, table, ids, specs=specs, out=shards.spec_of_rows(here))
-    return rows
 
 
 def read_rows(table: TableArray, ids: IdVector, *, order: Order) -> list[jax.Array]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.interpreters import ad, batching
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -24,23 +25,23 @@ from jmask._base.lowering import primitive
 from jmask._base.row_ids import id_dtype
 from jmask._base.shardings import (
     Shards,
-    Spec,
     all_gathered,
     entry,
+    explicit_mesh,
+    flattened,
     names,
-    resharded,
+    spec_at,
     spec_of,
-    without_repetition,
+    typed_like,
 )
 from jmask._base.types import (
     Argument,
     Arrays,
-    Function,
     IdArray,
     IdVector,
     MeshAxes,
-    PyTree,
     RowArray,
+    Shaped,
     TableArray,
 )
 from jmask._kernels import tuning
@@ -58,12 +59,13 @@ from jmask._kernels.rows import add_rows, gather_rows, set_rows
 # one flag that all devices agree on, and a `lax.cond`. So every step is exact.
 
 
-def capacity_of(shards: Shards, batch: MeshAxes, count: int) -> int | None:
+def capacity_of(shards: Shards, ids: IdArray) -> int | None:
     """Return how many entries a device sends to each shard; None if they are all-gathered."""
-    axes, many = names(batch), tuning.EXCHANGED_IDS
-    if not set(shards.rows) <= set(axes) or shards.count < 2 or not is_known(count):
+    spec, count, many = shards.spec_of_ids(ids), math.prod(ids.shape), tuning.EXCHANGED_IDS
+    axes = names(next(iter(spec), None))
+    if any(spec[1:]) or not set(shards.rows) <= set(axes) or not is_known(count):
         return None
-    entries = count // math.prod(shards.mesh.shape[axis] for axis in axes)
+    entries = count // shards.devices(axes)
     share = entries / shards.count
     capacity = math.ceil(share + 5 * math.sqrt(share) + 8)
     return capacity if count >= many and 2 * capacity <= entries else None
@@ -100,58 +102,17 @@ def _swapped(shards: Shards, x: jax.Array) -> jax.Array:
     return lax.all_to_all(x, shards.rows, split_axis=0, concat_axis=0, tiled=True)
 
 
-def with_own_rows(
-    shards: Shards,
-    batch: MeshAxes,
-    ids: IdVector,
-    rows: Sequence[jax.Array],
-    size: int,
-    count: int,
-    function: Function,
-    *operands: PyTree,
-) -> PyTree:
-    """Call `function(ids, rows, *operands)` with what a device needs of the entries of all.
-
-    Entries are `ids` (m,) of this device, canonical, and `rows` (m, *row), `count` on all; they
-    are sharded over `batch`, None if each device has what it needs. A shard has `size` rows.
-    Results of the function have the same shapes for any number of entries.
-    """
-
-    def by_all_gather(*operands: PyTree) -> PyTree:
-        every, *more = all_gathered(batch, ids, *rows)
-        return function(every, more, *operands)
-
-    capacity = capacity_of(shards, batch, count)
-    if capacity is None or len(rows) != 1:
-        return by_all_gather(*operands)
-    unique, summed = coalesce_rows(ids, rows[0], shards.count * size)
-    outbox = _outbox(shards, batch, unique, size, capacity)
-    others = tuple(axis for axis in names(batch) if axis not in shards.rows)
-
-    def by_exchange(*operands: PyTree) -> PyTree:
-        places = _swapped(shards, outbox.places).reshape(-1)
-        sent = gather_rows(summed, outbox.entries.reshape(-1))
-        received = _swapped(shards, sent.reshape(*outbox.entries.shape, *summed.shape[1:]))
-        first = lax.axis_index(shards.rows).astype(ids.dtype) * size
-        own = jnp.where(places < size, places + first, shards.count * size)
-        own, received = all_gathered(others, own, received.reshape(-1, *summed.shape[1:]))
-        return function(own, [received], *operands)
-
-    return lax.cond(outbox.excess > 0, by_all_gather, by_exchange, *operands)
-
-
-def excess_of(shards: Shards, ids: IdVector, rows: int) -> jax.Array:
-    """Return how many ids (n,) of a lookup do not fit the exchange, int32; see `_Outbox`."""
-    batch = shards.batch(ids)
-    capacity = capacity_of(shards, batch, ids.shape[0])
+def excess_of(shards: Shards, ids: IdArray, rows: int) -> jax.Array:
+    """Return how many ids of a lookup do not fit the exchange, int32; see `_Outbox`."""
+    spec, capacity = shards.spec_of_ids(ids), capacity_of(shards, ids)
     if capacity is None:
         return jnp.zeros((), jnp.int32)
 
-    def counted(ids: IdVector) -> jax.Array:
-        unique, _ = unique_slots(ids, fewer(ids.shape[0], rows), rows)
-        return _outbox(shards, batch, unique, rows // shards.count, capacity).excess
+    def counted(ids: IdArray) -> jax.Array:
+        unique, _ = unique_slots(ids.reshape(-1), fewer(math.prod(ids.shape), rows), rows)
+        return _outbox(shards, spec[0], unique, rows // shards.count, capacity).excess
 
-    return shards.run(counted, ids, specs=[(batch,)], out=())
+    return shards.run(counted, ids, specs=[spec], out=())
 
 
 # --- lookup -------------------------------------------------------------------------------
@@ -164,38 +125,33 @@ def looked_up(table: TableArray, ids: IdArray) -> jax.Array:
 
     The rows lie where their ids do, as far as their columns are not sharded over these axes.
     """
-    shards = _shards(table, ids)
-    like = NamedSharding(shards.mesh, P())
-    wanted = without_repetition((*spec_of(ids), *shards.columns))
-    ids = resharded(ids, like, [shards.without_columns(axes) for axes in spec_of(ids)])
-    where = NamedSharding(shards.mesh, P(*spec_of(ids), *shards.columns))
-    (rows,) = LOOKUP.bind(table, ids, sharding=where)
-    return resharded(rows, like, wanted)
+    rows: jax.Array
+    (rows,) = LOOKUP.bind(table, ids)
+    return rows
 
 
-def _lookup(table: TableArray, ids: IdArray, *, sharding: NamedSharding) -> list[jax.Array]:
-    shards, spec = _shards(table, ids), spec_of(ids)
+def _lookup(table: TableArray, ids: IdArray) -> list[jax.Array]:
+    shards = Shards.of(table, ids)
+    spec, there = shards.spec_of_ids(ids), spec_at(spec_of(ids), shards.columns)
     if 0 in (*ids.shape, *table.shape):  # XLA gathers no empty arrays
         zeros = jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
-        return [resharded(zeros, sharding, tuple(sharding.spec))]
-    batch, count = next(iter(spec), None), math.prod(ids.shape)
-    capacity = None if any(spec[1:]) else capacity_of(shards, batch, count)
-    shared = [tuple(axis for axis in names(axes) if axis in shards.rows) for axes in spec]
-    others = tuple(axis for axis in shards.rows if axis not in sum(shared, ()))
+        return [shards.put(zeros, there)]
+    capacity = capacity_of(shards, ids)
+    own_axes = (tuple(axis for axis in names(axes) if axis in shards.rows) for axes in spec)
+    shared = {d: axes for d, axes in enumerate(own_axes) if axes}
+    others = tuple(axis for axis in shards.rows if axis not in sum(shared.values(), ()))
 
     def by_all_gather(block: TableArray, ids: IdArray) -> jax.Array:
-        for d, axes in enumerate(shared):
-            if axes:
-                ids = lax.all_gather(ids, axes, axis=d, tiled=True)
+        for d, axes in shared.items():
+            ids = lax.all_gather(ids, axes, axis=d, tiled=True)
         size = block.shape[0]
         places = shards.local(ids, size)
         rows = gather_rows(block, places.reshape(-1)).reshape(*ids.shape, *block.shape[1:])
         rows = jnp.where(trailing(places < size, rows.ndim), rows, jnp.zeros((), rows.dtype))
         is_bool = rows.dtype == jnp.dtype(bool)
         rows = rows.astype(jnp.int8) if is_bool else rows
-        for d, axes in enumerate(shared):
-            if axes:
-                rows = lax.psum_scatter(rows, axes, scatter_dimension=d, tiled=True)
+        for d, axes in shared.items():
+            rows = lax.psum_scatter(rows, axes, scatter_dimension=d, tiled=True)
         rows = lax.psum(rows, others) if others else rows
         return rows != 0 if is_bool else rows
 
@@ -206,7 +162,7 @@ def _lookup(table: TableArray, ids: IdArray, *, sharding: NamedSharding) -> list
         (size, *row), rows = block.shape, table.shape[0]
         slots = fewer(math.prod(ids.shape), rows)
         unique, slot_of_entry = unique_slots(ids.reshape(-1), slots, rows)
-        outbox = _outbox(shards, batch, unique, size, capacity)
+        outbox = _outbox(shards, spec[0], unique, size, capacity)
 
         def by_exchange(block: TableArray, ids: IdArray) -> jax.Array:
             places = _swapped(shards, outbox.places)
@@ -218,67 +174,42 @@ def _lookup(table: TableArray, ids: IdArray, *, sharding: NamedSharding) -> list
 
         return lax.cond(outbox.excess > 0, by_all_gather, by_exchange, block, ids)
 
-    return [
-        shards.run(rows_of, table, ids, specs=[shards.spec, spec], out=tuple(sharding.spec))
-    ]
+    specs, out = [shards.spec, spec], (*spec, *shards.columns)
+    return [shards.put(shards.run(rows_of, table, ids, specs=specs, out=out), there)]
 
 
-def _shards(*arrays: jax.Array) -> Shards:
-    shards = Shards.of(*arrays)
-    assert shards is not None
-    return shards
+def _shapes(table: ShapedArray, ids: ShapedArray) -> list[Shaped]:
+    mesh: Argument = explicit_mesh(table, ids)
+    there = NamedSharding(mesh, P(*spec_at(spec_of(ids), spec_of(table)[1:])))
+    shape = (*ids.shape, *table.shape[1:])
+    return [table.update(shape=shape, sharding=there, weak_type=False)]
 
 
-LOOKUP = primitive(
-    "jmask_lookup_on_shards",
-    _lookup,
-    lambda table, ids, *, sharding: [
-        table.update(shape=(*ids.shape, *table.shape[1:]), sharding=sharding, weak_type=False)
-    ],
-)
+LOOKUP = primitive("jmask_lookup_on_shards", _lookup, _shapes)
 """Rows (*n, *row) of a table and ids (*n,), V for padding, which gives zeros."""
 
 
-def flat_rows(ids: IdArray, rows: jax.Array) -> tuple[IdVector, RowArray]:
-    """Return ids (n,) and rows (n, *row), sharded if the first dimension of both alone is."""
-    batch = ids.ndim
-    if batch == 0:
-        return ids.reshape(1), rows.reshape(1, *rows.shape)
-    shards = _shards(ids, rows)
-    spec, like = spec_of(ids)[:1], NamedSharding(shards.mesh, P())
-    columns = spec_of(rows)[batch:]
-    if 0 in ids.shape:  # see `flattens_in_place`
-        spec, columns = (None,), (None,) * len(columns)
-    ids = resharded(ids, like, (*spec, *(None,) * (batch - 1)))
-    rows = resharded(rows, like, (*spec, *(None,) * (batch - 1), *columns))
-    return ids.reshape(-1), rows.reshape(math.prod(ids.shape), *rows.shape[batch:])
-
-
 def _batched_lookup(
-    operands: Sequence[jax.Array], dims: Sequence[int | None], **how: Argument
+    operands: Sequence[jax.Array], dims: Sequence[int | None]
 ) -> tuple[list[jax.Array], list[int]]:
     (table, ids), (table_dim, ids_dim) = operands, dims
     if table_dim is None and ids_dim is not None:  # it is one lookup still
-        return [looked_up(table, jnp.moveaxis(ids, ids_dim, 0))], [0]
-    rows = jax.vmap(lambda *x: _lookup(*x, **how), in_axes=tuple(dims))(table, ids)
-    return rows, [0]
+        return LOOKUP.bind(table, jnp.moveaxis(ids, ids_dim, 0)), [0]
+    return jax.vmap(_lookup, in_axes=tuple(dims))(table, ids), [0]
 
 
-def _derivative(primals: Arrays, tangents: Arrays, **how: Argument) -> Arrays:
+def _derivative(primals: Arrays, tangents: Arrays) -> Arrays:
     """Differentiate in the table, in which a lookup is linear."""
     (table, ids), along = primals, ad.instantiate_zeros(tangents[0])
-    return LOOKUP.bind(table, ids, **how), LOOKUP.bind(along, ids, **how)
+    return LOOKUP.bind(table, ids), LOOKUP.bind(along, ids)
 
 
-def _transposed(
-    cotangents: Argument, table: Argument, ids: IdArray, **how: Argument
-) -> list[Argument]:
+def _transposed(cotangents: Argument, table: Argument, ids: IdArray) -> list[Argument]:
     (rows,), aval = cotangents, table.aval
     if isinstance(rows, ad.Zero):
         return [ad.Zero(aval), None]
-    sharding = aval.sharding
-    zeros = resharded(jnp.zeros(aval.shape, rows.dtype), sharding, tuple(sharding.spec))
-    return [add_rows(zeros, *flat_rows(ids, rows)), None]
+    zeros = typed_like(jnp.zeros(aval.shape, rows.dtype), aval)
+    return [add_rows(zeros, flattened(ids, ids.ndim), flattened(rows, ids.ndim)), None]
 
 
 batching.primitive_batchers[LOOKUP] = _batched_lookup
@@ -296,14 +227,12 @@ def routed(table: TableArray, ids: IdVector, values: RowArray) -> tuple[IdVector
     Returns ids (S m,) and values, where m is min(n, V / S): entries [s m, (s + 1) m) belong to
     shard s, where they are. They are sorted there, and unique but for padding.
     """
-    shards, count = _shards(table), table.shape[0]
-    batch, size, entries = shards.batch(ids), table.shape[0] // shards.count, ids.shape[0]
+    shards, count, entries = Shards.of(table), table.shape[0], ids.shape[0]
+    spec, size = shards.spec_of_ids(ids), count // shards.count
+    capacity = capacity_of(shards, ids)
 
-    def own(ids: IdVector, values: RowArray) -> list[jax.Array]:
-        return with_own_rows(shards, batch, ids, [values], size, entries, summed)
-
-    def summed(ids: IdVector, values: list[jax.Array]) -> list[jax.Array]:
-        places, rows = coalesce_rows(shards.local(ids, size), values[0], size)
+    def summed(places: IdVector, values: RowArray) -> list[jax.Array]:
+        places, rows = coalesce_rows(places, values, size)
         first = lax.axis_index(shards.rows).astype(id_dtype(count)) * size
         own_ids = jnp.where(places < size, places.astype(first.dtype) + first, count)
         missing = fewer(entries, size) - places.shape[0]  # as many slots, however they came
@@ -312,6 +241,24 @@ def routed(table: TableArray, ids: IdVector, values: RowArray) -> tuple[IdVector
             rows = jnp.pad(rows, [(0, missing)] + [(0, 0)] * (rows.ndim - 1))
         return [own_ids, rows]
 
-    here = entry(shards.rows)
-    specs: list[Spec] = [(batch,), shards.spec_of_rows(batch)]
-    return shards.run(own, ids, values, specs=specs, out=[(here,), shards.spec_of_rows(here)])
+    def by_all_gather(ids: IdVector, values: RowArray) -> list[jax.Array]:
+        every, values = all_gathered(spec[0], ids, values)
+        return summed(shards.local(every, size), values)
+
+    def own(ids: IdVector, values: RowArray) -> list[jax.Array]:
+        if capacity is None:
+            return by_all_gather(ids, values)
+        unique, sums = coalesce_rows(ids, values, count)
+        outbox = _outbox(shards, spec[0], unique, size, capacity)
+        others = entry([axis for axis in names(spec[0]) if axis not in shards.rows])
+
+        def by_exchange(*_: jax.Array) -> list[jax.Array]:
+            places = _swapped(shards, outbox.places).reshape(-1)
+            sent = gather_rows(sums, outbox.entries.reshape(-1))
+            received = _swapped(shards, sent.reshape(*outbox.entries.shape, *sums.shape[1:]))
+            return summed(*all_gathered(others, places, received.reshape(-1, *sums.shape[1:])))
+
+        return lax.cond(outbox.excess > 0, by_all_gather, by_exchange, ids, values)
+
+    specs = [spec, (*spec, *shards.columns)]
+    return shards.run(own, ids, values, specs=specs, out=[shards.spec[:1], shards.spec])

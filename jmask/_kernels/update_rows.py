@@ -28,14 +28,14 @@ from jax import lax
 from jmask._base.array_types import sum_dtype
 from jmask._base.lowering import CallPrimitive, switched_on
 from jmask._base.row_ids import Order
-from jmask._base.shardings import Shards, entry, spec_of, varying_alike
-from jmask._base.types import IdVector, PyTree, PyTreeDef, TableArray
+from jmask._base.shardings import Shards, spec_of, varying_alike
+from jmask._base.types import IdVector, PyTree, TableArray
 from jmask._kernels import tuning
 from jmask._kernels._tpu import choice, row_updates
 from jmask._kernels.coalesce import are_large, coalesce_rows, in_order, summed_where_first
 from jmask._kernels.gathered_rows import GatheredRows, Rows, rows_at
 from jmask._kernels.rows import add_rows, is_routed, zero_of
-from jmask._kernels.sharded_rows import routed, with_own_rows
+from jmask._kernels.sharded_rows import capacity_of, routed
 
 Tables = Sequence[jax.Array]
 
@@ -111,9 +111,8 @@ def updated(x: RowUpdate) -> list[jax.Array]:
     # A state that was made under jit may be on every device: it goes to where its table is.
     main = max(x.tables, key=lambda table: any(spec_of(table)[:1]))
     shards = Shards.of(main, *x.tables, x.ids, *jax.tree.leaves(x.values))
-    if shards is not None:
+    if shards.mesh is not None:
         return _on_shards(shards, main, x)
-    x = _prepared(x)
     return _defined(x) if x.update.captures else _update_rows(x)
 
 
@@ -122,53 +121,32 @@ def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]
 
     What the gradient has of them crosses the network once, for all tables.
     """
-    ids, values = x.ids, x.rows
+    # Rows are summed where they live. With arrays of entries ids are unique already, and rows
+    # that may be added one at a time are summed for an exchange alone.
+    as_they_come = x.update.additive and capacity_of(shards, x.ids) is None
+    is_kept = as_they_come or any(map(jnp.ndim, x.scalars))
+    if shards.rows and not is_kept and not is_routed(shards, x.ids, x.order):
+        ids, values = routed(main, x.ids, x.rows)
+        x = dataclasses.replace(x, ids=ids, values=values, order="routed")
+    where = shards.spec[0] if is_routed(shards, x.ids, x.order) else None
+    of_rows, order = (where, *shards.columns), x.order if x.order == "any" else "unique"
     # What is traced outside cannot be used on each device, and a sum along a row, one number of
     # which is kept, needs all of its columns.
     is_per_row = any(y.shape != x.tables[0].shape for y in x.tables)
     if x.update.captures or (any(shards.columns) and is_per_row):
-        if shards.rows and not is_routed(shards, ids, x.order):
-            ids, values = routed(main, ids, values)
-            x = dataclasses.replace(x, ids=ids, order="routed")
-        values = shards.put(shards.spec_of_rows(shards.batch(ids)))(values)
-        return _defined(_prepared(dataclasses.replace(x, values=values)))
-    is_there, count = is_routed(shards, x.ids, x.order), x.ids.shape[0]
-    batch = entry(shards.rows) if is_there else shards.batch(x.ids)
-    of_entries = {i: y for i, y in enumerate(x.scalars) if jnp.ndim(y)}
-    numbers = {i: y for i, y in enumerate(x.scalars) if not jnp.ndim(y)}
+        ids, values = shards.put(x.ids, (where,)), shards.put(x.rows, of_rows)
+        return _defined(dataclasses.replace(x, ids=ids, values=values))
 
     def updated_here(
-        tables: list[jax.Array],
-        ids: IdVector,
-        rows: list[jax.Array],
-        numbers: dict[int, jax.Array],
+        tables: list[jax.Array], ids: IdVector, values: jax.Array, *scalars: jax.Array
     ) -> list[jax.Array]:
-        axes, size = None if is_there else batch, tables[0].shape[0]
+        places = shards.local(ids, tables[0].shape[0])
+        return updated(RowUpdate(x.update, tables, places, values, scalars, order))
 
-        def with_all(
-            ids: IdVector, rows: list[jax.Array], tables: list[jax.Array]
-        ) -> list[jax.Array]:
-            values, *more = rows
-            scalars = numbers | dict(zip(of_entries, more, strict=True))
-            own = [scalars[i] for i in range(len(scalars))]
-            order: Order = "any" if x.order == "any" else "unique"
-            places = shards.local(ids, size)
-            return updated(RowUpdate(x.update, tables, places, values, own, order))
-
-        return with_own_rows(shards, axes, ids, rows, size, count, with_all, tables)
-
-    specs = [shards.spec, (batch,), shards.spec_of_rows(batch), ()]
-    rows = [values, *of_entries.values()]
-    out = [shards.spec] * len(x.tables)
-    return shards.run(updated_here, list(x.tables), x.ids, rows, numbers, specs=specs, out=out)
-
-
-def _prepared(x: RowUpdate) -> RowUpdate:
-    """Return the update as `_update_rows` takes it: sequences are lists, arrays vary alike."""
-    x = dataclasses.replace(x, tables=list(x.tables), scalars=list(x.scalars))
-    tree: PyTreeDef
-    operands, tree = jax.tree.flatten(x)
-    return tree.unflatten(varying_alike(*operands))
+    specs = [shards.spec, (where,), of_rows]
+    specs += [of_rows if jnp.ndim(y) else () for y in x.scalars]
+    tables, out = list(x.tables), [shards.spec] * len(x.tables)
+    return shards.run(updated_here, tables, x.ids, x.rows, *x.scalars, specs=specs, out=out)
 
 
 def add_to_rows(

@@ -41,7 +41,7 @@ from jmask._base.array_types import (
 )
 from jmask._base.forms import aval_of, holds_jaxprs
 from jmask._base.jaxprs import ARITHMETIC, bound, needed_for, read, run
-from jmask._base.shardings import explicit_sharding
+from jmask._base.shardings import explicit_mesh
 from jmask._base.types import Argument, Atom, Function, PyTree, Table
 from jmask._kernels import tuning
 from jmask._kernels.gathered_rows import gathered, scaled
@@ -403,5 +403,5 @@ def is_saturated(gradient: RowSparse, tables: Sequence[jax.Array]) -> bool:
         is_known(gradient.shape[0], gradient.nse)
         and gradient.shape[0] <= tuning.DENSE_ROWS_FOR_EACH_LOOKUP * gradient.nse
         and not is_narrow(gradient.dtype)
-        and explicit_sharding(*tables) is None
+        and explicit_mesh(*tables) is None
     )

@@ -27,9 +27,9 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from jmask._base.array_types import added, has_8_bits, is_narrow, joint_dtype, wide
-from jmask._base.jaxprs import evaluate, origins
+from jmask._base.jaxprs import evaluate, lifted, origins
 from jmask._base.row_ids import hide
-from jmask._base.shardings import automatically, explicit_sharding, spec_of, varying_axes
+from jmask._base.shardings import automatically, explicit_mesh, spec_of, varying_axes
 from jmask._base.types import Argument, Gradient, PyTree, PyTreeDef, RowArray, Shape, Table
 from jmask._kernels.rows import gather_unique_rows, ids_after_reading, set_rows
 from jmask._kernels.stochastic_rounding import stochastic_round
@@ -225,8 +225,8 @@ class LazyStep:
             if kind == "param":
                 return Leaf(as_one_table(x, like), kind, table, None, table_row, x)
             # As `one_table` stores numbers.
-            is_number = math.prod(row) == 1 and explicit_sharding(x) is None
-            is_flat = is_number and (row != table_row or not gradients[i].row)
+            is_number = math.prod(row) == 1 and explicit_mesh(x) is None
+            is_flat = is_number and (row != table_row or gradients[i].ndim == 1)
             stored = jnp.reshape(
                 x, (like.row_count, *(() if is_flat else row[like.leading - 1 :]))
             )
@@ -387,18 +387,11 @@ class LazyStep:
         # Types that say where an array is were not known when the program was traced.
         if all(jax.typeof(x) == y for x, y in zip(rows, program.in_avals, strict=True)):
             return jax.core.eval_jaxpr(program.jaxpr, program.consts, *rows)
-        sharding, count = explicit_sharding(*rows), len(program.consts)
-        if sharding is None:
-            return evaluate(program, *rows)
-
-        # It was traced for no mesh. Numbers that it holds, as an injected rate, may be on it.
-        def run(*arrays: jax.Array) -> Sequence[jax.Array]:
-            held, given = arrays[:count], arrays[count:]
-            return evaluate(ClosedJaxpr(program.jaxpr, held), *given)
-
+        # Numbers that it holds, as an injected rate, may be on a mesh, too.
+        run = functools.partial(evaluate, ClosedJaxpr(lifted(program), []))
         # Updates and state lie where gradients and state did.
         specs = [spec_of(x) for x in rows[: len(program.out_avals)]]
-        return automatically(run, *program.consts, *rows, like=sharding, spec=specs)
+        return automatically(run, *program.consts, *rows, spec=specs)
 
 
 def with_row(rows: RowArray, row: Shape) -> RowArray:

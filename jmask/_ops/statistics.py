@@ -70,7 +70,7 @@ def _order(
     """Return for each place along the axis which entry belongs there; masked ones last."""
     values = lax.stop_gradient(jnp.where(x.valid, as_dense(x.storage), jnp.zeros((), x.dtype)))
     position = lax.broadcasted_iota(jnp.int32, x.shape, axis)
-    operands = [x.valid, values, typed_like(position, jax.typeof(values))]
+    operands = [x.valid, values, typed_like(position, values)]
     if descending:
         # Backwards in and out, so that equal entries keep their order.
         operands = [jnp.flip(operand, axis) for operand in operands]

@@ -9,7 +9,7 @@ from jax import lax
 
 from jmask._base.array_types import joint_dtype
 from jmask._base.row_ids import hide
-from jmask._base.shardings import varying_alike, varying_axes, with_whole_rows
+from jmask._base.shardings import flattened, varying_alike, varying_axes
 from jmask._base.types import Function, PyTree, Scalar, Table, Tensor
 from jmask._base.validation import abstract_leaf, check_flag, check_leaves, shown
 from jmask._ops.formulas import factor_for, where_nonzero
@@ -119,9 +119,7 @@ def merge(stacked: PyTree) -> PyTree:
                 "`stacked` must hold RowSparse tensors with one leading axis, as from "
                 f"lax.scan or jax.vmap; got indices of shape {ids.shape}."
             )
-        ids, values = with_whole_rows(ids, 1), with_whole_rows(values, 1)
-        leaves = (ids.reshape(-1), values.reshape(-1, *values.shape[2:]))
-        return x.with_leaves(*leaves, order="any")
+        return x.with_leaves(flattened(ids, 2), flattened(values, 2), order="any")
 
     check_leaves("stacked", stacked)
     return _map(merged, stacked)

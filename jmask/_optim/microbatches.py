@@ -145,7 +145,7 @@ def multi_steps(
         last = step >= every_k - 1
         divisor = step + 1 if use_grad_mean else jnp.ones_like(step)
         mean = tree.unflatten([_mean(*x, divisor) for x in zip(likes, new, strict=True)])
-        reset = lambda x, zero: jnp.where(last, typed_like(zero, jax.typeof(x)), x)
+        reset = lambda x, zero: jnp.where(last, typed_like(zero, x), x)
         kept = jax.tree.map(reset, new, empty())
         state = MultiStepsState(jnp.where(last, 0, step + 1), kept, None)
         return last, noticed_as(updates, mean), state
@@ -184,8 +184,7 @@ def _added(
             return kept | new if new.dtype == bool else kept + new.astype(kept.dtype)
         # What `init` or a loss made outside of a mesh is on none.
         new = new.astype(kept.dtype)
-        for like in (jax.typeof(new), jax.typeof(kept)):
-            new, kept = (on_every_device(x, like) for x in (new, kept))
+        new, kept = on_every_device(new, kept), on_every_device(kept, new)
         return lax.dynamic_update_slice_in_dim(kept, new, step * part.ids.shape[0], 0)
 
     return jax.tree.map(put, kept, _parts(gradient))

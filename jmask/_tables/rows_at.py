@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from jmask._base.array_types import is_complex, is_narrow, joint_dtype, wide
 from jmask._base.row_ids import hide, id_dtype
-from jmask._base.shardings import Shards, explicit_sharding, spec_of
+from jmask._base.shardings import Shards, explicit_mesh, spec_of
 from jmask._base.types import Ids, Numbers
 from jmask._kernels.rows import gather_unique_rows, is_routed, set_rows
 from jmask._kernels.sharded_rows import routed
@@ -36,10 +36,8 @@ def from_the_end(ids: Numbers, rows: int) -> Ids:
 
 def routed_to_shards(table: jax.Array, gradient: RowSparse) -> RowSparse:
     """Return a gradient of which each shard has its own rows, if a table is sharded by type."""
-    shards = Shards.of(table) if isinstance(table, jax.Array) else None
-    if shards is None or not shards.rows:
-        return gradient
-    if is_routed(shards, gradient.row_ids(), gradient.order):
+    shards = Shards.of(table)
+    if not shards.rows or is_routed(shards, gradient.row_ids(), gradient.order):
         return gradient
     ids, values = routed(table, gradient.row_ids(), gradient.values)
     return gradient.with_leaves(hide(ids), values, order="routed")
@@ -114,7 +112,7 @@ def one_table(gradient: RowSparse, *tables: jax.Array) -> RowSparse:
     flat = gradient.flat()
     if gradient.leading == 1 or math.prod(flat.row) != 1:
         return flat
-    if explicit_sharding(flat.values, *tables) is not None:
+    if explicit_mesh(flat.values, *tables) is not None:
         return flat
     numbers, shape = flat.values.reshape(-1), (flat.row_count,)
     made = RowSparse.from_rows(flat.row_ids(), numbers, shape, coalesced=False)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jmask._base.row_ids import COLUMNS, id_dtype, id_of
-from jmask._base.shardings import automatically, by_rows, entry, explicit_sharding
+from jmask._base.shardings import automatically, by_rows, entry, explicit_mesh
 from jmask._base.types import Argument, Numbers
 from jmask._base.validation import as_table, check_flag, shown
 from jmask._tables.packed import check_floating
@@ -76,19 +76,17 @@ def sharded(
         shape = (table.shape[0] + missing, *table.shape[1:])
         abstract: Argument = jax.ShapeDtypeStruct(shape, table.dtype, sharding=sharding)
         return abstract
-    source = explicit_sharding(table)
-    if source is not None and source.mesh == mesh.abstract_mesh:
-        return automatically(padded, table, like=source, spec=sharding.spec)
-    if source is not None:  # of another mesh, where it comes together first
-        whole = automatically(padded, table, like=source, spec=(None,) * table.ndim)
-        return jax.device_put(whole, sharding)
-    is_elsewhere = (
+    source = explicit_mesh(table)
+    if source == mesh.abstract_mesh:
+        return automatically(padded, table, spec=tuple(sharding.spec))
+    is_elsewhere = source is not None or (
         not isinstance(table, jax.core.Tracer)
         and table.committed
         and table.sharding.device_set != set(mesh.devices.flat)
     )
-    if is_elsewhere:
-        return jax.device_put(jax.jit(padded)(table), sharding)
+    if is_elsewhere:  # it comes together there first
+        whole = automatically(jax.jit(padded), table, spec=(None,) * table.ndim)
+        return jax.device_put(whole, sharding)
     return jax.jit(padded, out_shardings=sharding)(table)
 
 

@@ -14,7 +14,7 @@ from jax import lax
 
 from jmask._base.array_types import fewer, is_known
 from jmask._base.row_ids import canonical
-from jmask._base.shardings import flat
+from jmask._base.shardings import on_every_device
 from jmask._base.types import ArraysFunction, DType, Ids, PyTree, PyTreeDef, Shape
 from jmask._base.validation import leaf_name, named_parts
 from jmask._embedding.lookup import checked_integers
@@ -106,7 +106,8 @@ def reset(
         name, table = leaf_name("params", paths[i]), jnp.asarray(leaves[i])
         ids = checked_integers(ids, leaf_name("rows", paths[i])[1:-1], "fill")
         _check(name, table, ids, vocab)
-        ids, count = canonical(flat(jnp.asarray(ids)), table.shape[0]), table.shape[0]
+        count = table.shape[0]
+        ids = canonical(on_every_device(jnp.asarray(ids)).reshape(-1), count)
         size = fewer(ids.shape[0], count)
         if size:
             chosen[i], _ = unique_slots(ids, size, count)

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from jmask._base.row_ids import id_dtype
-from jmask._base.shardings import Shards, explicit_sharding, resharded, spec_of
+from jmask._base.shardings import Shards, typed_like
 from jmask._base.types import Numbers, StorageLike
 from jmask._base.validation import checked_array
 from jmask._kernels.coalesce import to_entries
@@ -102,9 +102,7 @@ def rows_of(
     arrays = vocab.lines, vocab.clock, words, exists
     results = _on_all_devices(jax.tree.map(shape_of, vocab), shards, *arrays)
     rows, recycled, lines, counts = results
-    sharding_of_keys = explicit_sharding(words)
-    if sharding_of_keys is not None:
-        rows = resharded(rows, sharding_of_keys, spec_of(words)[:-1])
+    rows = typed_like(rows, words[..., 0])
     low = vocab.counts[:, 1] + counts
     high = vocab.counts[:, 0] + (low < counts).astype(jnp.uint32)
     counts, clock = jnp.stack([high, low], 1), vocab.clock + 1
@@ -114,15 +112,10 @@ def rows_of(
 
 # In one program: outside of jit its branches would be compiled in each call.
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _on_all_devices(
-    vocab: Vocabulary, shards: Shards | None, *arrays: jax.Array
-) -> list[jax.Array]:
+def _on_all_devices(vocab: Vocabulary, shards: Shards, *arrays: jax.Array) -> list[jax.Array]:
     """Run `_on_device` on one device or several. `vocab` has shapes in the place of arrays."""
-    exists = arrays[-1]
-    if shards is None:
-        return _on_device(vocab, None, *arrays)
     # Keys come to every device; what each finds is added up.
-    run = functools.partial(_on_device, vocab, shards if shards.rows else None)
+    run, exists = functools.partial(_on_device, vocab, shards), arrays[-1]
     specs = [shards.spec, *((None,) * x.ndim for x in arrays[1:])]
     out = [(None,) * exists.ndim, (None,), shards.spec, (None,)]
     results: list[jax.Array] = shards.run(run, *arrays, specs=specs, out=out)
@@ -131,7 +124,7 @@ def _on_all_devices(
 
 def _on_device(
     vocab: Vocabulary,
-    shards: Shards | None,
+    shards: Shards,
     lines: jax.Array,
     clock: jax.Array,
     words: jax.Array,
@@ -139,7 +132,7 @@ def _on_device(
 ) -> list[jax.Array]:
     """Return rows, recycled rows (n,), new lines of this device, what `counters` adds up.
 
-    `shards` are given where the sets are on several devices; `lines` are those of this one.
+    `lines` are those of this device.
     """
     shape, ways, count, places = exists.shape, vocab.ways, lines.shape[0], vocab.places
     words, exists = words.reshape(-1, 2), exists.reshape(-1)
@@ -147,8 +140,8 @@ def _on_device(
     entries = lax.iota(jnp.int32, n)
     key, all_sets, first_row = hashed(words), vocab.lines.shape[0], jnp.zeros((), dtype)
     sets = part_of(key, all_sets).astype(id_dtype(all_sets))
-    if shards is not None:
-        sets = shards.local(sets, count)
+    sets = shards.local(sets, count)
+    if shards.rows:
         first_row = lax.axis_index(shards.rows).astype(dtype) * (count * ways)
     is_here = exists & (sets < count)
     sets = jnp.where(is_here, sets, count)
@@ -219,7 +212,7 @@ def _on_device(
     hits, waiting = (jnp.where(x, times, 0) for x in (has_row, ~owns))
     counted = (hits, gets_row, evicts, waiting)
     counts = jnp.stack([jnp.sum(x, dtype=jnp.uint32) for x in counted])
-    if shards is not None:
+    if shards.rows:
         rows = lax.psum(jnp.where(is_here, rows, 0), shards.rows)
         recycled, counts = lax.pmin(recycled, shards.rows), lax.psum(counts, shards.rows)
     rows = jnp.where(exists, rows, vocab.table_rows)
