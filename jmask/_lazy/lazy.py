@@ -147,7 +147,9 @@ def densify() -> optax.GradientTransformation:
     """
 
     def update(updates, state, params=None):
-        gradients = Fit.of(updates, params).gradients
+        # The gradient is of the fast parameters of a pair.
+        fast = params.fast if isinstance(params, optax.LookaheadParams) else params
+        gradients = Fit.of(updates, fast).gradients
         return jax.tree.map(dense_gradient, gradients, is_leaf=is_gradient_leaf), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
