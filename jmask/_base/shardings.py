@@ -110,6 +110,26 @@ def with_whole_rows(array: jax.Array, d: int = 0) -> jax.Array:
     return resharded(array, sharding, (*spec[:d], None, *spec[d + 1 :]))
 
 
+def end_to_end(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Concatenate arrays (n, ...) along dimension 0, which types may shard differently.
+
+    JAX refuses that. All are sharded over the axes of the one that is on most devices, if
+    these divide all sizes, and otherwise dimension 0 is on every device.
+    """
+    specs = list(dict.fromkeys(map(spec_of, arrays)))
+    sharding = explicit_sharding(*arrays)
+    if len(specs) == 1 or sharding is None:
+        return jnp.concatenate(arrays)
+
+    def devices(spec: tuple[MeshAxes, ...]) -> int:
+        return math.prod(sharding.mesh.shape[axis] for axis in names(spec[0]))
+
+    specs.append((None, *specs[0][1:]))
+    fit = [x for x in specs if not any(y.shape[0] % devices(x) for y in arrays)]
+    spec = max(fit, key=devices)
+    return jnp.concatenate([resharded(x, sharding, spec) for x in arrays])
+
+
 def flattens_in_place(ids: jax.Array) -> bool:
     """Decide whether ids go into one dimension without being moved between devices.
 
