@@ -232,6 +232,7 @@ _ROWS = """
         square(lax.scan(lambda c, w: (jnp.cos(c * w[None]), None), jnp.ones((2, D)), t)[0])
     layers of a checkpointed scan | dense |
         square(lax.scan(jax.checkpoint(lambda c, w: (jnp.cos(c + w), c)), jnp.ones(D), t)[1])
+    layers of a scan, computed | dense | square(lax.map(lambda w: jnp.sin(w) * w, 2 * t))
     layers of a scan, looked up | falls back |
         square(lax.map(lambda w: jnp.sin(w) * w, t)) + square(t[IDS])
     computed, each entry | 6 | square(jax.nn.sigmoid(t)[IDS])

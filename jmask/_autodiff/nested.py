@@ -212,7 +212,7 @@ def _scan(
         begin, needs = len(forward.needs), forward.needs
         _, (_, record) = step(init, (None, plain, None))
         # Each round needs rows of its own array of a stack, so that of layers all are needed.
-        tables = frozenset[int]().union(*(x.tables for x in stacks.values()))
+        tables = {x.number for x in stacks.values() if isinstance(x, TableView)}
         for k, need in enumerate(needs[begin:], begin):
             if need.rows and need.table in tables:
                 needs[k] = need._replace(rows=need.rows * length)
@@ -243,6 +243,7 @@ def _element(x: View, number: jax.Array) -> View:
         make,
         x.tables,
         x.equations,
+        is_lookup=x.is_lookup,
         varies=x.varies,
         computed_by=x.computed_by,
     )
