@@ -228,6 +228,13 @@ _ROWS = """
         referred(t, lambda add: jax.jit(lambda i: lax.cond(i > 0, add, lambda i: None, i))(2))
     dense only | dense | square(t)
     dense only, in scan | dense | lax.scan(lambda c, i: (c * square(t), None), 1.0, VALID)[0]
+    layers of a scan | dense |
+        square(lax.scan(lambda c, w: (jnp.cos(c * w[None]), None), jnp.ones((2, D)), t)[0])
+    layers of a checkpointed scan | dense |
+        square(lax.scan(jax.checkpoint(lambda c, w: (jnp.cos(c + w), c)), jnp.ones(D), t)[1])
+    layers of a scan, computed | dense | square(lax.map(lambda w: jnp.sin(w) * w, 2 * t))
+    layers of a scan, looked up | falls back |
+        square(lax.map(lambda w: jnp.sin(w) * w, t)) + square(t[IDS])
     computed, each entry | 6 | square(jax.nn.sigmoid(t)[IDS])
     computed, a column | 6 | square(jnp.exp(t[:, :1])[IDS])
     computed, each row | 12 | square((t / norms(t))[IDS] + 1)

@@ -209,7 +209,13 @@ def _scan(
 
     plain = [x for i, x in enumerate(scanned) if i not in stacks]
     if taps.is_trial:
+        begin, needs = len(forward.needs), forward.needs
         _, (_, record) = step(init, (None, plain, None))
+        # Each round needs rows of its own array of a stack, so that of layers all are needed.
+        tables = {x.number for x in stacks.values() if isinstance(x, TableView)}
+        for k, need in enumerate(needs[begin:], begin):
+            if need.rows and need.table in tables:
+                needs[k] = need._replace(rows=need.rows * length)
         of_rounds = lambda tap: dataclasses.replace(tap, batch=(length, *tap.batch))
         outs, record = [aval_of(v) for v in eqn.outvars], jax.tree.map(of_rounds, record)
     else:
@@ -237,7 +243,7 @@ def _element(x: View, number: jax.Array) -> View:
         make,
         x.tables,
         x.equations,
-        is_lookup=True,
+        is_lookup=x.is_lookup,
         varies=x.varies,
         computed_by=x.computed_by,
     )

@@ -23,6 +23,7 @@ from jax.sharding import AxisType
 
 from jmask._base.row_ids import id_dtype
 from jmask._base.shardings import (
+    end_to_end,
     explicit_mesh,
     flattened,
     on_mesh,
@@ -240,7 +241,7 @@ def _joined(table: TableArray, parts: Sequence[tuple[Tap, IdVector, RowArray]]) 
             ids, rows = split_rows(ids, rows, each, count, row)
         all_ids.append(ids.astype(id_dtype(count)))
         all_rows.append(rows if rows.dtype == table.dtype else rows.astype(table.dtype))
-    ids = all_ids[0] if len(parts) == 1 else jnp.concatenate(all_ids)
+    ids = all_ids[0] if len(parts) == 1 else end_to_end(all_ids)
     return RowSparse.from_rows(
         ids,
         concatenated(all_rows),

@@ -191,7 +191,7 @@ def reshaped(x: View, shape: Shape) -> View:
     def dimensions_read(count: int) -> int | None:
         """Return along how many dimensions of the operand to read: rows as long as possible."""
         size = math.prod(shape[count:])
-        fits = [j for j in range(1, x.ndim + 1) if sizes[j] and size % sizes[j] == 0]
+        fits = [j for j in range(x.ndim + 1) if sizes[j] and size % sizes[j] == 0]
         fits = [j for j in fits if x.fits[j]]
         if not fits:
             return None

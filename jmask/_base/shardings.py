@@ -109,6 +109,22 @@ def on_every_device(x: jax.Array, *others: jax.Array) -> jax.Array:
     return resharded(x, explicit_mesh(x, *others), (None,) * x.ndim)
 
 
+def end_to_end(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Concatenate arrays (n, ...) along dimension 0, which types may shard differently.
+
+    JAX refuses that. All are sharded over the axes of the one that is on most devices, if
+    these divide all sizes, and otherwise dimension 0 is on every device.
+    """
+    specs, mesh = list(dict.fromkeys(map(spec_of, arrays))), explicit_mesh(*arrays)
+    if len(specs) == 1 or mesh is None:
+        return jnp.concatenate(arrays)
+    devices = lambda spec: math.prod(mesh.shape[axis] for axis in names(spec[0]))
+    specs.append((None, *specs[0][1:]))
+    fit = [x for x in specs if not any(y.shape[0] % devices(x) for y in arrays)]
+    spec = max(fit, key=devices)
+    return jnp.concatenate([resharded(x, mesh, spec) for x in arrays])
+
+
 def flattened(x: jax.Array, dimensions: int) -> jax.Array:
     """Return an array with its first dimensions as one, sharded as the first of them is."""
     # JAX has no sharding for the flat form of an array without entries.

@@ -26,7 +26,7 @@ from jax import lax
 
 from jmask._base.array_types import trailing, wide
 from jmask._base.row_ids import Order, id_dtype
-from jmask._base.shardings import Shards, sharding_of_rows
+from jmask._base.shardings import Shards, end_to_end, sharding_of_rows
 from jmask._base.types import Function, KeyPath, Numbers, PyTree, PyTreeDef, Shape
 from jmask._base.validation import checked_integer, leaf_name, named_parts
 from jmask._deferred.measured import (
@@ -364,7 +364,7 @@ def _chosen_rows(
     for i, node in named_parts("ids", paths, ids).items():
         nodes, name = node if isinstance(node, list) else [node], leaf_name("ids", paths[i])
         numbers = [_numbers(name, x, leaves[i].shape) for x in nodes]
-        chosen[i] = jnp.concatenate(numbers) if numbers else jnp.zeros((0,), jnp.int32)
+        chosen[i] = end_to_end(numbers) if numbers else jnp.zeros((0,), jnp.int32)
     return chosen
 
 

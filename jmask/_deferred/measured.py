@@ -251,7 +251,7 @@ def forms_of_steps(
             grads[i] = RowSparse.zeros(likes[i].shape, likes[i].dtype)
         return LazyStep.of(inner, tree.unflatten(grads), state, params, {})
 
-    is_table = lambda x: x.ndim and jnp.issubdtype(x.dtype, jnp.floating)
+    is_table = lambda x: x.ndim and 0 not in x.shape and jnp.issubdtype(x.dtype, jnp.floating)
     tables = [i for i, x in enumerate(likes) if is_table(x)]
     try:
         step = step_of_tables(tables)

@@ -214,9 +214,10 @@ def embedding_bag(
             result = result / (size if combiner == "mean" else jnp.sqrt(size))
         if outside is not None and not fills_in:
             invalid = trailing(bags.sum(outside.astype(jnp.int32)) > 0, result.ndim)
-            # Adding a constant marks the bag and keeps the derivatives in its other rows.
-            to_missing = missing(result.dtype) - jax.lax.stop_gradient(result)
-            result = result + jnp.where(invalid, to_missing, 0)
+            # Adding a constant marks the bag and keeps the derivatives in its other rows. No
+            # nan is computed for the bags without one, which `jax_debug_nans` would see.
+            marks = jnp.where(invalid, missing(result.dtype), 0)
+            result = result + (marks - jax.lax.stop_gradient(jnp.where(invalid, result, 0)))
     if bags.valid is not None:
         result = jnp.where(bags.valid, result, missing(result.dtype))
     if bags.shape == (0,):

@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_known, joint_dtype, trailing, wide
 from jmask._base.lowering import CallPrimitive
-from jmask._base.shardings import explicit_mesh, varying_axes
+from jmask._base.shardings import end_to_end, explicit_mesh, varying_axes
 from jmask._base.side_table import SideTable
 from jmask._base.types import (
     Argument,
@@ -115,7 +115,7 @@ def concatenated(arrays: Sequence[RowArray]) -> RowArray:
     """Concatenate rows; they are known as gathered if some of them are and it pays."""
     if len(arrays) == 1:
         return arrays[0]
-    result, parts = jnp.concatenate(arrays), [gathered(x) for x in arrays]
+    result, parts = end_to_end(arrays), [gathered(x) for x in arrays]
     sources = [x.source if isinstance(x, GatheredRows) else x for x in parts]
     known = [x for x in parts if isinstance(x, GatheredRows)]
     total = sum(x.shape[0] for x in sources)

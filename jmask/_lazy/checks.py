@@ -10,6 +10,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import fewer, is_narrow
 from jmask._base.row_ids import id_dtype
+from jmask._base.shardings import explicit_mesh, typed_like
 from jmask._base.types import Argument, Gradient, KeyPath, PyTree, PyTreeDef, RowArray, Table
 from jmask._base.validation import (
     KEEP_ARRAYS,
@@ -23,7 +24,7 @@ from jmask._base.validation import (
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.lines import masked_lines
 from jmask._kernels.rows import set_rows
-from jmask._tables.rows_at import shape_of
+from jmask._tables.rows_at import add_to_dense, shape_of
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import coordinates, is_sparse, stored_values
@@ -272,11 +273,20 @@ def with_whole_rows(updates: PyTree, *, lines: bool = False) -> PyTree:
     return jax.tree.map(whole, updates, is_leaf=is_gradient_leaf)
 
 
-def dense_gradient(gradient: Gradient) -> jax.Array:
-    """Return a gradient as an array, zero where it is masked or stores nothing."""
+def dense_gradient(gradient: Gradient, param: Table | None = None) -> jax.Array:
+    """Return a gradient as an array, zero where it is masked or stores nothing.
+
+    Where the type of its parameter says which devices have which rows, so does its own: no
+    device need have all of the table.
+    """
     if isinstance(gradient, MaskedTensor):
         return gradient.to_tensor(0)
-    return gradient.todense() if is_row_sparse(gradient) else gradient
+    if not is_row_sparse(gradient):
+        return gradient
+    if isinstance(param, jax.Array) and gradient.leading == 1 and explicit_mesh(param):
+        zeros = jnp.zeros_like(param, dtype=gradient.dtype)  # outside of jit where `param` is
+        return add_to_dense(typed_like(zeros, param), gradient)
+    return gradient.todense()
 
 
 def with_wide_rows(gradients: PyTree) -> PyTree:
@@ -358,6 +368,16 @@ class Fit:
     def alone(cls, params: PyTree, order: str = ORDER) -> "Fit":
         """Return parameters without gradients."""
         return cls((), dense_parameters(params, order), model_of(params))
+
+    def dense(self, *, but_stacks: bool = False) -> PyTree:
+        """Return the gradients as arrays; those of stacked tables too, unless `but_stacks`."""
+
+        def dense(gradient: Gradient, param: Table | None = None) -> Gradient:
+            is_stack = is_row_sparse(gradient) and gradient.leading > 1
+            return gradient if but_stacks and is_stack else dense_gradient(gradient, param)
+
+        params = () if self.params is None else (self.params,)
+        return jax.tree.map(dense, self.gradients, *params, is_leaf=is_gradient_leaf)
 
     def as_given(self, new: PyTree) -> PyTree:
         """Return new parameters in the form they had: a model, or a `RowSparse` of all rows."""

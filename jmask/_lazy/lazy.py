@@ -49,7 +49,6 @@ from jmask._lazy.one_pass import OnePassTransformation, applied
 from jmask._lazy.row_local import RowWise
 from jmask._lazy.state_rows import check_made_by, check_nothing_held_back
 from jmask._lazy.step import LazyStep, step_of, with_updates
-from jmask._tensors.row_sparse import is_row_sparse
 
 
 def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -147,8 +146,9 @@ def densify() -> optax.GradientTransformation:
     """
 
     def update(updates, state, params=None):
-        gradients = Fit.of(updates, params).gradients
-        return jax.tree.map(dense_gradient, gradients, is_leaf=is_gradient_leaf), state
+        # The gradient is of the fast parameters of a pair.
+        fast = params.fast if isinstance(params, optax.LookaheadParams) else params
+        return Fit.of(updates, fast).dense(), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
 
@@ -165,9 +165,7 @@ def densified(
     def update(updates, state, params=None, **extra_args):
         fit = Fit.of(updates, params)
         check_made_by(tx.init, state, fit.params, dtypes=isinstance(tx, RowWise))
-        is_stack = lambda x: is_row_sparse(x) and x.leading > 1  # which is one table
-        dense = lambda x: x if is_stack(x) else dense_gradient(x)
-        gradients = jax.tree.map(dense, fit.gradients, is_leaf=is_gradient_leaf)
+        gradients = fit.dense(but_stacks=True)  # which are one table
         if has_gradients(gradients):
             step = LazyStep.of(tx, gradients, state, fit.params, extra_args)
             whole = lambda x: dataclasses.replace(x, value=dense_gradient(x.value), table=None)

@@ -24,6 +24,7 @@ from jmask._lazy.open_rows import open_shapes, refusing_counts
 from jmask._tables.rows_at import shape_of
 
 _T = TypeVar("_T")
+_ANOTHER_STATE = "it keeps another state for a table of this size"
 _OF_A_STEP = contextvars.ContextVar[dict[object, object] | None]("of a step", default=None)
 
 
@@ -81,6 +82,9 @@ def rows_of_state(
 
     key = (init, param_tree, *((x.shape, x.dtype) for x in (*opened, *params)))
     made, expected = once_a_step(key, shapes)
+    structures: list[PyTreeDef] = [jax.tree.structure(x) for x in (made, expected)]
+    if structures[0] != structures[1]:
+        raise NotRowLocalError(_ANOTHER_STATE)
     table_of = {size: i for i, size in rows.items()}
     owners: list[tuple[int | None, Shape]] = []
     for x, y in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
@@ -92,6 +96,8 @@ def rows_of_state(
                 "rows of a table, but has not one entry for each of them"
             )
         if owner is not None and y.size != math.prod((*as_tables[owner].shape[:1], *row)):
+            if as_tables[owner].shape == params[owner].shape:
+                raise NotRowLocalError(_ANOTHER_STATE)
             raise NotRowLocalError(
                 f"its state holds an array of shape {y.shape} for stacked tables, which has "
                 "not one entry for each of their rows",

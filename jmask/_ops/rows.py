@@ -25,7 +25,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import adds_when_cast, trailing
 from jmask._base.fallback import report_fallback
-from jmask._base.shardings import with_whole_rows
+from jmask._base.shardings import end_to_end, with_whole_rows
 from jmask._base.types import Argument, Function, HostArray, Ids, Shape, Sparse, Storage
 from jmask._tables.rows_at import add_to_dense
 from jmask._tensors.masked_tensor import common_shape
@@ -172,8 +172,8 @@ def _each_alone(function: Function, operands: Sequence[Operand], shape: Shape) -
     if len(sparse) == 1:
         (x,) = sparse.values()
         return with_stored_values(x, results[0], shape)
-    ids = jnp.concatenate([coordinates(x)[0] for x in sparse.values()])
-    return RowSparse(ids, jnp.concatenate(results), shape)
+    ids = end_to_end([coordinates(x)[0] for x in sparse.values()])
+    return RowSparse(ids, end_to_end(results), shape)
 
 
 def _on_common_positions(

@@ -357,7 +357,8 @@ ANY_SIZE = functions("t, ids", globals())("""
     lax.scan(lambda c, i: (c, t[i]), 0.0, ids)[1]; lax.map(lambda i: jnp.sin(t)[i], ids);
     lax.cond(ids[0] > 2, lambda: jnp.sum(t[ids]), lambda: jnp.sum(t[ids[:1]]));
     lax.cond(ids[0] < 2, lambda: t[ids], lambda: 2 * t[ids]);
-    jnp.sum(t[: ids.shape[0]]) + t[ids]
+    jnp.sum(t[: ids.shape[0]]) + t[ids];
+    t[ids] + lax.map(jnp.sin, jnp.broadcast_to(t[3], (ids.shape[0], 2)))
 """)
 
 

@@ -81,6 +81,7 @@ READS = {
     "mean": bag("mean"),
     "max": bag("max"),
     "twice": lambda t, ids: lookup(t, ids) + lookup(t, (ids + 1) % V),
+    "beside a few": lambda t, ids: lookup(t, ids) * jnp.sum(lookup(t, [1, 2, 2])),
     "recomputed": jax.checkpoint(lookup),
     "by hand": by_hand,
     # What is made of a table is not made: its rows are read where they are.

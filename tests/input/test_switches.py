@@ -61,6 +61,8 @@ FUNCTIONS = functions("t", globals())("""
         t).todense();
     jmask.grad(jax.checkpoint(lambda t: jnp.sin(t[IDS]).sum()))(t).todense();
     jmask.grad(lambda t: jmask.embedding_bag(t, IDS[None]).sum())(t).todense();
+    jmask.embedding_bag(t, IDS[None], combiner="mean", weights=jnp.ones((1, 3)));
+    jmask.embedding_bag(t, IDS, offsets=jnp.array([0, 1]), padding_id=2, combiner="sqrtn");
     jmask.dot(FEATURES, t.T); FEATURES @ t[0]; ROWS.coalesce().values;
     jmask.numpy.sum(MASKED, 0).to_tensor(0); jmask.numpy.std(MASKED, 1).to_tensor(0);
     jmask.numpy.sort(MASKED, 0).to_tensor(0); jmask.numpy.log(MASKED).to_tensor(0);

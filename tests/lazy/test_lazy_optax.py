@@ -234,10 +234,17 @@ def test_dense_gradients_go_to_inner():
     chex.assert_trees_all_equal(*updates)
 
 
-def test_densify_equals_optax_on_the_dense_gradient():
-    inner, gradient = optax.adamw(0.1), random_gradient(1)
-    updates, _ = first_update(optax.chain(jmask.densify(), inner), gradient)
-    expected, _ = first_update(inner, densified(gradient))
+@pytest.mark.parametrize(
+    ("inner", "params"),
+    [
+        (optax.adamw(0.1), PARAMS),
+        (optax.lookahead(optax.adam(0.1), 1, 0.5), optax.LookaheadParams(PARAMS, PARAMS)),
+    ],
+)
+def test_densify_equals_optax_on_the_dense_gradient(inner, params):
+    tx, gradient = optax.chain(jmask.densify(), inner), random_gradient(1)
+    updates, _ = tx.update(gradient, tx.init(params), params)
+    expected, _ = inner.update(densified(gradient), inner.init(params), params)
     assert_close(updates, expected, rtol=1e-6)
 
 

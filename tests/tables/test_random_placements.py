@@ -30,10 +30,12 @@ from tests.stored_tables import STEPS, bits, mesh_of
 V, D, N = 128, 8, 16
 TABLE = np.random.default_rng(0).normal(size=(V, D)).astype(np.float32)
 BATCHES = np.random.default_rng(1).integers(0, V, (3, N)).astype(np.int32)
+SHARED = BATCHES[:, 1]  # by all examples, on every device
 # How a table of this kind is made of `TABLE`, and the index that a lookup of ids has.
 KINDS = {
     "rows": (jnp.asarray, lambda ids: ids),
     "bags": (jnp.asarray, lambda ids: ids),
+    "beside shared": (jnp.asarray, lambda ids: [ids, SHARED]),
     "indexed": (jnp.asarray, lambda ids: ids),
     "stack": (lambda x: jnp.asarray(x).reshape(8, -1, D), lambda ids: (ids % 8, ids // 8)),
     "vector": (lambda x: jnp.asarray(x[:, 0]), lambda ids: ids),
@@ -81,6 +83,9 @@ def rows_looked_up(kind, table, ids, where):
         return jmask.embedding_lookup(table, ids)
     if kind == "bags":
         return jmask.embedding_bag(table, jnp.stack([ids, ids[::-1]], 1))
+    if kind == "beside shared":
+        shared = jmask.embedding_lookup(table, SHARED)
+        return jmask.embedding_lookup(table, ids) * jnp.sum(shared)
     if kind == "packed":
         return jmask.embedding_lookup(table, ids, width=D)
     found = table.at[KINDS[kind][1](ids)].get(out_sharding=where)
@@ -144,7 +149,7 @@ def check(program):
     mesh, spec = mesh_of(*sizes, axes=axes), placed(kind, program["spec"], axes)
     # JAX asks for the mesh outside of jit, and brings arrays of no mesh there by itself.
     is_eager = program["way"] == "outside of jit"
-    if program["of_no_mesh"] and (is_eager or kind not in ("rows", "bags")):
+    if program["of_no_mesh"] and (is_eager or kind not in ("rows", "bags", "beside shared")):
         program = program | {"of_no_mesh": False}
     put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
     is_set = (program["is_set"] or is_eager) and axes == "explicit"
@@ -185,6 +190,8 @@ PLAIN = {
 FOUND = {
     "lines on every device": {"kind": "packed"},
     "deferred columns": {"name": "deferred", "spec": (None, "x")},
+    "ids that lie elsewhere": {"kind": "beside shared", "spec": ("x", None)},
+    "rows to catch up that lie elsewhere": {"kind": "beside shared", "name": "deferred"},
     "few rows of no mesh": {"way": "apply_gradients", "of_no_mesh": True, "has_few_rows": True},
 }
 

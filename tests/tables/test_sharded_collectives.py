@@ -25,7 +25,7 @@ import jmask
 from benchmarks.collectives import collectives
 from jmask._kernels import tuning
 from tests.compiled_step import training_step
-from tests.optimizers import OPTIMIZERS
+from tests.optimizers import NOT_LAZY, OPTIMIZERS
 from tests.oracle import assert_close
 from tests.sampling import chosen
 from tests.stored_tables import LAYOUTS, STEPS, batch_of, mesh_of, sharded
@@ -60,7 +60,7 @@ IDS = np.random.default_rng(0).integers(0, V, N).astype(np.int32)
 def compiled_step(layout, optimizer, step, rows=V, loss=loss):
     """The step, its table, and the forward pass alone."""
     table, ids = sharded(jnp.zeros((rows, D)), layout), batch_of(IDS, layout)
-    tx = OPTIMIZERS[optimizer]
+    tx = (OPTIMIZERS | NOT_LAZY)[optimizer]
     state = tx.init(table)
     train = training_step(loss, tx, STEPS[step])
     forward = jax.jit(loss).lower(table, ids).compile()
@@ -113,6 +113,16 @@ def test_step_on_automatic_axes(layout, optimizer):
     assert bytes_moved(compiled) <= 6 * ROUTED
     assert_in_place(compiled, tables, layout)
     assert compiled.memory_analysis().temp_size_in_bytes < tables[0].nbytes / 8
+
+
+@pytest.mark.parametrize("optimizer", NOT_LAZY)
+@pytest.mark.parametrize("layout", EXPLICIT)
+@pytest.mark.dtype_promotion
+def test_no_device_has_all_of_a_dense_gradient(layout, optimizer):
+    compiled, tables, _ = compiled_step(layout, optimizer, "apply_gradients", 40_000)
+    assert max(size for _, size in collectives(compiled)) <= 2 * N * D * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < tables[0].nbytes
+    assert_in_place(compiled, tables, layout)
 
 
 def test_control_the_parser_sees_what_moves():
@@ -181,7 +191,7 @@ def loss_and_rows(table, ids):
 @functools.cache
 def everything(layout, optimizer, step):
     """Lookup, gradient, update and what does not fit, compiled."""
-    tx = OPTIMIZERS[optimizer]
+    tx = (OPTIMIZERS | NOT_LAZY)[optimizer]
 
     @jax.jit
     def run(table, ids):
