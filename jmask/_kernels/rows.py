@@ -384,6 +384,9 @@ def scattered(
     table: TableArray, ids: IdVector, rows: RowArray, kind: Kind, order: Order
 ) -> TableArray:
     """Bind one scatter, which promises this order of the ids."""
+    if is_of_numbers(table):
+        new = scattered(table.reshape(-1), ids, rows.reshape(-1), kind, order)
+        return new.reshape(table.shape)
     ids, rows = never_alone(table.shape[0], ids, rows)
     count, most = ids.shape[0], jnp.iinfo(ids.dtype).max
     is_unique = order != "any" and is_known(count) and table.shape[0] + count <= most
@@ -404,6 +407,14 @@ def scattered(
         unique_indices=is_unique,
         mode=_DROP,
     )
+
+
+def is_of_numbers(table: Shaped) -> bool:
+    """Decide whether rows (1, ..., 1) had better be none: XLA copies what it scatters them in.
+
+    That is a reshape of another array, as of stacked tables (CPU compiler of jaxlib 0.12).
+    """
+    return len(table.shape) > 1 and math.prod(table.shape[1:]) == 1
 
 
 def never_alone(rows: int, ids: IdVector, *values: RowArray) -> list[jax.Array]:

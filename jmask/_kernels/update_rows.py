@@ -34,7 +34,7 @@ from jmask._kernels import tuning
 from jmask._kernels._tpu import choice, row_updates
 from jmask._kernels.coalesce import are_large, coalesce_rows, in_order, summed_where_first
 from jmask._kernels.gathered_rows import GatheredRows, Rows, rows_at
-from jmask._kernels.rows import add_rows, is_routed, zero_of
+from jmask._kernels.rows import add_rows, is_of_numbers, is_routed, zero_of
 from jmask._kernels.sharded_rows import capacity_of, routed
 
 Tables = Sequence[jax.Array]
@@ -218,9 +218,20 @@ def _on_one_gpu(x: RowUpdate) -> list[jax.Array]:
 def _on_one_cpu(x: RowUpdate) -> list[jax.Array]:
     is_gathered = x.order == "any" and isinstance(x.values, GatheredRows)
     if not is_gathered:
-        return _in_one_round(x)
+        return _of_numbers(_in_one_round, x)
     size = tuning.block_size(math.prod(x.values.shape[1:]) * x.values.dtype.itemsize)
     return (_as_they_come if x.update.additive else _summed_in_order)(x, size)
+
+
+def _of_numbers(update: Form, x: RowUpdate) -> list[jax.Array]:
+    """Do an update; of rows of one number in one dimension, see `is_of_numbers`."""
+    if not all(map(is_of_numbers, x.tables)):
+        return update(x)
+    flat = lambda arrays: [y.reshape(-1) if jnp.ndim(y) else y for y in arrays]
+    (rows,) = flat([x.rows])
+    tables, scalars = flat(x.tables), flat(x.scalars)
+    new = update(dataclasses.replace(x, tables=tables, values=rows, scalars=scalars))
+    return [y.reshape(old.shape) for y, old in zip(new, x.tables, strict=True)]
 
 
 # --- gathered rows, in blocks ---------------------------------------------------------------

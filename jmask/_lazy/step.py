@@ -46,13 +46,7 @@ from jmask._lazy.checks import (
 )
 from jmask._lazy.row_local import RowLocal, RowWise
 from jmask._lazy.state_rows import check_nothing_held_back, once_a_step, rows_of_state
-from jmask._tables.rows_at import (
-    add_to_dense,
-    as_one_table,
-    one_table,
-    routed_to_shards,
-    shape_of,
-)
+from jmask._tables.rows_at import add_to_dense, as_one_table, routed_to_shards, shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._tensors.storage import stored_values, with_stored_values
@@ -198,12 +192,7 @@ class LazyStep:
         owners = rows_of_state(
             inner.init, shapes, is_table, gradient_tree, state, as_tables=flat, dtypes=dtypes
         )
-        pairs = [
-            (one_table(x, *param_leaves[i : i + 1]), None)
-            if is_row_sparse(x)
-            else gradient_and_valid(x)
-            for i, x in enumerate(given)
-        ]
+        pairs = [(x.flat(), None) if is_row_sparse(x) else gradient_and_valid(x) for x in given]
         gradients, valid = [x for x, _ in pairs], [x for _, x in pairs]
         # The parameter says which shards have which rows; where it is not given, the state.
         arrays = [*enumerate(param_leaves)]
@@ -224,9 +213,10 @@ class LazyStep:
                 return Leaf(x, kind, table, None, table_row, like)
             if kind == "param":
                 return Leaf(as_one_table(x, like), kind, table, None, table_row, x)
-            # As `one_table` stores numbers.
-            is_number = math.prod(row) == 1 and explicit_mesh(x) is None
-            is_flat = is_number and (row != table_row or gradients[i].ndim == 1)
+            # One number for each row is stored in one dimension: XLA copies the scattered
+            # array where it has two (jaxlib 0.12).
+            is_number = math.prod(row) == 1 and row != table_row
+            is_flat = is_number and explicit_mesh(x) is None
             stored = jnp.reshape(
                 x, (like.row_count, *(() if is_flat else row[like.leading - 1 :]))
             )

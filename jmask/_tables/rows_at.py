@@ -4,8 +4,6 @@ tables (M, V, D)              are one table (M * V, D)
 table sharded by its type     each shard has its own rows of the gradient
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,7 @@ from jax.typing import ArrayLike
 
 from jmask._base.array_types import is_complex, is_narrow, joint_dtype, wide
 from jmask._base.row_ids import hide, id_dtype
-from jmask._base.shardings import Shards, explicit_mesh, spec_of
+from jmask._base.shardings import Shards, spec_of
 from jmask._base.types import Ids, Numbers
 from jmask._kernels.rows import gather_unique_rows, is_routed, set_rows
 from jmask._kernels.sharded_rows import routed
@@ -74,9 +72,7 @@ def add_to_dense(dense: jax.Array, rows: RowSparse, key: jax.Array | None = None
             f"{dense.shape}: a RowSparse does not broadcast."
         )
     if rows.leading > 1:
-        return add_to_dense(as_one_table(dense, rows), one_table(rows, dense), key).reshape(
-            dense.shape
-        )
+        return add_to_dense(as_one_table(dense, rows), rows.flat(), key).reshape(dense.shape)
     both_inexact = all(jnp.issubdtype(x.dtype, jnp.inexact) for x in (dense, rows))
     dtype = joint_dtype(dense, rows.values)
     if not both_inexact or is_complex(dense) < is_complex(rows):
@@ -101,19 +97,4 @@ def as_one_table(tables: jax.Array, gradient: RowSparse) -> jax.Array:
             "over dimension 0, or make one table of them, `tables.reshape(-1, D)`, and shard "
             "its rows."
         )
-    return jnp.reshape(tables, one_table(gradient, tables).shape)
-
-
-def one_table(gradient: RowSparse, *tables: jax.Array) -> RowSparse:
-    """Return a gradient of stacked tables as one of one table, (M * V, *row).
-
-    Rows of one number are (M * V,): XLA copies a scattered array (M * V, 1) (jaxlib 0.12).
-    """
-    flat = gradient.flat()
-    if gradient.leading == 1 or math.prod(flat.row) != 1:
-        return flat
-    if explicit_mesh(flat.values, *tables) is not None:
-        return flat
-    numbers, shape = flat.values.reshape(-1), (flat.row_count,)
-    made = RowSparse.from_rows(flat.row_ids(), numbers, shape, coalesced=False)
-    return made.with_leaves(flat.index_leaf, numbers, order=flat.order)
+    return jnp.reshape(tables, gradient.flat().shape)

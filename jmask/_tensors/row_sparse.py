@@ -287,8 +287,7 @@ class RowSparse(RowSparseMethods):
     def stacked_as(self, like: "RowSparse") -> "RowSparse":
         """Undo `flat`: return the tensor with the shape of `like`."""
         static = like._static._replace(order=self.order)
-        values = self.values.reshape(self.nse, *like.row)
-        return RowSparse.tree_unflatten(static, (self.index_leaf, values))
+        return RowSparse.tree_unflatten(static, (self.index_leaf, self.values))
 
     def with_rows_of(self, like: "RowSparse") -> "RowSparse":
         """Return the same tensor with the smaller rows of `like`: each row is several then."""
