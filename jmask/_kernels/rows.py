@@ -410,9 +410,10 @@ def scattered(
 
 
 def is_of_numbers(table: Shaped) -> bool:
-    """Decide whether rows (1, ..., 1) had better be none: XLA copies what it scatters them in.
+    """Decide whether each row is one number, (1, ..., 1), and is written as a number.
 
-    That is a reshape of another array, as of stacked tables (CPU compiler of jaxlib 0.12).
+    XLA copies a scattered array (V, 1) that is a reshape of another one, as of stacked tables
+    (CPU compiler of jaxlib 0.12).
     """
     return len(table.shape) > 1 and math.prod(table.shape[1:]) == 1
 

@@ -218,20 +218,9 @@ def _on_one_gpu(x: RowUpdate) -> list[jax.Array]:
 def _on_one_cpu(x: RowUpdate) -> list[jax.Array]:
     is_gathered = x.order == "any" and isinstance(x.values, GatheredRows)
     if not is_gathered:
-        return _of_numbers(_in_one_round, x)
+        return _in_one_round(x)
     size = tuning.block_size(math.prod(x.values.shape[1:]) * x.values.dtype.itemsize)
     return (_as_they_come if x.update.additive else _summed_in_order)(x, size)
-
-
-def _of_numbers(update: Form, x: RowUpdate) -> list[jax.Array]:
-    """Do an update; of rows of one number in one dimension, see `is_of_numbers`."""
-    if not all(map(is_of_numbers, x.tables)):
-        return update(x)
-    flat = lambda arrays: [y.reshape(-1) if jnp.ndim(y) else y for y in arrays]
-    (rows,) = flat([x.rows])
-    tables, scalars = flat(x.tables), flat(x.scalars)
-    new = update(dataclasses.replace(x, tables=tables, values=rows, scalars=scalars))
-    return [y.reshape(old.shape) for y, old in zip(new, x.tables, strict=True)]
 
 
 # --- gathered rows, in blocks ---------------------------------------------------------------
@@ -347,6 +336,12 @@ def _in_one_round(x: RowUpdate) -> list[jax.Array]:
 
     XLA cannot know that this one has a single round: it does not count.
     """
+    if all(map(is_of_numbers, x.tables)):
+        flat = lambda arrays: [y.reshape(-1) if jnp.ndim(y) else y for y in arrays]
+        (rows,), tables, scalars = flat([x.rows]), flat(x.tables), flat(x.scalars)
+        new = dataclasses.replace(x, tables=tables, values=rows, scalars=scalars)
+        pairs = zip(_in_one_round(new), x.tables, strict=True)
+        return [y.reshape(old.shape) for y, old in pairs]
     if len(x.tables) == 1:
         return _fused(x)
 
