@@ -211,7 +211,8 @@ def _scan(
     if taps.is_trial:
         begin, needs = len(forward.needs), forward.needs
         _, (_, record) = step(init, (None, plain, None))
-        # Each round needs rows of its own array of a stack, so that of layers all are needed.
+        # The rounds read different arrays of a stack: together they read so many times as many
+        # rows, which of layers are all that there are.
         tables = {x.number for x in stacks.values() if isinstance(x, TableView)}
         for k, need in enumerate(needs[begin:], begin):
             if need.rows and need.table in tables:

@@ -370,7 +370,7 @@ class Fit:
         return cls((), dense_parameters(params, order), model_of(params))
 
     def dense(self, *, but_stacks: bool = False) -> PyTree:
-        """Return the gradients as arrays; those of stacked tables too, unless `but_stacks`."""
+        """Return the gradients as arrays; with `but_stacks` those of stacked tables stay."""
 
         def dense(gradient: Gradient, param: Table | None = None) -> Gradient:
             is_stack = is_row_sparse(gradient) and gradient.leading > 1
