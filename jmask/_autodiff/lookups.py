@@ -36,6 +36,7 @@ from jmask._autodiff.views import (
     per_entry,
     planned,
     read_at,
+    rows_of_ids,
     with_tap,
 )
 from jmask._base.array_types import trailing, wide
@@ -93,17 +94,16 @@ class Sums:
         return with_tap(tap, result, ids)
 
     def lookup_by_rows(self) -> Lookup | None:
-        """Return the sums, of rows that are read one by one; None if `x` has no such rows."""
+        """Read the rows one by one, and sum them; None if rows of `x` cannot be read."""
         x, count, dtype = self.x, self.entries, id_dtype(self.entries)
         plan = planned(x, 1, (count,))
 
         def run(taps: Taps) -> jax.Array:
             call = self.call()
             ids = call.positions.reshape(-1)
-            last = np.asarray(x.shape[0] - 1, ids.dtype)
-            p = Positions(1, (count,), lambda: ([jnp.minimum(ids, last)], ids <= last))
-            rows = read_at(x, p, taps).astype(self.aval.dtype)
-            which = jnp.where(ids <= last, lax.iota(dtype, count), np.asarray(count, dtype))
+            rows, is_row = rows_of_ids(x, ids, taps)
+            rows = rows.astype(self.aval.dtype)
+            which = jnp.where(is_row, lax.iota(dtype, count), np.asarray(count, dtype))
             which = which.reshape(call.positions.shape)
             (sums,) = BAG_SUM(dataclasses.replace(call, table=rows, positions=which))
             return sums.astype(self.aval.dtype).reshape(self.aval.shape)
@@ -429,10 +429,7 @@ def _lookup_on_shards(eqn: JaxprEqn, x: View, ids: jax.Array) -> Lookup | None:
         return dataclasses.replace(tap, shape=shape, ids=batch, like=like)
 
     def run(taps: Taps) -> jax.Array:
-        last = np.asarray(x.shape[0] - 1, ids.dtype)
-        is_row = ids <= last
-        p = Positions(1, ids.shape, lambda: ([jnp.minimum(ids, last)], is_row))
-        rows = read_at(x, p, taps)
+        rows, is_row = rows_of_ids(x, ids, taps)
         rows = jnp.where(trailing(is_row, rows.ndim), rows, jnp.zeros((), rows.dtype))
         return typed_like(rows, aval)
 

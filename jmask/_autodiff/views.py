@@ -227,6 +227,14 @@ def read_at(x: View, p: Positions, taps: Taps) -> jax.Array:
     return Reader(taps).read(x, p)
 
 
+def rows_of_ids(x: View, ids: jax.Array, taps: Taps) -> tuple[jax.Array, jax.Array]:
+    """Return rows (*ids.shape, *row) of a view by canonical ids, and which ids are rows."""
+    last = np.asarray(x.shape[0] - 1, ids.dtype)
+    is_row = ids <= last
+    p = Positions(1, ids.shape, lambda: ([jnp.minimum(ids, last)], is_row))
+    return read_at(x, p, taps), is_row
+
+
 def numbered_dimensions(shape: Shape, count: int) -> int:
     """Return how many of the first `count` dimensions of a table ids can number."""
     while count > 1 and math.prod(shape[:count]) > most_rows():

@@ -259,9 +259,8 @@ def _ordered_on_shards(shards: Shards, ids: IdVector, rows: RowArray) -> IdVecto
     """Return ids as `ids_after_reading`, by what each device has of their rows."""
     columns = spec_of(rows)[1:]
     (batch,) = dataclasses.replace(shards, columns=columns).spec_of_ids(ids)
-    spec = (batch, *columns) if rows.ndim else ()
-    run = functools.partial(shards.run, specs=[(batch,), spec], out=(batch,))
-    ordered: jax.Array = run(ids_after_reading, ids, rows)
+    specs = [(batch,), (batch, *columns) if rows.ndim else ()]
+    ordered: jax.Array = shards.run(ids_after_reading, ids, rows, specs=specs, out=(batch,))
     return ordered
 
 

@@ -138,23 +138,25 @@ def check(where, table, optimizer, wrapper, loss, aux):
     assert memory.temp_size_in_bytes < size / 3, what
 
 
-@pytest.mark.of_cpus
-@SEEDS
-def test_on_a_cpu(seed):
+def drawn_for_cpus(seed):
     table, *names = drawn(seed)
     if jax.__version_info__ < (0, 11) and table.dtype == jnp.bfloat16:
         pytest.skip("the XLA of JAX 0.10 has no bfloat16 scatter on CPUs, and widens the table")
-    check(None, table, *names)
+    return table, *names
+
+
+@pytest.mark.of_cpus
+@SEEDS
+def test_on_a_cpu(seed):
+    check(None, *drawn_for_cpus(seed))
 
 
 @pytest.mark.of_cpus
 @SEEDS
 def test_on_cpus(seed):
-    table, *names, _ = drawn(seed)
-    if jax.__version_info__ < (0, 11) and table.dtype == jnp.bfloat16:
-        pytest.skip("the XLA of JAX 0.10 has no bfloat16 scatter on CPUs, and widens the table")
+    *names, _ = drawn_for_cpus(seed)
     # Rows in `aux` come from a copy: an order would cost a sum over all devices.
-    check(placed(seed, jax.devices()[:8]), table, *names, "none")
+    check(placed(seed, jax.devices()[:8]), *names, "none")
 
 
 @pytest.mark.needs(what="libtpu")
