@@ -47,7 +47,7 @@ from jmask._lazy.checks import (
 )
 from jmask._lazy.one_pass import OnePassTransformation, applied
 from jmask._lazy.row_local import RowWise
-from jmask._lazy.state_rows import check_made_by, check_nothing_held_back
+from jmask._lazy.state_rows import check_made_by, check_nothing_held_back, held_back
 from jmask._lazy.step import LazyStep, step_of, with_updates
 
 
@@ -267,7 +267,7 @@ def apply_gradients(
         return fit.as_given(new), opt_state
     inner: Argument = tx
     update, stored = optax.with_extra_args_support(inner).update, fit.model.parameters
-    with advising_lazy("tx", fit.gradients):
+    with advising_lazy("tx", fit.gradients, opt_state):
         updates, opt_state = update(fit.gradients, opt_state, stored, **extra_args)
     return apply_updates(params, updates, key=key), opt_state
 
@@ -344,15 +344,20 @@ def is_table(x: object) -> bool:
 
 
 @contextlib.contextmanager
-def advising_lazy(name: str, gradients: PyTree) -> Iterator[None]:
+def advising_lazy(name: str, gradients: PyTree, state: PyTree) -> Iterator[None]:
     """Add the way out to errors of the transformation `name`, which gets sparse gradients."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
         if has_gradients(gradients):
+            advice = (
+                "If a transformation of optax raised this, put it inside jmask.lazy, as in "
+                "jmask.lazy(optax.adam(1e-3)), with all that is chained to it"
+            )
+            for kind, what, remedy in held_back(state):  # which `lazy` refuses
+                advice = f"Its {kind} holds {what} back, of whole tables. {remedy[:-1]}"
             error.add_note(
-                f"`{name}` got sparse gradients. If a transformation of optax raised this, put "
-                "it inside jmask.lazy, as in jmask.lazy(optax.adam(1e-3)), with all that is "
-                "chained to it: docs/errors.md says what such errors mean."
+                f"`{name}` got sparse gradients. {advice}: docs/errors.md says what such "
+                "errors mean."
             )
         raise

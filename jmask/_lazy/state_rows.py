@@ -179,13 +179,19 @@ _HELD_BACK: dict[type, tuple[str, str]] = {
 
 def check_nothing_held_back(state: PyTree) -> None:
     """Refuse the states of transformations that keep something of a row for a later step."""
-    for node in states_of(tuple(_HELD_BACK), state):
-        what, remedy = next(x for kind, x in _HELD_BACK.items() if isinstance(node, kind))
+    for kind, what, remedy in held_back(state):
         raise NotRowLocalError(
-            f"{type(node).__name__} holds {what} back for a later step, and a row that is not "
-            "among those touched then would lose them",
+            f"{kind} holds {what} back for a later step, and a row that is not among those "
+            "touched then would lose them",
             remedy,
         )
+
+
+def held_back(state: PyTree) -> Iterator[tuple[str, str, str]]:
+    """Yield the kinds of state that hold something back, what, and what to do instead."""
+    for node in states_of(tuple(_HELD_BACK), state):
+        what, remedy = next(x for kind, x in _HELD_BACK.items() if isinstance(node, kind))
+        yield type(node).__name__, what, remedy
 
 
 def states_of(kinds: type | tuple[type, ...], state: PyTree) -> list[PyTree]:

@@ -91,7 +91,7 @@ def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide)
             """Return updates, or None where they are applied, and what `old` becomes."""
             if extra is None:
                 return None, apply_gradients(tx, gradients, old[1], old[0])
-            with advising_lazy("inner", gradients):
+            with advising_lazy("inner", gradients, old):
                 return tx.update(gradients, old, params, **extra)
 
         old = (params, state) if extra is None else state
