@@ -1,4 +1,4 @@
-"""What JAX compiles, counted as it does it; tracers left behind; where programs are kept.
+"""What JAX compiles, counted as it does it; work of a trace; where programs are kept.
 
 with compilations() as compiled:
     jax.jit(jnp.sin)(x)
@@ -7,7 +7,9 @@ assert compiled == ["jit(sin)"]
 
 import contextlib
 import gc
+import itertools
 import os
+import sys
 import time
 import zlib
 from pathlib import Path
@@ -36,6 +38,39 @@ def compilations():
         yield found
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
+
+
+# --- the time of a trace, without the machine's -------------------------------------------
+
+
+def work(function, *args):
+    """How many Python functions are called and how many rounds loops take.
+
+    A comprehension is no call. Python 3.11 has no `sys.monitoring`: of calls alone, by its
+    profiler, a loop in one function is not seen.
+    """
+    counted = itertools.count()
+    note = lambda *_: next(counted)
+    if sys.version_info < (3, 12):
+        old = sys.getprofile()
+        sys.setprofile(lambda frame, event, arg: event == "call" and note())
+        try:
+            function(*args)
+        finally:
+            sys.setprofile(old)
+        return next(counted)
+    monitor, tool = sys.monitoring, sys.monitoring.PROFILER_ID
+    events = monitor.events.PY_START, monitor.events.JUMP
+    monitor.use_tool_id(tool, "work")
+    try:
+        for event in events:
+            monitor.register_callback(tool, event, note)
+        monitor.set_events(tool, sum(events))
+        function(*args)
+    finally:
+        monitor.set_events(tool, 0)
+        monitor.free_tool_id(tool)
+    return next(counted)
 
 
 # --- tracers left behind --------------------------------------------------------------

@@ -131,9 +131,13 @@ def _in_one_pass(
     if parts is None:
         return None
     outputs = [*new, *new[: len(step.gradients)]]  # a parameter takes that of its gradient
+    places: dict[int | None, list[int]] = {}  # of what is replaced, parameters first
+    for i, leaf in sorted(enumerate(step.leaves), key=lambda x: x[1].kind != "param"):
+        if leaf.kind != "gradient":
+            places.setdefault(leaf.table, []).append(i)
     combiners: dict[int, Combiner] = {}
     for table in proof.rows:
-        combiner = _combiner(step, proof, parts, table, outputs)
+        combiner = _combiner(step, proof, parts, places[table], outputs)
         if combiner is None:
             return None
         combiners[table] = combiner
@@ -153,6 +157,9 @@ class Parts(NamedTuple):
     table_of: dict[Var, int]  # whose rows or entries a variable has; no others depend on rows
     from_gradient: set[Var]  # those that are made of the gradient alone
     reduced: set[int]  # tables over whose gradient something shared is computed
+    equations: dict[int, list[JaxprEqn]]  # that make rows or entries of each table
+    arithmetic: dict[Var, tuple[int, JaxprEqn]]  # that makes a shared variable, by its place
+    constants: dict[Var, Argument]  # shared numbers that are the same in each step
     rows: Mapping[int, Dimension]  # the open number of rows of each table
     nothing: Jaxpr  # of no equations
 
@@ -178,21 +185,32 @@ def _taken_apart(proof: RowLocal) -> Parts | None:
     jaxpr, owners = proof.program.jaxpr, proof.owners
     from_gradient = {jaxpr.invars[i] for i in proof.rows}
     reduced: set[int] = set()
-    for eqn in jaxpr.eqns:
+    equations: dict[int, list[JaxprEqn]] = {table: [] for table in proof.rows}
+    arithmetic: dict[Var, tuple[int, JaxprEqn]] = {}
+    for place, eqn in enumerate(jaxpr.eqns):
         operands = {v for v in eqn.invars if isinstance(v, Var) and v in owners}
         is_from_gradient = operands <= from_gradient
         if not owners.keys() & {*eqn.outvars}:
             if not is_from_gradient:
                 return None
             reduced.update(owners[v] for v in operands)
+            if eqn.primitive.name in _CHEAP:
+                arithmetic[eqn.outvars[0]] = place, eqn
             continue
         is_mixed = len({owners.get(v) for v in (*operands, *eqn.outvars)}) > 1
         if is_mixed or eqn.effects or holds_jaxprs(eqn):
             return None
+        equations[owners[eqn.outvars[0]]].append(eqn)
         if is_from_gradient:
             from_gradient.update(eqn.outvars)
+    constants: dict[Var, Argument] = {
+        v: np.asarray(x, aval_of(v).dtype)
+        for v, x in proof.known.items()
+        if x is not None and not aval_of(v).ndim
+    }
     nothing = jaxpr.replace(constvars=[], invars=[], eqns=[], outvars=[])
-    return Parts(owners, from_gradient, reduced, proof.rows, nothing)
+    made = equations, arithmetic, constants
+    return Parts(owners, from_gradient, reduced, *made, proof.rows, nothing)
 
 
 # What may be computed again for each entry.
@@ -218,24 +236,18 @@ class Combiner(NamedTuple):
 
 
 def _combiner(
-    step: LazyStep, proof: RowLocal, parts: Parts, table: int, outputs: Sequence[Atom]
+    step: LazyStep, proof: RowLocal, parts: Parts, places: list[int], outputs: Sequence[Atom]
 ) -> Combiner | None:
     """Return how to compute new rows of a table, or None if it takes more than one pass.
 
     Of its gradient, and then the values made of that alone (clipped by a norm), the first is
     taken from which one scatter computes the rows, or a linear step; the gradient if none is.
     """
-    leaves, table_of, by_rows = step.leaves, parts.table_of, table in proof.by_rows
-    jaxpr = proof.program.jaxpr
-    places = [i for i, x in enumerate(leaves) if x.table == table and x.kind != "gradient"]
-    places.sort(key=lambda i: leaves[i].kind != "param")
+    leaves, table_of, table = step.leaves, parts.table_of, step.leaves[places[0]].table
+    assert table is not None
+    jaxpr, by_rows, constants = proof.program.jaxpr, table in proof.by_rows, parts.constants
     inputs, new = [jaxpr.invars[i] for i in places], [outputs[i] for i in places]
     wanted = [v for v in new if isinstance(v, Var)]  # all of them: no literal has rows
-    constants: dict[Var, Argument] = {
-        v: np.asarray(x, aval_of(v).dtype)
-        for v, x in proof.known.items()
-        if x is not None and not aval_of(v).ndim
-    }
 
     def evaluated(
         chosen: Sequence[JaxprEqn], given: Sequence[Var], *arrays: jax.Array
@@ -250,14 +262,13 @@ def _combiner(
         old = zip(wanted, arrays, strict=False)
         return [with_row(values[v], x.shape[1:]) for v, x in old]
 
-    equations = [e for e in jaxpr.eqns if e.outvars and table_of.get(e.outvars[0]) == table]
-    gradient = jaxpr.invars[table]
+    equations, gradient = parts.equations[table], jaxpr.invars[table]
     made = [v for e in equations for v in e.outvars if v in parts.from_gradient]
     first: Combiner | None = None
     for source in (gradient, *(made if not by_rows else ())):
         chosen, needed = needed_for(wanted, equations, source)
         scalars = [v for v in needed if v not in table_of and v not in constants]
-        more, scalars = _with_fewer_scalars(scalars, jaxpr.eqns, constants)
+        more, scalars = _with_fewer_scalars(scalars, parts)
         if any(aval_of(v).ndim for v in scalars):
             break
         if source is not gradient and gradient in needed:
@@ -278,9 +289,7 @@ def _combiner(
     return None if step.read_first else first
 
 
-def _with_fewer_scalars(
-    scalars: list[Var], eqns: Sequence[JaxprEqn], constants: Mapping[Var, Argument]
-) -> tuple[list[JaxprEqn], list[Var]]:
+def _with_fewer_scalars(scalars: list[Var], parts: Parts) -> tuple[list[JaxprEqn], list[Var]]:
     """Return equations, and fewer scalars that they compute the given ones of.
 
     -rate and rate * decay are two scalars, and the rate is one. Powers, as in a bias
@@ -288,15 +297,15 @@ def _with_fewer_scalars(
     a TPU has them of scalars.
     """
     chosen: list[JaxprEqn] = []
-    arithmetic = [e for e in eqns if e.primitive.name in _CHEAP]
     while True:
-        made = [e for e in arithmetic if {*e.outvars} <= {*scalars}]
-        others = [v for v in scalars if v not in {e.outvars[0] for e in made}]
-        operands = [v for e in made for v in e.invars if isinstance(v, Var)]
-        fewer = list(dict.fromkeys([*others, *(v for v in operands if v not in constants)]))
+        made = dict(sorted(parts.arithmetic[v] for v in scalars if v in parts.arithmetic))
+        operands = [v for e in made.values() for v in e.invars if isinstance(v, Var)]
+        others = [v for v in scalars if v not in parts.arithmetic]
+        others += [v for v in operands if v not in parts.constants]
+        fewer = list(dict.fromkeys(others))
         if len(fewer) >= len(scalars):
             return chosen, scalars
-        chosen, scalars = made + chosen, fewer
+        chosen, scalars = [*made.values(), *chosen], fewer
 
 
 def _scales(eqn: JaxprEqn, table_of: Mapping[Var, int]) -> bool:
