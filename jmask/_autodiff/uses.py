@@ -9,9 +9,12 @@ a one-hot matrix, which compares ids with the numbers of all rows, is a lookup t
 of a table: it is found here, and so is a lookup in what is computed of all of a table.
 """
 
+import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn
@@ -68,10 +71,11 @@ def report_dense(
     jaxpr: Jaxpr, leaf_name: Callable[[int], str], dense: Mapping[int, Sequence[Need]]
 ) -> None:
     """Warn of tables with dense gradients, once each, at the line that needs all of it."""
-    for i, needs in dense.items():
+    computed = Computed(jaxpr, dense)
+    for i in dense:
         table = aval_of(jaxpr.invars[i])
         size = math.prod(table.shape) * table.dtype.itemsize
-        why = reason(jaxpr, needs, size)
+        why = reason(computed, i, size)
         if why is not None:
             message, place, remedy = why
             report_fallback(
@@ -84,9 +88,10 @@ def report_dense(
 
 
 def reason(
-    jaxpr: Jaxpr, needs: Sequence[Need], size: float
+    computed: "Computed", table: int, size: float
 ) -> tuple[str, Place | None, str] | None:
     """Return why a table is dense, where, and the remedy; None if there is nothing to say."""
+    needs = computed.needs.get(table, ())
     lookups = [need for need in needs if need.is_lookup]
     # Nothing is said where as many rows are looked up as there are, as of transitions between
     # tags: a dense gradient costs no more than rows would.
@@ -100,7 +105,8 @@ def reason(
     whole = next((need for need in others if need not in by_columns), None)
     if whole is not None and whole.eqns and name_of(whole.eqns[-1]) != _name(whole):
         return what_is_unknown(whole.eqns[-1]), place_of(whole), "Please report it."
-    products, of_computed = _labelled(jaxpr, needs)
+    products, all_lookups = computed.products_and_lookups
+    of_computed = all_lookups.get(table, [])
     lookups += of_computed
     if all(any(n.eqns and n.eqns[-1] is eqn for eqn in products) for n in needs):
         remedy = "`table[ids]` is the product `jax.nn.one_hot(ids, len(table)) @ table`."
@@ -166,54 +172,87 @@ _STILL_THE_SAME = (
 _NOT_ROWS = ("scan", "shard_map", "while")
 
 
-def _labelled(jaxpr: Jaxpr, needs: Sequence[Need]) -> tuple[list[JaxprEqn], list[Need]]:
-    """Follow "numbers" of rows, "one-hot" matrices and what is "computed" of all of a table.
+_NO_TABLES: frozenset[int] = frozenset()
 
-    Returns:
-        Products with one-hot matrices, which are made of comparisons with the numbers of rows;
-        and lookups in arrays that have the rows of what is computed.
-    """
-    table = needs[0].table
-    whole: Shape = tuple(aval_of(jaxpr.invars[table]).shape)
-    rows = whole[0]
-    wholes = {id(need.eqns[-1]) for need in needs if need.rows is None and need.eqns}
-    products: list[JaxprEqn] = []
-    lookups: list[Need] = []
 
-    def run(jaxpr: Jaxpr, inputs: Sequence[str], outer: tuple[JaxprEqn, ...]) -> list[str]:
-        rule = lambda eqn, given: results(eqn, given, (*outer, eqn))
-        return interpret(jaxpr, [""] * len(jaxpr.constvars), inputs, rule, lambda _: "")
+class _Label(NamedTuple):
+    """What an array is: "numbers" of rows or "one-hot"; and of which tables it is computed."""
 
-    def results(eqn: JaxprEqn, given: list[str], eqns: tuple[JaxprEqn, ...]) -> list[str]:
-        name, result = eqn.primitive.name, ""
-        is_computed = id(eqn) in wholes or "computed" in given
-        # Of `hidden @ table.T` entries are looked up, as the logits of labels, and no rows.
-        has_rows = name != "dot_general" or rows not in aval_of(eqn.invars[1]).shape
-        shapes: list[Shape | None] = [getattr(aval_of(v), "shape", None) for v in eqn.outvars]
-        if is_computed and name in LOOKING_UP:
-            lookups.append(Need(table, eqns, 0, 0, True))
-        elif is_computed and has_rows and name not in _NOT_ROWS and name not in PLAIN_CALLS:
-            keep = [x is not None and len(x) > 1 and x[0] >= rows for x in shapes]
-            return ["computed" if kept else "" for kept in keep]
-        for body, _ in bodies_of(eqn):
-            labels = run(body, given[len(given) - len(body.invars) :], eqns)
-            # What has the shape of the table is the table, changed round by round.
-            pairs = zip(shapes, labels, strict=True)
-            return ["computed" if is_computed and x == whole else y for x, y in pairs]
-        if name == "iota":
-            result = "numbers"
-        elif name == "eq" and "numbers" in given:
-            result = "one-hot"
-        elif name in _STILL_THE_SAME:
-            result = given[0]
-        elif name == "dot_general" and "one-hot" in given:
-            # Where ids are as many as rows, as of the experts of a layer, all may be read.
-            shape = aval_of(eqn.invars[given.index("one-hot")]).shape
-            (contracted, _), _ = parameter(eqn, "dimension_numbers")
-            numbers = math.prod(shape[d] for d in contracted)
-            if math.prod(shape) < numbers * numbers:
-                products.append(eqn)
-        return [result] * len(eqn.outvars)
+    kind: str = ""
+    tables: frozenset[int] = _NO_TABLES
 
-    run(jaxpr, [""] * len(jaxpr.invars), ())
-    return products, lookups
+
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """What a program computes of all of its tables: found for all of them at once."""
+
+    jaxpr: Jaxpr
+    needs: Mapping[int, Sequence[Need]]  # what it needs of each table
+
+    @functools.cached_property
+    def products_and_lookups(self) -> tuple[list[JaxprEqn], dict[int, list[Need]]]:
+        """Products with one-hot matrices; lookups in what has the rows of what is computed.
+
+        One-hot matrices are made of comparisons with the numbers of rows.
+        """
+        shapes: dict[int, Shape] = {
+            i: tuple(aval_of(self.jaxpr.invars[i]).shape) for i in self.needs
+        }
+        wholes: dict[int, frozenset[int]] = {}
+        for i, needs in self.needs.items():
+            for need in needs:
+                if need.rows is None and need.eqns:
+                    key = id(need.eqns[-1])
+                    wholes[key] = wholes.get(key, _NO_TABLES) | {i}
+        products: list[JaxprEqn] = []
+        lookups: dict[int, list[Need]] = {}
+
+        def run(
+            jaxpr: Jaxpr, inputs: Sequence[_Label], outer: tuple[JaxprEqn, ...]
+        ) -> list[_Label]:
+            rule = lambda eqn, given: results(eqn, given, (*outer, eqn))
+            none = _Label()
+            return interpret(jaxpr, [none] * len(jaxpr.constvars), inputs, rule, lambda _: none)
+
+        def results(
+            eqn: JaxprEqn, given: list[_Label], eqns: tuple[JaxprEqn, ...]
+        ) -> list[_Label]:
+            name, kinds = eqn.primitive.name, [x.kind for x in given]
+            tables = wholes.get(id(eqn), _NO_TABLES).union(*(x.tables for x in given))
+            made = [tuple(getattr(aval_of(v), "shape", ())) for v in eqn.outvars]
+            kept = [_NO_TABLES] * len(made)
+            if tables and name in LOOKING_UP:
+                for i in tables:
+                    lookups.setdefault(i, []).append(Need(i, eqns, 0, 0, True))
+            elif tables and name not in _NOT_ROWS and name not in PLAIN_CALLS:
+                # Of `hidden @ table.T` entries are looked up, as the logits of labels, and no
+                # rows.
+                other = aval_of(eqn.invars[1]).shape if name == "dot_general" else ()
+                rows = {i: shapes[i][0] for i in tables if shapes[i][0] not in other}
+                has_rows = lambda i, x: len(x) > 1 and x[0] >= rows[i]
+                kept = [frozenset(i for i in rows if has_rows(i, x)) for x in made]
+                given = [_Label(x) for x in kinds]
+            for body, _ in bodies_of(eqn):
+                labels = run(body, given[len(given) - len(body.invars) :], eqns)
+                # What has the shape of a table is the table, changed round by round.
+                changed = (frozenset(i for i in tables if shapes[i] == x) for x in made)
+                every = zip(labels, kept, changed, strict=True)
+                return [_Label(x.kind, x.tables | y | z) for x, y, z in every]
+            kind = ""
+            if name == "iota":
+                kind = "numbers"
+            elif name == "eq" and "numbers" in kinds:
+                kind = "one-hot"
+            elif name in _STILL_THE_SAME:
+                kind = kinds[0]
+            elif name == "dot_general" and "one-hot" in kinds:
+                # Where ids are as many as rows, as of the experts of a layer, all may be read.
+                shape = aval_of(eqn.invars[kinds.index("one-hot")]).shape
+                (contracted, _), _ = parameter(eqn, "dimension_numbers")
+                numbers = math.prod(shape[d] for d in contracted)
+                if math.prod(shape) < numbers * numbers:
+                    products.append(eqn)
+            return [_Label(kind, x) for x in kept]
+
+        run(self.jaxpr, [_Label()] * len(self.jaxpr.invars), ())
+        return products, lookups

@@ -370,13 +370,13 @@ class LossProgram:
     def report_dense(self) -> None:
         """Warn of tables whose gradients are dense."""
 
-        def name(i: int) -> str:
-            names = [
+        @functools.cache
+        def names() -> list[str]:
+            return [
                 leaf_name(argument_name(self._fun, number), path)
                 for number, tree in self._parameters.items()
                 for path, _ in jax.tree.leaves_with_path(tree, is_leaf=is_tensor)
             ]
-            return names[self.leaves.owners[i]]
 
         dense = {i: needs for i, needs in self.needs.items() if i not in self.tables}
-        report_dense(self.jaxpr, name, dense)
+        report_dense(self.jaxpr, lambda i: names()[self.leaves.owners[i]], dense)

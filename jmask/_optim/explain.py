@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 
 from jmask._autodiff.taps import Tap
-from jmask._autodiff.uses import reason
+from jmask._autodiff.uses import Computed, reason
 from jmask._autodiff.value_and_grad import LossProgram
 from jmask._base.fallback import Place, collected, in_bytes
 from jmask._base.types import DType, Function, KeyPath, PyTree, PyTreeDef, Shape
@@ -181,10 +181,10 @@ def explain(
         params_and_rest = model.with_parameters(params)
         models = {0: model_of(params_and_rest)}
         program = LossProgram(loss_fn, models, (params_and_rest, *args), keywords, has_aux)
-        taps = jax.tree.leaves(program.taps)
+        taps, computed = jax.tree.leaves(program.taps), Computed(program.jaxpr, program.needs)
         for i, (path, leaf) in enumerate(jax.tree.leaves_with_path(params)):
             taps_of_table = [x for x in taps if x.table == i] if i in program.tables else None
-            why = reason(program.jaxpr, program.needs.get(i, []), math.inf)
+            why = reason(computed, i, math.inf)
             note = "" if why is None else _with_place(*why[:2])
             note = note if i in program.live else UNUSED
             steps.append(_step(path, leaf, taps_of_table, note, platform))

@@ -7,7 +7,6 @@ decides which way is taken for large arrays is drawn too, so that every way is t
 """
 
 import contextlib
-import sys
 import warnings
 from unittest import mock
 
@@ -22,6 +21,7 @@ from jax import lax
 
 import jmask
 from jmask._kernels import tuning
+from tests.compilations import work
 from tests.expressions import functions
 from tests.oracle import assert_close, densified
 from tests.sampling import few_or_many
@@ -248,24 +248,39 @@ def recurrent(depth):
     return loss, [shape((n, 64), "f4") for n in (1000, *[64] * depth)], shape((16,), "i4")
 
 
-def calls_of_a_trace(grad, loss, *shapes):
-    """How many Python functions are called: the time of a trace, without the machine's."""
-    events, old = [], sys.getprofile()
+def weights(depth):
+    """Layers whose weights are as large as tables, and are none."""
+
+    def loss(params, ids):
+        x = params[0][ids]
+        for w in params[1:]:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    many = [shape((1024, 1024), "f4")] * depth
+    return loss, [shape((10_000, 1024), "f4"), *many], shape((16,), "i4")
+
+
+def tied(depth):
+    """Tables that are looked up, and of which all is needed: each is warned of."""
+
+    def loss(tables, ids):
+        return sum(jnp.sum(t[ids] ** 2) + jnp.sum(t) for t in tables)
+
+    return loss, [shape((10_000, 64), "f4")] * depth, shape((16,), "i4")
+
+
+def work_of_a_trace(grad, loss, *shapes):
     run = jax.jit(lambda *args: jax.tree.leaves(grad(loss)(*args)))
-    sys.setprofile(lambda frame, event, arg: events.append(event))
-    try:
-        run.trace(*shapes)
-    finally:
-        sys.setprofile(old)
-    return events.count("call")
+    return work(run.trace, *shapes)
 
 
-def check_that_a_trace_is_linear(program, depth):
+def check_that_a_trace_is_linear(program, depth, times=2.0):
     for grad in (jax.grad, jmask.grad):  # what is imported and cached at the first call
-        calls_of_a_trace(grad, *program(2))
-    ours, twice = (calls_of_a_trace(jmask.grad, *program(n)) for n in (depth, 2 * depth))
+        work_of_a_trace(grad, *program(2))
+    ours, twice = (work_of_a_trace(jmask.grad, *program(n)) for n in (depth, 2 * depth))
     assert twice < 2.3 * ours
-    assert ours < 2 * calls_of_a_trace(jax.grad, *program(depth))
+    assert ours < times * work_of_a_trace(jax.grad, *program(depth))
 
 
 @pytest.mark.sampled
@@ -279,8 +294,17 @@ def test_a_scan_that_carries_many_gradients_is_traced_in_linear_time():
     check_that_a_trace_is_linear(recurrent, 20)
 
 
+def test_many_large_weights_are_traced_in_linear_time():
+    check_that_a_trace_is_linear(weights, 100)
+
+
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
+def test_many_warnings_are_found_in_linear_time():
+    check_that_a_trace_is_linear(tied, 30, times=3.0)
+
+
 def test_600_products_are_no_recursion():
-    calls_of_a_trace(jmask.grad, *deep(lambda x, w: x * w[:, None], 600, 16))
+    work_of_a_trace(jmask.grad, *deep(lambda x, w: x * w[:, None], 600, 16))
 
 
 # --- one structure -----------------------------------------------------------------------
