@@ -69,12 +69,13 @@ _CALLED = weakref.WeakKeyDictionary()
 def with_sizes(jaxpr: Jaxpr, numbers: Mapping[Dimension, int]) -> Jaxpr:
     """Return a jaxpr for arrays whose open dimensions have these sizes."""
     variables: dict[Var, Var] = {}
+    known: Mapping[Argument, int] = numbers
 
     def size(x: Argument) -> Argument:
         if not export.is_symbolic_dim(x):
             return x
-        if x in numbers:  # of most arrays: to divide takes 30 us
-            return numbers[x]
+        if x in known:  # of most arrays: to divide takes 30 us
+            return known[x]
         for dimension, number in numbers.items():
             if isinstance(times := x // dimension, int) and times * dimension == x:
                 return times * number
