@@ -36,7 +36,7 @@ from jmask._base.types import (
     Tensor,
     TypeIs,
 )
-from jmask._base.validation import abstract_leaf, refuse_scipy, shown
+from jmask._base.validation import abstract_leaf, refuse_other_tensors, shown
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.row_sparse import RowSparse
 
@@ -49,7 +49,7 @@ def stype(x: object, argument: str = "x") -> str:
     for kind, name in ((RowSparse, "row_sparse"), (BCOO, "coo"), (BCSR, "csr")):
         if isinstance(x, kind):
             return name
-    refuse_scipy(argument, x)
+    refuse_other_tensors(argument, x)
     is_list, is_leaf = isinstance(x, list), lambda leaf: not isinstance(leaf, list | tuple)
     leaves = jax.tree.leaves(x, is_leaf=is_leaf) if is_list else [x]
     others = [leaf for leaf in leaves if abstract_leaf(leaf) is None]
@@ -133,7 +133,8 @@ def is_stored(x: Sparse) -> jax.Array:
     """Find which of the (nse,) places of `x` hold an entry or a row, and are not padding."""
     pairs = zip(coordinates(x), x.shape, strict=False)
     inside = [(index >= 0) & (index < size) for index, size in pairs]
-    return functools.reduce(jnp.logical_and, inside)
+    every = jnp.ones(stored_values(x).shape[:1], bool)  # of a BCOO without sparse dimensions
+    return functools.reduce(jnp.logical_and, inside, every)
 
 
 def is_entry(x: Storage) -> jax.Array:
