@@ -232,7 +232,12 @@ class Forward:
             if lookup is not None:
                 return self._looked_up(lookup, abstract, of=x)
             eqns = x.computed_by or self.eqns
-            self.needs.extend(Need(number, eqns, None) for number in x.tables)
+            # What scales a larger table goes first: rows of that may be read in the next round.
+            sizes = {t: math.prod(self.leaves[t].shape) for t in x.tables}
+            small = {t for t, size in sizes.items() if 8 * size <= max(sizes.values())}
+            for t in x.tables:
+                waits = bool(small) and t not in small
+                self.needs.append(Need(t, eqns, 0 if waits else None, is_lookup=waits))
         if self.taps.is_trial:
             return abstract
         assert x.make is not None

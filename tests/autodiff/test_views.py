@@ -111,7 +111,9 @@ SCALED = functions("t, s, w", globals())("""
     (s * t)[IDS]; (t / s - s)[IDS]; jnp.where(s > 0, t, s * t)[IDS]; (t[0, 0] * t)[IDS];
     jnp.pad(t, ((1, 0), (0, 0)), constant_values=s)[IDS]; (t.ravel()[5] + t)[IDS];
     steps(lambda x: x + x / 8, t)[IDS]; steps(lambda x: x + jnp.roll(x, 1, 0) / 8, s * t)[IDS];
-    (t @ w)[IDS]; jnp.einsum("m,mvd->vd", w, t.reshape(4, 10, 4))[IDS]
+    (t @ w)[IDS]; (w[None] * t)[IDS]; (t / w[None] - w[None])[IDS];
+    jnp.where(w[None] > 2, w[None] * t, t)[IDS];
+    jnp.einsum("m,mvd->vd", w, t.reshape(4, 10, 4))[IDS]
 """)
 IDS = jnp.array([1, 2, 1])
 
