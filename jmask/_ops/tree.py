@@ -9,7 +9,7 @@ from jax import lax
 
 from jmask._base.array_types import joint_dtype
 from jmask._base.row_ids import hide
-from jmask._base.shardings import flattened, varying_alike, varying_axes
+from jmask._base.shardings import flattened, varying_alike, varying_axes, varying_over
 from jmask._base.types import Function, PyTree, Scalar, Table, Tensor
 from jmask._base.validation import abstract_leaf, check_flag, check_leaves, shown
 from jmask._ops.formulas import factor_for, where_nonzero
@@ -183,7 +183,10 @@ def psum(tree: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
         if not is_row_sparse(x):
             return lax.psum(x, names)
         ids, values = varying_alike(x.flat().row_ids(), x.values)
-        # In a `shard_map` what is the same on all devices is typed so.
+        # In a `shard_map` what is the same on all devices is typed so; as in `lax.psum`, each
+        # device adds it.
+        manual = frozenset(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
+        ids, values = (varying_over(manual, a) for a in (ids, values))
         to = "invarying" if varying_axes(values) else "varying"
         for name in names:
             ids, values = (lax.all_gather(a, name, tiled=True, to=to) for a in (ids, values))

@@ -143,6 +143,13 @@ class TestMappedAxis:
         }
         run = jax.jit(jax.shard_map(step, mesh=mesh, **specs, check_vma=checked))
         self.check(*run(TABLE, BATCHES))
+        # JAX has summed the gradient of a table that is typed the same on all devices.
+        again = jax.shard_map(
+            lambda table, ids: jmask.tree.pmean(jmask.grad(loss)(table, ids[0]), "i"),
+            mesh=mesh,
+            **specs,
+        )
+        np.testing.assert_allclose(again(TABLE, BATCHES).todense(), total_gradient(), rtol=1e-5)
         # What crosses: the rows and ids of the batch, and the dense leaves.
         text = run.lower(jnp.ones((5_000, 3)), BATCHES).compile().as_text()
         moved = [line for line in text.splitlines() if " all-gather(" in line]
