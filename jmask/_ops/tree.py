@@ -26,8 +26,8 @@ def add(tree: PyTree, *others: PyTree, like: PyTree | None = None) -> PyTree:
         tree: arrays, `RowSparse` and `MaskedTensor`; None leaves stay.
         *others: trees of the same structure. A dense and a row-sparse leaf add to a dense
             one.
-        like: a tree whose row-sparse leaves give the capacity of the result's; by
-            default all rows fit.
+        like: a tree whose row-sparse leaves give the capacity of the result's, and the type
+            that a carry of `lax.scan` has to keep; by default all rows fit.
 
     Raises:
         ValueError: if structures or shapes differ, or more different rows come together
@@ -43,7 +43,11 @@ def add(tree: PyTree, *others: PyTree, like: PyTree | None = None) -> PyTree:
         tree = _map(_add_leaves, tree, other)
 
     def within_capacity(x: Tensor, like: Tensor) -> Tensor:
-        return x.coalesce(nse=like.nse) if is_row_sparse(x) and is_row_sparse(like) else x
+        if not is_row_sparse(x) or not is_row_sparse(like):
+            return x
+        x = x.coalesce(nse=like.nse)
+        is_any = like.order == "any"  # in a carry nothing is known of ids that was not at first
+        return x.with_leaves(x.index_leaf, x.values, order="any") if is_any else x
 
     return tree if like is None else _map(within_capacity, tree, like)
 

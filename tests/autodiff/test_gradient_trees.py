@@ -93,6 +93,19 @@ class TestMicrobatches:
         memory = run.lower(table, BATCHES).compile().memory_analysis()
         assert memory.temp_size_in_bytes < table.size * 4 / 100
 
+    def test_carried_from_a_gradient(self):
+        """Whose rows are in any order, where those of a sum are sorted."""
+        body = lambda total, ids: (
+            jmask.tree.add(total, jmask.grad(loss)(TABLE, ids), like=total),
+            None,
+        )
+        same = jnp.broadcast_to(BATCHES[0], BATCHES.shape)
+        first = jmask.grad(loss)(TABLE, same[0])
+        total, _ = jax.lax.scan(body, first, same[1:])
+        np.testing.assert_allclose(
+            total.todense(), len(same) * np.asarray(first.todense()), rtol=1e-5
+        )
+
     @pytest.mark.parametrize(("capacity", "fits"), [(ROWS, True), (6, True), (5, False)])
     def test_carried_at_a_static_capacity(self, capacity, fits):
         zeros = jmask.RowSparse.zeros(TABLE.shape, nse=capacity)
