@@ -166,7 +166,7 @@ def sampled(dense: jax.Array, like: Storage, shape: Shape | None = None) -> jax.
     if not is_sparse(like):
         return jnp.broadcast_to(dense, shape)
     where = coordinates(like)
-    values = (*where[0].shape, *shape[len(where) :])
+    values = (*stored_values(like).shape[:1], *shape[len(where) :])
     if 0 in shape:
         return jnp.zeros(values, dense.dtype)
     dense = dense.reshape((1,) * (len(shape) - dense.ndim) + dense.shape)
@@ -176,7 +176,7 @@ def sampled(dense: jax.Array, like: Storage, shape: Shape | None = None) -> jax.
         sizes = dense.shape[: len(where)]
         places = [0 if size == 1 else i for i, size in zip(where, sizes, strict=True)]
         dense = dense.at[tuple(places)].get(mode="clip")
-        if max(sizes) == 1:
+        if max(sizes, default=1) == 1:
             dense = dense[None]
     return jnp.broadcast_to(dense, values)
 

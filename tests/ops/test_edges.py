@@ -111,6 +111,7 @@ EDGES = """
     jnm.sum(MaskedTensor(NO_SPARSE, np.array([[T], [F]])), axis=1) | [3.0, None]
     sum(jmask.cast_storage(NO_SPARSE, x).todense() for x in ("coo", "csr", "row_sparse")) |
         [[3.0, 3.0, 3.0]] * 2
+    jmask.sparse_mask(np.full((2, 3), 4.0), NO_SPARSE).todense() | [[4.0, 4.0, 4.0]] * 2
     jmask.gradcheck(jmask.todense, NO_SPARSE) | T
     jnm.quantile(INTEGERS, 0.5) | 2.5
     jnm.cumlogsumexp(masked([0, 9], [T, F])) | [0.0, None]
