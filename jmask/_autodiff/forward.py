@@ -171,6 +171,13 @@ class Forward:
             args = [array(a) if self._is_small(a) else a for a in args]
         if any(isinstance(a, View) for a in args):
             made_views = views_of(self.eqns, name, args)
+            sizes = [self._table_size(a) for a in args]
+            small = max(sizes) // 8
+            if made_views is None and name in COMPUTING and 0 < min(sizes) <= small:
+                # A parameter that scales a table is dense, and rows of the table are read.
+                pairs = zip(args, sizes, strict=True)
+                args = [array(a) if size <= small else a for a, size in pairs]
+                made_views = views_of(self.eqns, name, args)
             if made_views is not None:
                 if name in ("slice", "dynamic_slice"):
                     whole = window_lookup(eqn, name, args)
@@ -225,7 +232,12 @@ class Forward:
             if lookup is not None:
                 return self._looked_up(lookup, abstract, of=x)
             eqns = x.computed_by or self.eqns
-            self.needs.extend(Need(number, eqns, None) for number in x.tables)
+            # What scales a larger table goes first: rows of that may be read in the next round.
+            sizes = {t: math.prod(self.leaves[t].shape) for t in x.tables}
+            small = {t for t, size in sizes.items() if 8 * size <= max(sizes.values())}
+            for t in x.tables:
+                waits = bool(small) and t not in small
+                self.needs.append(Need(t, eqns, 0 if waits else None, is_lookup=waits))
         if self.taps.is_trial:
             return abstract
         assert x.make is not None
@@ -262,8 +274,13 @@ class Forward:
         """Decide whether a value is a view all of which is better read before it is used."""
         if not isinstance(x, View) or isinstance(x, TableView) or not is_known(*x.shape):
             return False
-        largest = max((math.prod(self.leaves[t].shape) for t in x.tables), default=0)
-        return 8 * math.prod(x.shape) <= largest and self._reading_of_all(x) is not None
+        is_small = 8 * math.prod(x.shape) <= self._table_size(x)
+        return is_small and self._reading_of_all(x) is not None
+
+    def _table_size(self, x: Argument) -> int:
+        """Return the size of the largest table that a view is made of; 0 of an array."""
+        tables = x.tables if isinstance(x, View) else ()
+        return max((math.prod(self.leaves[t].shape) for t in tables), default=0)
 
 
 def _is_slow(eqn: JaxprEqn) -> bool:

@@ -33,7 +33,7 @@ def checked_array(name: str, value: object) -> jax.Array:
     A tensor of another framework is none, even if NumPy would make it one: where its numbers
     lie is for the caller to say.
     """
-    refuse_scipy(name, value)
+    refuse_other_tensors(name, value)
     array = _array(value)
     if array is None:
         raise TypeError(f"`{name}` must be an array of numbers, got {shown(value)}.")
@@ -90,8 +90,10 @@ def checked_choice(value: _T, name: str, choices: tuple[_T, ...]) -> _T:
     return value
 
 
-def refuse_scipy(name: str, value: object) -> None:
-    """Refuse a sparse matrix of SciPy, which JAX has types of its own for."""
+def refuse_other_tensors(name: str, value: object) -> None:
+    """Refuse tensors of SciPy and numpy.ma, which JAX and jmask have types of their own for."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"`{name}` is a numpy.ma array: pass jmask.from_numpy_ma({name}).")
     if type(value).__module__.startswith("scipy.sparse"):
         raise TypeError(
             f"`{name}` is a {type(value).__name__} of scipy.sparse: pass "
@@ -263,6 +265,7 @@ class Model:
 
 
 def as_table(table: object) -> jax.Array:
+    refuse_other_tensors("table", table)
     array = _array(table)
     if array is None:
         raise TypeError(

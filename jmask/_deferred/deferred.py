@@ -37,6 +37,7 @@ from jmask._deferred.measured import (
     steps_of_inactive_rows,
 )
 from jmask._deferred.missed_steps import Form, Step, advanced, caught_up
+from jmask._embedding.lookup import checked_integers
 from jmask._kernels.rows import gather_rows, gather_unique_rows, ids_after_reading, set_rows
 from jmask._lazy.checks import (
     Fit,
@@ -227,10 +228,10 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         paths: list[tuple[KeyPath, jax.Array]] = jax.tree.leaves_with_path(fit.params)
         tree: PyTreeDef = jax.tree.structure(fit.params)
         leaves = [jnp.asarray(x) for _, x in paths]
-        tables = tree.flatten_up_to(state.tables)
         forms = forms_of(fit.params)
         likes, is_table = list(map(shape_of, leaves)), [isinstance(x, Form) for x in forms]
         owners = rows_of_state(inner.init, likes, is_table, tree, state.inner)
+        tables = tree.flatten_up_to(state.tables)
         slots = jax.tree.leaves(state.inner)
         for i, where in _chosen_rows([path for path, _ in paths], leaves, ids).items():
             form = forms[i]
@@ -362,7 +363,8 @@ def _chosen_rows(
         return dict.fromkeys(range(len(leaves)))
     chosen: dict[int, jax.Array | None] = {}
     for i, node in named_parts("ids", paths, ids).items():
-        nodes, name = node if isinstance(node, list) else [node], leaf_name("ids", paths[i])
+        name = leaf_name("ids", paths[i])[1:-1]
+        nodes = node if isinstance(node, list) else [node]
         numbers = [_numbers(name, x, leaves[i].shape) for x in nodes]
         chosen[i] = end_to_end(numbers) if numbers else jnp.zeros((0,), jnp.int32)
     return chosen
@@ -375,10 +377,8 @@ def _numbers(name: str, ids: Numbers | tuple[Numbers, ...], shape: Shape) -> jax
         ids: an array of numbers along the first dimension, or a tuple of such along several.
     """
     sizes = shape[:-1] if len(shape) > 1 else shape
-    parts = [jnp.asarray(x) for x in (ids if isinstance(ids, tuple) else (ids,))][: len(sizes)]
-    for x in parts:
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TypeError(f"{name} must be row numbers, integers, got {x.dtype}.")
+    given = ids if isinstance(ids, tuple) else (ids,)
+    parts = [checked_integers(x, name, "fill") for x in given[: len(sizes)]]
     dtype = id_dtype(math.prod(sizes))
     number = jnp.zeros((), dtype)
     for size, x in zip(sizes, parts, strict=False):

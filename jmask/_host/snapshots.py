@@ -81,10 +81,11 @@ def resume(folder: Path, changes: Path, contents: Contents) -> Contents:
     record = json.loads((changes / "contents.json").read_text())
     kept, wanted = record["arrays"], contents.listed()
     if kept != wanted:
-        only_kept, only_wanted = ", ".join({*kept} - {*wanted}), ", ".join({*wanted} - {*kept})
+        pairs = (kept, wanted), (wanted, kept)
+        holds, has = (", ".join(sorted({*x} - {*y})) or "nothing else" for x, y in pairs)
         raise ValueError(
-            f"`path` {folder} holds {only_kept}, and this run has {only_wanted}: give the "
-            "parameters and the optimizer that it was written with."
+            f"`path` {folder} holds {holds}, and this run has {has}: give the parameters and "
+            "the optimizer that it was written with."
         )
     _apply(changes, contents)
     for copy, x in zip(contents.copies(folder, "r"), contents.arrays().values(), strict=True):

@@ -26,7 +26,7 @@ import numpy as np
 
 from jmask._base.fallback import report_fallback
 from jmask._base.types import Argument, Function, PyTree, PyTreeDef, Storage, Tensor, TensorLike
-from jmask._base.validation import refuse_scipy
+from jmask._base.validation import refuse_other_tensors
 from jmask._ops.rows import Words, on_stored_values, where_or
 from jmask._tensors.conversions import from_numpy_ma
 from jmask._tensors.masked_tensor import (
@@ -51,8 +51,10 @@ from jmask._tensors.storage import (
 
 def adopted(x: Argument) -> Argument:
     """Return a `MaskedTensor` in place of an array of numpy.ma, and anything else as it is."""
-    refuse_scipy("x", x)
-    return from_numpy_ma(x) if isinstance(x, np.ma.MaskedArray) else without_nothing_sparse(x)
+    if isinstance(x, np.ma.MaskedArray):
+        return from_numpy_ma(x)
+    refuse_other_tensors("x", x)
+    return without_nothing_sparse(x)
 
 
 def dense(x: Tensor, name: str, why: str = "") -> jax.Array | MaskedTensor:

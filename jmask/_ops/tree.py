@@ -9,7 +9,7 @@ from jax import lax
 
 from jmask._base.array_types import joint_dtype
 from jmask._base.row_ids import hide
-from jmask._base.shardings import flattened, varying_alike, varying_axes
+from jmask._base.shardings import flattened, varying_alike, varying_axes, varying_over
 from jmask._base.types import Function, PyTree, Scalar, Table, Tensor
 from jmask._base.validation import abstract_leaf, check_flag, check_leaves, shown
 from jmask._ops.formulas import factor_for, where_nonzero
@@ -26,8 +26,8 @@ def add(tree: PyTree, *others: PyTree, like: PyTree | None = None) -> PyTree:
         tree: arrays, `RowSparse` and `MaskedTensor`; None leaves stay.
         *others: trees of the same structure. A dense and a row-sparse leaf add to a dense
             one.
-        like: a tree whose row-sparse leaves give the capacity of the result's; by
-            default all rows fit.
+        like: a tree whose row-sparse leaves give the capacity of the result's, and the type
+            that a carry of `lax.scan` has to keep; by default all rows fit.
 
     Raises:
         ValueError: if structures or shapes differ, or more different rows come together
@@ -43,7 +43,11 @@ def add(tree: PyTree, *others: PyTree, like: PyTree | None = None) -> PyTree:
         tree = _map(_add_leaves, tree, other)
 
     def within_capacity(x: Tensor, like: Tensor) -> Tensor:
-        return x.coalesce(nse=like.nse) if is_row_sparse(x) and is_row_sparse(like) else x
+        if not is_row_sparse(x) or not is_row_sparse(like):
+            return x
+        x = x.coalesce(nse=like.nse)
+        is_any = like.order == "any"  # in a carry nothing is known of ids that was not at first
+        return x.with_leaves(x.index_leaf, x.values, order="any") if is_any else x
 
     return tree if like is None else _map(within_capacity, tree, like)
 
@@ -183,7 +187,10 @@ def psum(tree: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
         if not is_row_sparse(x):
             return lax.psum(x, names)
         ids, values = varying_alike(x.flat().row_ids(), x.values)
-        # In a `shard_map` what is the same on all devices is typed so.
+        # In a `shard_map` what is the same on all devices is typed so; as in `lax.psum`, each
+        # device adds it.
+        manual = frozenset(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
+        ids, values = (varying_over(manual, a) for a in (ids, values))
         to = "invarying" if varying_axes(values) else "varying"
         for name in names:
             ids, values = (lax.all_gather(a, name, tiled=True, to=to) for a in (ids, values))

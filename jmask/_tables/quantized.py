@@ -13,10 +13,11 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.typing import DTypeLike
 
 from jmask._base.array_types import trailing, wide
 from jmask._base.types import Argument, Arrays, DType, Numbers, PyTree, Shape
-from jmask._base.validation import as_table, checked_choice, leaf_name
+from jmask._base.validation import as_table, checked_choice, checked_dtype, leaf_name
 
 _LARGEST = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0}
 _WAY_OUT = (
@@ -72,13 +73,13 @@ class QuantizedRows:
         return _product(self.kind, self.row, values, scales)
 
 
-def quantize_rows(table: Numbers, dtype: str) -> QuantizedRows:
+def quantize_rows(table: Numbers, dtype: DTypeLike) -> QuantizedRows:
     """Return a table in 8 or 4 bits, with one scale for each row.
 
     Args:
         table (V, *row): floating, of one dimension more than a vector; it may be sharded.
         dtype: "int8", V (D + 4) bytes; "int4", V (D / 2 + 4) bytes; or "float8_e4m3fn",
-            V (D + 4) bytes, for rows whose entries differ much in size.
+            V (D + 4) bytes, for rows whose entries differ much in size. Or the dtype itself.
 
     Returns:
         A pytree of arrays, which `jmask.embedding_lookup` and `jmask.embedding_bag` take for a
@@ -105,7 +106,8 @@ def quantize_rows(table: Numbers, dtype: str) -> QuantizedRows:
         >>> jmask.embedding_lookup(served, [1])
         Array([[  8.,   2., 127.]], dtype=float32)
     """
-    kind = checked_choice(dtype, "dtype", tuple(_LARGEST))
+    name = dtype if isinstance(dtype, str) else checked_dtype("dtype", dtype).name
+    kind = checked_choice(name, "dtype", tuple(_LARGEST))
     array = as_table(table)
     has_rows = array.ndim > 1 and 0 not in array.shape[1:]
     if not has_rows or not jnp.issubdtype(array.dtype, jnp.floating):

@@ -31,6 +31,7 @@ from jmask._tensors.storage import (
     is_sparse,
     stored_values,
     unique_positions,
+    without_nothing_sparse,
 )
 from jmask._tensors.storage import stype as stype_of
 
@@ -187,7 +188,7 @@ def cast_storage(x: TensorLike, stype: str, *, nse: int | None = None) -> Tensor
         if current == stype and nse is None:
             return storage
         _check_castable(storage, stype)
-        storage = unique_positions(storage)
+        storage = unique_positions(without_nothing_sparse(storage))
         valid = is_entry(storage) & is_nonzero(stored_values(storage))
         return _cast(joined(storage, valid), stype, nse).storage
     if stype == "default":

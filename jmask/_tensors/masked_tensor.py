@@ -16,7 +16,6 @@ from typing import NoReturn, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 from jax.typing import DTypeLike
 
@@ -34,7 +33,7 @@ from jmask._base.types import (
     TensorLike,
     TypeIs,
 )
-from jmask._base.validation import checked_dtype, checked_scalar, refuse_scipy
+from jmask._base.validation import checked_dtype, checked_scalar, refuse_other_tensors
 from jmask._tensors.checks import checked_replacement
 from jmask._tensors.flax_state import register_in_flax
 from jmask._tensors.methods import MaskedMethods, library
@@ -99,12 +98,10 @@ class MaskedTensor(MaskedMethods):
             raise TypeError(
                 "`data` is a MaskedTensor already: use its `.data`, or masked_where()."
             )
-        if isinstance(data, np.ma.MaskedArray):
-            raise TypeError("`data` is a numpy.ma array: use jmask.from_numpy_ma(data).")
         register_in_flax(MaskedTensor)
         stype(data, "data")  # refuses what is no storage
         data = without_nothing_sparse(data)
-        mask = None if mask is None else checked_mask(without_nothing_sparse(mask))
+        mask = None if mask is None else checked_mask(mask)
         place: Function = _on_sparse if is_sparse(data) else _on_dense
         self.storage, self.valid = place(data, mask)
 
@@ -192,7 +189,8 @@ class MaskedTensor(MaskedMethods):
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NoReturn:
         raise TypeError(
             "a MaskedTensor does not become an array by itself, because its masked entries "
-            "have no values: use to_tensor(fill), or jmask.to_numpy_ma(x)."
+            "have no values: use to_tensor(fill), or jmask.to_numpy_ma(x). Beside arrays of "
+            "numpy.ma, whose operators ask for one, take jmask.from_numpy_ma of these."
         )
 
     # --- data out -----------------------------------------------------------------------
@@ -292,7 +290,7 @@ def any_masked(*operands: object) -> bool:
 
 def as_tensor(x: TensorLike) -> Tensor:
     """Return `x` if it is sparse or masked, and otherwise the array."""
-    refuse_scipy("x", x)
+    refuse_other_tensors("x", x)
     return x if is_tensor(x) else jnp.asarray(x)
 
 
@@ -402,6 +400,7 @@ def _with_unique_positions(data: Sparse, valid: jax.Array) -> tuple[Storage, jax
 def checked_mask(mask: Argument, name: str = "mask") -> Storage:
     """Return a mask as an array or a storage of booleans, or raise TypeError."""
     stype(mask, name)  # refuses what is no storage
+    mask = without_nothing_sparse(mask)
     flags: Storage = mask if is_sparse(mask) else jnp.asarray(mask)
     # JAX makes booleans in storages of entries int32.
     if isinstance(flags, BCOO | BCSR) and jnp.issubdtype(flags.dtype, jnp.integer):

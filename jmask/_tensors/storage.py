@@ -36,7 +36,7 @@ from jmask._base.types import (
     Tensor,
     TypeIs,
 )
-from jmask._base.validation import abstract_leaf, refuse_scipy, shown
+from jmask._base.validation import abstract_leaf, refuse_other_tensors, shown
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.row_sparse import RowSparse
 
@@ -49,7 +49,7 @@ def stype(x: object, argument: str = "x") -> str:
     for kind, name in ((RowSparse, "row_sparse"), (BCOO, "coo"), (BCSR, "csr")):
         if isinstance(x, kind):
             return name
-    refuse_scipy(argument, x)
+    refuse_other_tensors(argument, x)
     is_list, is_leaf = isinstance(x, list), lambda leaf: not isinstance(leaf, list | tuple)
     leaves = jax.tree.leaves(x, is_leaf=is_leaf) if is_list else [x]
     others = [leaf for leaf in leaves if abstract_leaf(leaf) is None]
@@ -133,7 +133,8 @@ def is_stored(x: Sparse) -> jax.Array:
     """Find which of the (nse,) places of `x` hold an entry or a row, and are not padding."""
     pairs = zip(coordinates(x), x.shape, strict=False)
     inside = [(index >= 0) & (index < size) for index, size in pairs]
-    return functools.reduce(jnp.logical_and, inside)
+    every = jnp.ones(stored_values(x).shape[:1], bool)  # of a BCOO without sparse dimensions
+    return functools.reduce(jnp.logical_and, inside, every)
 
 
 def is_entry(x: Storage) -> jax.Array:
@@ -165,7 +166,7 @@ def sampled(dense: jax.Array, like: Storage, shape: Shape | None = None) -> jax.
     if not is_sparse(like):
         return jnp.broadcast_to(dense, shape)
     where = coordinates(like)
-    values = (*where[0].shape, *shape[len(where) :])
+    values = (*stored_values(like).shape[:1], *shape[len(where) :])
     if 0 in shape:
         return jnp.zeros(values, dense.dtype)
     dense = dense.reshape((1,) * (len(shape) - dense.ndim) + dense.shape)
@@ -175,7 +176,7 @@ def sampled(dense: jax.Array, like: Storage, shape: Shape | None = None) -> jax.
         sizes = dense.shape[: len(where)]
         places = [0 if size == 1 else i for i, size in zip(where, sizes, strict=True)]
         dense = dense.at[tuple(places)].get(mode="clip")
-        if max(sizes) == 1:
+        if max(sizes, default=1) == 1:
             dense = dense[None]
     return jnp.broadcast_to(dense, values)
 

@@ -93,6 +93,19 @@ class TestMicrobatches:
         memory = run.lower(table, BATCHES).compile().memory_analysis()
         assert memory.temp_size_in_bytes < table.size * 4 / 100
 
+    def test_carried_from_a_gradient(self):
+        """Whose rows are in any order, where those of a sum are sorted."""
+        body = lambda total, ids: (
+            jmask.tree.add(total, jmask.grad(loss)(TABLE, ids), like=total),
+            None,
+        )
+        same = jnp.broadcast_to(BATCHES[0], BATCHES.shape)
+        first = jmask.grad(loss)(TABLE, same[0])
+        total, _ = jax.lax.scan(body, first, same[1:])
+        np.testing.assert_allclose(
+            total.todense(), len(same) * np.asarray(first.todense()), rtol=1e-5
+        )
+
     @pytest.mark.parametrize(("capacity", "fits"), [(ROWS, True), (6, True), (5, False)])
     def test_carried_at_a_static_capacity(self, capacity, fits):
         zeros = jmask.RowSparse.zeros(TABLE.shape, nse=capacity)
@@ -143,6 +156,13 @@ class TestMappedAxis:
         }
         run = jax.jit(jax.shard_map(step, mesh=mesh, **specs, check_vma=checked))
         self.check(*run(TABLE, BATCHES))
+        # JAX has summed the gradient of a table that is typed the same on all devices.
+        again = jax.shard_map(
+            lambda table, ids: jmask.tree.pmean(jmask.grad(loss)(table, ids[0]), "i"),
+            mesh=mesh,
+            **specs,
+        )
+        np.testing.assert_allclose(again(TABLE, BATCHES).todense(), total_gradient(), rtol=1e-5)
         # What crosses: the rows and ids of the batch, and the dense leaves.
         text = run.lower(jnp.ones((5_000, 3)), BATCHES).compile().as_text()
         moved = [line for line in text.splitlines() if " all-gather(" in line]

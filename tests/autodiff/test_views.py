@@ -107,22 +107,28 @@ def test_numbers_of_jax(first, second, look, shape):
 
 # An array that is used twice in each of so many steps is reached in 2**12 ways.
 steps = lambda step, t: [t := step(t) for _ in range(12)][-1]
-SCALED = functions("t, s", globals())("""
+SCALED = functions("t, s, w", globals())("""
     (s * t)[IDS]; (t / s - s)[IDS]; jnp.where(s > 0, t, s * t)[IDS]; (t[0, 0] * t)[IDS];
     jnp.pad(t, ((1, 0), (0, 0)), constant_values=s)[IDS]; (t.ravel()[5] + t)[IDS];
-    steps(lambda x: x + x / 8, t)[IDS]; steps(lambda x: x + jnp.roll(x, 1, 0) / 8, s * t)[IDS]
+    steps(lambda x: x + x / 8, t)[IDS]; steps(lambda x: x + jnp.roll(x, 1, 0) / 8, s * t)[IDS];
+    (t @ w)[IDS]; (w[None] * t)[IDS]; (t / w[None] - w[None])[IDS];
+    jnp.where(w[None] > 2, w[None] * t, t)[IDS];
+    jnp.einsum("m,mvd->vd", w, t.reshape(4, 10, 4))[IDS]
 """)
 IDS = jnp.array([1, 2, 1])
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_scalars_that_are_parameters(name):
-    loss = lambda t, s: jnp.sum(jnp.sin(SCALED[name](t, s)))
-    table, scalar = jnp.asarray(np.random.default_rng(0).normal(size=(40, 4))), jnp.array(2.0)
-    traced = jax.jit(jmask.grad(loss, (0, 1))).trace(table, scalar)
+def test_parameters_that_scale_tables(name):
+    """They are dense, and the table has rows all the same."""
+    loss = lambda *args: jnp.sum(jnp.sin(SCALED[name](*args)))
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(40, 4)))
+    args = table, jnp.array(2.0), jnp.arange(1.0, 5.0)
+    traced = jax.jit(jmask.grad(loss, (0, 1, 2))).trace(*args)
     assert len(traced.jaxpr.eqns) < 5000
-    found = traced.lower().compile()(table, scalar)
-    for gradient, expected in zip(found, jax.grad(loss, (0, 1))(table, scalar), strict=True):
+    found = traced.lower().compile()(*args)
+    assert "steps" in name or isinstance(found[0], jmask.RowSparse)
+    for gradient, expected in zip(found, jax.grad(loss, (0, 1, 2))(*args), strict=True):
         np.testing.assert_allclose(jmask.todense(gradient), expected, rtol=1e-5, atol=1e-5)
 
 

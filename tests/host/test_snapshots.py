@@ -188,6 +188,7 @@ def test_wrong_folders(tmp_path):
     for params, words in (
         ({"table": np.zeros((500, 4), np.float32)}, r"float32\[500, 3\].*float32\[500, 4\]"),
         ({"table": np.zeros((500, 3), np.float16)}, r"float32\[500, 3\].*float16"),
+        ({"table": np.zeros((500, 3), np.float32), "x": jnp.ones(1)}, "nothing else, .*'x'"),
     ):
         rest = {"other": np.zeros((30, 2), jnp.bfloat16), "w": jnp.ones(3)}
         other = jmask.host.offload({**params, **rest}, jmask.adam(0.01))

@@ -109,6 +109,10 @@ EDGES = """
     nn.standardize([1.0, 9.0, 3.0], where=[T, F, T], mean=2.0)[1] | 0.0
     jnm.sum(NO_SPARSE, axis=0) + jnm.sqrt(NO_SPARSE)[0] | [3.0, 3.0, 3.0]
     jnm.sum(MaskedTensor(NO_SPARSE, np.array([[T], [F]])), axis=1) | [3.0, None]
+    sum(jmask.cast_storage(NO_SPARSE, x).todense() for x in ("coo", "csr", "row_sparse")) |
+        [[3.0, 3.0, 3.0]] * 2
+    jmask.sparse_mask(np.full((2, 3), 4.0), NO_SPARSE).todense() | [[4.0, 4.0, 4.0]] * 2
+    jmask.gradcheck(jmask.todense, NO_SPARSE) | T
     jnm.quantile(INTEGERS, 0.5) | 2.5
     jnm.cumlogsumexp(masked([0, 9], [T, F])) | [0.0, None]
     jnm.masked_values(jnp.array([100000, 100001]), 100000) | [None, 100001]

@@ -54,7 +54,7 @@ def test_within_half_a_step(kind, shape, dtype):
         wide = np.float64 if dtype == np.float64 else np.float32
         assert (q.shape, q.ndim, q.dtype) == (shape, len(shape), wide)
         # Under jit what lies between two steps may go to the other one.
-        jitted = jax.jit(lambda x: jmask.quantize_rows(x, kind))(x)
+        jitted = jax.jit(lambda x: jmask.quantize_rows(x, jnp.dtype(kind)))(x)
         for made in (q, jitted):
             have = np.asarray(jmask.embedding_lookup(made, ids), np.float64)
             bound, error = half_a_step(exact, kind), np.abs(have - exact)
