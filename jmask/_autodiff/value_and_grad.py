@@ -279,7 +279,10 @@ class LossProgram:
         while dense:
             taps, found = Taps(), list[Need]()
             self.run(avals, taps, found)
-            needs = {i: [need for need in found if need.table == i] for i in self.tables}
+            needs: dict[int, list[Need]] = {i: [] for i in self.tables}
+            for need in found:
+                if need.table in needs:
+                    needs[need.table].append(need)
             self.taps = taps.record
             self.needs |= needs
             dense = {i for i in self.tables if not self._is_sparse(i, needs[i])}
