@@ -254,7 +254,7 @@ def _noted(
     form: Form, table: TableState, clock: jax.Array, leaf: Leaf, step: Step | None
 ) -> tuple[Leaf, TableState]:
     """Return the gradient, nan where rows were not caught up, and what is kept of a table."""
-    g, last = leaf.value, table.last
+    g, last = leaf.routed_value, table.last
     if leaf.table is None:  # all rows take the step
         g = jnp.where(jnp.any(last != clock), jnp.nan, g).astype(g.dtype)
         slot = (clock + 1) % table.lines.shape[0]

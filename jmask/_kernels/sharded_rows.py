@@ -2,6 +2,7 @@
 
     lookup      all-gather of the ids, reduce-scatter of the rows          n + n D numbers
     update      all-gather of the ids and of the rows of the gradient      n + n D numbers
+    either      of many ids: all-to-all of the ids and of the rows         (n + n D) / S
 
 A lookup is one equation of a trace, `LOOKUP`. Each device keeps what is its own, and reads,
 computes and writes where the row lives: parameters and state never move.
@@ -9,8 +10,8 @@ computes and writes where the row lives: parameters and state never move.
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ from jmask._base.shardings import (
 )
 from jmask._base.types import (
     Argument,
+    ArrayFunction,
     Arrays,
     IdArray,
     IdVector,
@@ -46,17 +48,20 @@ from jmask._base.types import (
 )
 from jmask._kernels import tuning
 from jmask._kernels.coalesce import coalesce_rows, unique_slots
-from jmask._kernels.rows import add_rows, gather_rows, set_rows
+from jmask._kernels.rows import add_rows, entries_of, gather_rows, set_rows
+
+_Carried = TypeVar("_Carried")
 
 # --- rows sent to the shard that they live on, and to no other: all-to-all with a capacity ----
 #
 #     entries of device 0, sorted by id, by the shard they go to     0 0 0 | 1 | -
-#     sent, of which 2 fit between two shards                        0 0   | 1 | -     overflow
+#     round 1, of which 2 fit between two shards                     0 0   | 1 | -
+#     round 2                                                        0     | - | -
 #
 # An all-gather gives each shard all n rows of a batch; this gives it little more than its share
 # n / S, however many shards there are. The capacity is a share and five standard deviations of
-# ids that are drawn at random. A batch that overflows it anywhere takes the all-gather instead:
-# one flag that all devices agree on, and a `lax.cond`. So every step is exact.
+# ids that are drawn at random: such a batch takes one round. Any other takes as many as it
+# needs, so that every step is exact, and none has room for more than a round.
 
 
 def capacity_of(shards: Shards, ids: IdArray) -> int | None:
@@ -71,30 +76,54 @@ def capacity_of(shards: Shards, ids: IdArray) -> int | None:
     return capacity if count >= many and 2 * capacity <= entries else None
 
 
-class _Outbox(NamedTuple):
-    """Entries of a device, in the order of the shards that they go to."""
+class Outbox(NamedTuple):
+    """What a device sends in a round, by the shards that it goes to."""
 
-    # (S, capacity): the entries that fit; m, the number of all, where there is none.
-    entries: jax.Array
+    entries: jax.Array  # (S, capacity): of its ids; m, the number of all, for none
     places: jax.Array  # (S, capacity): of their rows on the shard, R for none
-    excess: jax.Array  # how many of all devices do not fit
 
 
-def _outbox(
-    shards: Shards, batch: MeshAxes, ids: IdVector, size: int, capacity: int
-) -> _Outbox:
-    """Return where ids (m,) go, which are sorted and unique, with padding last."""
-    shard = jnp.arange(shards.count, dtype=ids.dtype) * size
+def _in_rounds(
+    shards: Shards,
+    batch: MeshAxes,
+    ids: IdVector,
+    size: int,
+    capacity: int,
+    send: Callable[[Outbox, _Carried], _Carried],
+    carried: _Carried,
+) -> _Carried:
+    """Send ids (m,), which are sorted and unique, with padding last, until none is left.
+
+    All devices send an id in the same round: it ends, for each shard, before the first id that
+    some device has no room for.
+    """
+    first, count = jnp.arange(shards.count, dtype=ids.dtype) * size, ids.shape[0]
+    below = _numbers_below(ids)
+    ends = below(first + size)
+
+    def one(
+        state: tuple[jax.Array, jax.Array, _Carried],
+    ) -> tuple[jax.Array, jax.Array, _Carried]:
+        begin, _, carried = state
+        after = begin + capacity
+        without_room = ids.at[after].get(mode="fill", fill_value=0)
+        limit = jnp.where(after < ends, without_room, first + size)
+        limit = lax.pmin(limit, names(batch))
+        end = below(limit)
+        entries = begin[:, None] + jnp.arange(capacity)[None]
+        is_sent = entries < end[:, None]
+        places = ids.at[entries].get(mode="fill", fill_value=0) - first[:, None]
+        outbox = Outbox(jnp.where(is_sent, entries, count), jnp.where(is_sent, places, size))
+        return end, limit, send(outbox, carried)
+
+    state = below(first), first, carried
+    return lax.while_loop(lambda state: jnp.any(state[1] < first + size), one, state)[2]
+
+
+def _numbers_below(ids: IdVector) -> ArrayFunction:
+    """Return a function that says how many of sorted ids are below each of some numbers."""
     # Compared with all of them: searching is a loop where that is one kernel.
-    starts = jnp.searchsorted(ids, shard, method="compare_all")
-    ends = jnp.searchsorted(ids, shard + size, method="compare_all")
-    entries = starts[:, None] + jnp.arange(capacity)[None]
-    entries = jnp.where(entries < ends[:, None], entries, ids.shape[0])
-    places = ids.at[entries].get(mode="fill", fill_value=shards.count * size) - shard[:, None]
-    excess = jnp.sum(jnp.maximum(ends - starts - capacity, 0))
-    return _Outbox(
-        entries, jnp.where(places < size, places, size), lax.psum(excess, names(batch))
-    )
+    return functools.partial(jnp.searchsorted, ids, method="compare_all")
 
 
 def _swapped(shards: Shards, x: jax.Array) -> jax.Array:
@@ -103,14 +132,16 @@ def _swapped(shards: Shards, x: jax.Array) -> jax.Array:
 
 
 def excess_of(shards: Shards, ids: IdArray, rows: int) -> jax.Array:
-    """Return how many ids of a lookup do not fit the exchange, int32; see `_Outbox`."""
+    """Return how many ids of a lookup do not fit the first round of the exchange, int32."""
     spec, capacity = shards.spec_of_ids(ids), capacity_of(shards, ids)
     if capacity is None:
         return jnp.zeros((), jnp.int32)
 
     def counted(ids: IdArray) -> jax.Array:
         unique, _ = unique_slots(ids.reshape(-1), fewer(math.prod(ids.shape), rows), rows)
-        return _outbox(shards, spec[0], unique, rows // shards.count, capacity).excess
+        bounds = jnp.arange(shards.count + 1, dtype=unique.dtype) * (rows // shards.count)
+        sent = jnp.diff(_numbers_below(unique)(bounds))
+        return lax.psum(jnp.sum(jnp.maximum(sent - capacity, 0)), names(spec[0]))
 
     return shards.run(counted, ids, specs=[spec], out=())
 
@@ -162,17 +193,16 @@ def _lookup(table: TableArray, ids: IdArray) -> list[jax.Array]:
         (size, *row), rows = block.shape, table.shape[0]
         slots = fewer(math.prod(ids.shape), rows)
         unique, slot_of_entry = unique_slots(ids.reshape(-1), slots, rows)
-        outbox = _outbox(shards, spec[0], unique, size, capacity)
 
-        def by_exchange(block: TableArray, ids: IdArray) -> jax.Array:
+        def send(outbox: Outbox, rows: RowArray) -> RowArray:
             places = _swapped(shards, outbox.places)
             sent = gather_rows(block, places.reshape(-1)).reshape(*places.shape, *row)
             received = _swapped(shards, sent).reshape(-1, *row)
-            zeros = jnp.zeros((slots, *row), block.dtype)
-            rows = set_rows(zeros, outbox.entries.reshape(-1), received, "unique")
-            return rows.at[slot_of_entry.reshape(ids.shape)].get(mode="fill", fill_value=0)
+            return set_rows(rows, outbox.entries.reshape(-1), received, "unique")
 
-        return lax.cond(outbox.excess > 0, by_all_gather, by_exchange, block, ids)
+        zeros = jnp.zeros((slots, *row), block.dtype)
+        found = _in_rounds(shards, spec[0], unique, size, capacity, send, zeros)
+        return found.at[slot_of_entry.reshape(ids.shape)].get(mode="fill", fill_value=0)
 
     specs, out = [shards.spec, spec], (*spec, *shards.columns)
     return [shards.put(shards.run(rows_of, table, ids, specs=specs, out=out), there)]
@@ -219,6 +249,36 @@ ad.primitive_jvps[LOOKUP], ad.primitive_transposes[LOOKUP] = _derivative, _trans
 # --- to the shards --------------------------------------------------------------------------
 
 
+def sent_to_shards(
+    shards: Shards,
+    batch: MeshAxes,
+    ids: IdVector,
+    values: RowArray,
+    size: int,
+    capacity: int,
+    take: Callable[[IdVector, RowArray, _Carried], _Carried],
+    carried: _Carried,
+) -> _Carried:
+    """Bring rows of a gradient to their shards, round by round, on each device.
+
+    Args:
+        take: (places (k,), rows (k, *row), carried) -> carried: what came to this shard of
+            `size` rows in a round. No other round has rows of these places.
+    """
+    unique, sums = coalesce_rows(ids, values, shards.count * size)
+    others = entry([axis for axis in names(batch) if axis not in shards.rows])
+
+    def send(outbox: Outbox, carried: _Carried) -> _Carried:
+        places = _swapped(shards, outbox.places).reshape(-1)
+        sent = gather_rows(sums, outbox.entries.reshape(-1))
+        received = _swapped(shards, sent.reshape(*outbox.entries.shape, *sums.shape[1:]))
+        received = received.reshape(-1, *sums.shape[1:])
+        places, rows = all_gathered(others, places, received)
+        return take(places, rows, carried)
+
+    return _in_rounds(shards, batch, unique, size, capacity, send, carried)
+
+
 # In one program, so that outside of jit it is compiled once.
 @functools.partial(jax.jit, inline=True)
 def routed(table: TableArray, ids: IdVector, values: RowArray) -> tuple[IdVector, RowArray]:
@@ -229,36 +289,30 @@ def routed(table: TableArray, ids: IdVector, values: RowArray) -> tuple[IdVector
     """
     shards, count, entries = Shards.of(table), table.shape[0], ids.shape[0]
     spec, size = shards.spec_of_ids(ids), count // shards.count
-    capacity = capacity_of(shards, ids)
-
-    def summed(places: IdVector, values: RowArray) -> list[jax.Array]:
-        places, rows = coalesce_rows(places, values, size)
-        first = lax.axis_index(shards.rows).astype(id_dtype(count)) * size
-        own_ids = jnp.where(places < size, places.astype(first.dtype) + first, count)
-        missing = fewer(entries, size) - places.shape[0]  # as many slots, however they came
-        if missing:
-            own_ids = jnp.pad(own_ids, (0, missing), constant_values=count)
-            rows = jnp.pad(rows, [(0, missing)] + [(0, 0)] * (rows.ndim - 1))
-        return [own_ids, rows]
-
-    def by_all_gather(ids: IdVector, values: RowArray) -> list[jax.Array]:
-        every, values = all_gathered(spec[0], ids, values)
-        return summed(shards.local(every, size), values)
+    capacity, slots = capacity_of(shards, ids), fewer(entries, size)
 
     def own(ids: IdVector, values: RowArray) -> list[jax.Array]:
         if capacity is None:
-            return by_all_gather(ids, values)
-        unique, sums = coalesce_rows(ids, values, count)
-        outbox = _outbox(shards, spec[0], unique, size, capacity)
-        others = entry([axis for axis in names(spec[0]) if axis not in shards.rows])
+            every, values = all_gathered(spec[0], ids, values)
+            places, rows = coalesce_rows(shards.local(every, size), values, size)
+        else:
+            empty = jnp.full((slots,), size, id_dtype(size))
+            zeros = jnp.zeros((slots, *values.shape[1:]), values.dtype)
+            carried = jnp.int32(0), empty, zeros
+            args = shards, spec[0], ids, values, size, capacity, append, carried
+            _, places, rows = sent_to_shards(*args)
+        first = lax.axis_index(shards.rows).astype(id_dtype(count)) * size
+        return [jnp.where(places < size, places.astype(first.dtype) + first, count), rows]
 
-        def by_exchange(*_: jax.Array) -> list[jax.Array]:
-            places = _swapped(shards, outbox.places).reshape(-1)
-            sent = gather_rows(sums, outbox.entries.reshape(-1))
-            received = _swapped(shards, sent.reshape(*outbox.entries.shape, *sums.shape[1:]))
-            return summed(*all_gathered(others, places, received.reshape(-1, *sums.shape[1:])))
-
-        return lax.cond(outbox.excess > 0, by_all_gather, by_exchange, ids, values)
+    def append(
+        places: IdVector, rows: RowArray, carried: tuple[jax.Array, IdVector, RowArray]
+    ) -> tuple[jax.Array, IdVector, RowArray]:
+        number, own_places, own_rows = carried
+        places, rows = coalesce_rows(places, rows, size)
+        at = jnp.where(places < size, number + entries_of(places), slots)
+        number += jnp.sum(places < size, dtype=jnp.int32)
+        own_places = set_rows(own_places, at, places.astype(own_places.dtype), "sorted")
+        return number, own_places, set_rows(own_rows, at, rows, "sorted")
 
     specs = [spec, (*spec, *shards.columns)]
     return shards.run(own, ids, values, specs=specs, out=[shards.spec[:1], shards.spec])

@@ -35,7 +35,7 @@ from jmask._kernels._tpu import choice, row_updates
 from jmask._kernels.coalesce import are_large, coalesce_rows, in_order, summed_where_first
 from jmask._kernels.gathered_rows import GatheredRows, Rows, rows_at
 from jmask._kernels.rows import add_rows, is_of_numbers, is_routed, zero_of
-from jmask._kernels.sharded_rows import capacity_of, routed
+from jmask._kernels.sharded_rows import capacity_of, routed, sent_to_shards
 
 Tables = Sequence[jax.Array]
 
@@ -123,17 +123,21 @@ def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]
     """
     # Rows are summed where they live. With arrays of entries ids are unique already, and rows
     # that may be added one at a time are summed for an exchange alone.
-    as_they_come = x.update.additive and capacity_of(shards, x.ids) is None
+    capacity = capacity_of(shards, x.ids)
+    as_they_come = x.update.additive and capacity is None
     is_kept = as_they_come or any(map(jnp.ndim, x.scalars))
+    # What is traced outside cannot be used on each device, and a sum along a row, one number of
+    # which is kept, needs all of its columns.
+    is_per_row = any(y.shape != x.tables[0].shape for y in x.tables)
+    is_whole = x.update.captures or (any(shards.columns) and is_per_row)
     if shards.rows and not is_kept and not is_routed(shards, x.ids, x.order):
+        if capacity is not None and not is_whole:
+            return _in_rounds(shards, x, capacity)
         ids, values = routed(main, x.ids, x.rows)
         x = dataclasses.replace(x, ids=ids, values=values, order="routed")
     where = shards.spec[0] if is_routed(shards, x.ids, x.order) else None
     of_rows, order = (where, *shards.columns), x.order if x.order == "any" else "unique"
-    # What is traced outside cannot be used on each device, and a sum along a row, one number of
-    # which is kept, needs all of its columns.
-    is_per_row = any(y.shape != x.tables[0].shape for y in x.tables)
-    if x.update.captures or (any(shards.columns) and is_per_row):
+    if is_whole:
         ids, values = shards.put(x.ids, (where,)), shards.put(x.rows, of_rows)
         return _defined(dataclasses.replace(x, ids=ids, values=values))
 
@@ -145,6 +149,24 @@ def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]
 
     specs = [shards.spec, (where,), of_rows]
     specs += [of_rows if jnp.ndim(y) else () for y in x.scalars]
+    tables, out = list(x.tables), [shards.spec] * len(x.tables)
+    return shards.run(updated_here, tables, x.ids, x.rows, *x.scalars, specs=specs, out=out)
+
+
+def _in_rounds(shards: Shards, x: RowUpdate, capacity: int) -> list[jax.Array]:
+    """Update tables with what comes to their shards, round by round of an exchange."""
+    batch, *_ = shards.spec_of_ids(x.ids)
+
+    def updated_here(
+        tables: list[jax.Array], ids: IdVector, values: jax.Array, *scalars: jax.Array
+    ) -> list[jax.Array]:
+        def take(places: IdVector, rows: jax.Array, tables: list[jax.Array]) -> list[jax.Array]:
+            return updated(RowUpdate(x.update, tables, places, rows, scalars, "any"))
+
+        size = tables[0].shape[0]
+        return sent_to_shards(shards, batch, ids, values, size, capacity, take, tables)
+
+    specs = [shards.spec, (batch,), (batch, *shards.columns)] + [()] * len(x.scalars)
     tables, out = list(x.tables), [shards.spec] * len(x.tables)
     return shards.run(updated_here, tables, x.ids, x.rows, *x.scalars, specs=specs, out=out)
 

@@ -120,11 +120,19 @@ class Leaf:
     valid: jax.Array | None = None
     inner_row: Shape | None = None  # of a stack, a row as `inner` sees it: (1, D)
     given: Argument = None  # of a stack, what it was before it became one table
+    # Of a gradient, arrays of its table: their types say which shards have which rows.
+    homes: tuple[jax.Array, ...] = ()
+
+    @functools.cached_property
+    def routed_value(self) -> Argument:
+        """The gradient, of which each shard has its own rows. One pass routes as it updates."""
+        return functools.reduce(lambda g, x: routed_to_shards(x, g), self.homes, self.value)
 
     @functools.cached_property
     def coalesced_value(self) -> Argument:
         """The gradient, its rows of equal ids summed. One pass needs it at times."""
-        return coalesced(self.value) if is_row_sparse(self.value) else self.value
+        routed = self.routed_value
+        return coalesced(routed) if is_row_sparse(routed) else routed
 
     @property
     def inner_shape(self) -> jax.ShapeDtypeStruct:
@@ -195,19 +203,22 @@ class LazyStep:
         pairs = [(x.flat(), None) if is_row_sparse(x) else gradient_and_valid(x) for x in given]
         gradients, valid = [x for x, _ in pairs], [x for _, x in pairs]
         # The parameter says which shards have which rows; where it is not given, the state.
-        arrays = [*enumerate(param_leaves)]
-        arrays += [(i, x) for (i, _), x in zip(owners, states, strict=True) if i is not None]
+        homes: dict[int | None, list[jax.Array]] = {
+            i: [] for i, x in enumerate(given) if is_row_sparse(x) and i not in stacks
+        }
+        arrays: list[tuple[int | None, jax.Array]] = [*enumerate(param_leaves)]
+        arrays += [(i, x) for (i, _), x in zip(owners, states, strict=True)]
         for i, x in arrays:
-            gradient = gradients[i]
-            if is_row_sparse(gradient) and is_row_sparse(given[i]) and i not in stacks:
-                gradients[i] = routed_to_shards(x, gradient)
+            if i in homes:
+                homes[i].append(x)
 
         def leaf(x: Argument, kind: Kind, i: int | None, row: Shape = ()) -> Leaf:
             if i is None:
                 return Leaf(x, kind)
             table = i if is_row_sparse(gradients[i]) else None
             if i not in stacks:
-                return Leaf(x, kind, table, valid[i])
+                of_gradient = homes.get(i, []) if kind == "gradient" else []
+                return Leaf(x, kind, table, valid[i], homes=tuple(of_gradient))
             like, table_row = stacks[i], flat[i].shape[1:]
             if kind == "gradient":
                 return Leaf(x, kind, table, None, table_row, like)
