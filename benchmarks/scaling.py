@@ -7,7 +7,7 @@ Each line compiles a full training step of `jmask.rowwise_adagrad` or `jmask.ada
 spread over all chips of a topology and reads from the program what a chip holds, what it
 allocates, and which collectives it runs on how many bytes. From these and the published
 bandwidths follows the least time a step can take. Rows of the batch go to all chips, or to
-those that own them, as from 65,536 lookups on. Needs libtpu (`make scaling`); nothing runs.
+those that own them, as from 8,192 lookups on. Needs libtpu (`make scaling`); nothing runs.
 """
 
 import argparse

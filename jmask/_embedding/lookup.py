@@ -444,9 +444,9 @@ def exchange_overflow(
     """Count the ids of a lookup beyond what devices have room for when they exchange rows.
 
     Rows of large batches go to the shards that own them alone, each of which has room for its
-    share of a batch and five standard deviations. A lookup that exceeds it anywhere, and the
-    update of its rows, sends all rows to all devices instead: as exact, and slower. Where that
-    happens often, `hashed=True` spreads frequent ids over all shards.
+    share of a batch and five standard deviations. What exceeds it anywhere comes in further
+    rounds, in the lookup and in the update: as exact, and slower. Where that happens often,
+    `hashed=True` spreads frequent ids over all shards.
 
     Args:
         table, ids, padding_id, hashed: as in `embedding_lookup`. In a program that makes this
@@ -454,7 +454,7 @@ def exchange_overflow(
 
     Returns:
         A scalar, int32: 0 where all ids fit, and where rows are not exchanged: in batches of
-        less than 65,536 ids, and in tables that are not sharded by their types.
+        less than 8,192 ids, and in tables that are not sharded by their types.
 
     Raises:
         TypeError: if `table` is no array, or `ids` are no integers.

@@ -106,18 +106,19 @@ def _in_rounds(
     ) -> tuple[jax.Array, jax.Array, _Carried]:
         begin, _, carried = state
         after = begin + capacity
-        without_room = ids.at[after].get(mode="fill", fill_value=0)
-        limit = jnp.where(after < ends, without_room, first + size)
+        without_room = ids.at[after].get(mode="fill", fill_value=0) - first
+        # TPUs have no minimum of 64 bits over devices.
+        limit = jnp.where(after < ends, without_room, size).astype(id_dtype(size))
         limit = lax.pmin(limit, names(batch))
-        end = below(limit)
+        end = below(first + limit)
         entries = begin[:, None] + jnp.arange(capacity)[None]
         is_sent = entries < end[:, None]
         places = ids.at[entries].get(mode="fill", fill_value=0) - first[:, None]
         outbox = Outbox(jnp.where(is_sent, entries, count), jnp.where(is_sent, places, size))
         return end, limit, send(outbox, carried)
 
-    state = below(first), first, carried
-    return lax.while_loop(lambda state: jnp.any(state[1] < first + size), one, state)[2]
+    state = below(first), jnp.zeros(first.shape, id_dtype(size)), carried
+    return lax.while_loop(lambda state: jnp.any(state[1] < size), one, state)[2]
 
 
 def _numbers_below(ids: IdVector) -> ArrayFunction:

@@ -67,6 +67,7 @@ VIEW_EQUATIONS = 256
 
 # --- several devices -----------------------------------------------------------------------
 
-# Ids from which rows of a sharded table go to their owners alone. Fewer are all-gathered, which
-# needs no sort: 4,096 ids of 32 columns move 0.6 MB on 8 devices; these would move 10, not 3.
-EXCHANGED_IDS = 2**16
+# Ids from which rows of a sharded table go to their owners alone. Fewer are all-gathered,
+# which needs no sort. On eight devices of a CPU 4,096 ids take as long in either way; by an
+# all-gather 8,192 take twice as long and 65,536 four times.
+EXCHANGED_IDS = 2**13
