@@ -39,6 +39,7 @@ from jmask._base.types import (
     Argument,
     ArrayFunction,
     Arrays,
+    Function,
     IdArray,
     IdVector,
     MeshAxes,
@@ -119,6 +120,13 @@ def _in_rounds(
 
     state = below(first), jnp.zeros(first.shape, id_dtype(size)), carried
     return lax.while_loop(lambda state: jnp.any(state[1] < size), one, state)[2]
+
+
+def with_derivative_of(definition: Function, rounds: Function) -> Function:
+    """Return `rounds`, differentiated as its definition: JAX transposes no loop without end."""
+    result = jax.custom_jvp(rounds)
+    result.defjvp(lambda primals, tangents: jax.jvp(definition, primals, tangents))
+    return result
 
 
 def _numbers_below(ids: IdVector) -> ArrayFunction:
@@ -288,9 +296,21 @@ def routed(table: TableArray, ids: IdVector, values: RowArray) -> tuple[IdVector
     Returns ids (S m,) and values, where m is min(n, V / S): entries [s m, (s + 1) m) belong to
     shard s, where they are. They are sorted there, and unique but for padding.
     """
-    shards, count, entries = Shards.of(table), table.shape[0], ids.shape[0]
+    shards, count = Shards.of(table), table.shape[0]
+    by_all_gather = functools.partial(_routed, shards, count, None)
+    capacity = capacity_of(shards, ids)
+    if capacity is None:
+        return by_all_gather(ids, values)
+    in_rounds = functools.partial(_routed, shards, count, capacity)
+    ids, values = with_derivative_of(by_all_gather, in_rounds)(ids, values)
+    return ids, values
+
+
+def _routed(
+    shards: Shards, count: int, capacity: int | None, ids: IdVector, values: RowArray
+) -> tuple[IdVector, RowArray]:
     spec, size = shards.spec_of_ids(ids), count // shards.count
-    capacity, slots = capacity_of(shards, ids), fewer(entries, size)
+    slots = fewer(ids.shape[0], size)
 
     def own(ids: IdVector, values: RowArray) -> list[jax.Array]:
         if capacity is None:
@@ -316,4 +336,6 @@ def routed(table: TableArray, ids: IdVector, values: RowArray) -> tuple[IdVector
         return number, own_places, set_rows(own_rows, at, rows, "sorted")
 
     specs = [spec, (*spec, *shards.columns)]
-    return shards.run(own, ids, values, specs=specs, out=[shards.spec[:1], shards.spec])
+    out = [shards.spec[:1], shards.spec]
+    ids, values = shards.run(own, ids, values, specs=specs, out=out)
+    return ids, values

@@ -35,7 +35,12 @@ from jmask._kernels._tpu import choice, row_updates
 from jmask._kernels.coalesce import are_large, coalesce_rows, in_order, summed_where_first
 from jmask._kernels.gathered_rows import GatheredRows, Rows, rows_at
 from jmask._kernels.rows import add_rows, is_of_numbers, is_routed, zero_of
-from jmask._kernels.sharded_rows import capacity_of, routed, sent_to_shards
+from jmask._kernels.sharded_rows import (
+    capacity_of,
+    routed,
+    sent_to_shards,
+    with_derivative_of,
+)
 
 Tables = Sequence[jax.Array]
 
@@ -132,7 +137,7 @@ def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]
     is_whole = x.update.captures or (any(shards.columns) and is_per_row)
     if shards.rows and not is_kept and not is_routed(shards, x.ids, x.order):
         if capacity is not None and not is_whole:
-            return _in_rounds(shards, x, capacity)
+            return _in_rounds(shards, main, x, capacity)
         ids, values = routed(main, x.ids, x.rows)
         x = dataclasses.replace(x, ids=ids, values=values, order="routed")
     where = shards.spec[0] if is_routed(shards, x.ids, x.order) else None
@@ -153,9 +158,17 @@ def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]
     return shards.run(updated_here, tables, x.ids, x.rows, *x.scalars, specs=specs, out=out)
 
 
-def _in_rounds(shards: Shards, x: RowUpdate, capacity: int) -> list[jax.Array]:
+def _in_rounds(shards: Shards, main: jax.Array, x: RowUpdate, capacity: int) -> list[jax.Array]:
     """Update tables with what comes to their shards, round by round of an exchange."""
     batch, *_ = shards.spec_of_ids(x.ids)
+    place = [table is main for table in x.tables].index(True)
+
+    def of_all_devices(
+        tables: list[jax.Array], ids: IdVector, values: jax.Array, *scalars: jax.Array
+    ) -> list[jax.Array]:
+        ids, values = routed(tables[place], ids, values)
+        whole = RowUpdate(x.update, tables, ids, values, scalars, "routed")
+        return _on_shards(shards, tables[place], whole)
 
     def updated_here(
         tables: list[jax.Array], ids: IdVector, values: jax.Array, *scalars: jax.Array
@@ -167,8 +180,11 @@ def _in_rounds(shards: Shards, x: RowUpdate, capacity: int) -> list[jax.Array]:
         return sent_to_shards(shards, batch, ids, values, size, capacity, take, tables)
 
     specs = [shards.spec, (batch,), (batch, *shards.columns)] + [()] * len(x.scalars)
-    tables, out = list(x.tables), [shards.spec] * len(x.tables)
-    return shards.run(updated_here, tables, x.ids, x.rows, *x.scalars, specs=specs, out=out)
+    out = [shards.spec] * len(x.tables)
+    in_rounds = functools.partial(shards.run, updated_here, specs=specs, out=out)
+    update = with_derivative_of(of_all_devices, in_rounds)
+    tables: list[jax.Array] = update(list(x.tables), x.ids, x.rows, *x.scalars)
+    return tables
 
 
 def add_to_rows(

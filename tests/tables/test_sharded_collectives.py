@@ -262,3 +262,25 @@ def test_what_large_batches_move(n, times):
     assert sum(size for kind, size in moved if kind != "all-to-all") < share / 50
     assert memory.alias_size_in_bytes >= 3 * table.nbytes / 8
     assert memory.temp_size_in_bytes <= 6 * share
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "clipped optax.adam"])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.usefixtures("exchanged")
+@pytest.mark.dtype_promotion
+def test_derivatives_of_a_step_that_exchanges_rows(optimizer, step):
+    """In a rate of the loss, forwards and in reverse, as on one device."""
+    x = np.random.default_rng(2).normal(size=(4000, 8)).astype(np.float32)
+    ids = BATCHES["of one shard"](np.random.default_rng(3)).astype(np.int32)
+    tx = OPTIMIZERS[optimizer]
+
+    def derivatives(table, ids):
+        def after(rate):
+            gradient = jmask.grad(lambda table: rate * loss(table, ids))(table)
+            return loss(STEPS[step](tx, gradient, tx.init(table), table)[0], ids)
+
+        return jax.grad(after)(0.1), jax.jvp(after, (0.1,), (1.0,))[1]
+
+    ours = jax.jit(derivatives)(sharded(x, "8 devices"), batch_of(ids, "8 devices"))
+    wanted = jax.jit(derivatives)(jnp.asarray(x), jnp.asarray(ids))
+    assert_close(ours, wanted, rtol=1e-3, atol=1e-3)
