@@ -115,7 +115,8 @@ def _in_rounds(
         entries = begin[:, None] + jnp.arange(capacity)[None]
         is_sent = entries < end[:, None]
         places = ids.at[entries].get(mode="fill", fill_value=0) - first[:, None]
-        outbox = Outbox(jnp.where(is_sent, entries, count), jnp.where(is_sent, places, size))
+        places = jnp.where(is_sent, places, size).astype(id_dtype(size))
+        outbox = Outbox(jnp.where(is_sent, entries, count), places)
         return end, limit, send(outbox, carried)
 
     state = below(first), jnp.zeros(first.shape, id_dtype(size)), carried
