@@ -206,7 +206,7 @@ passed_on = lambda table: jnp.zeros_like(table).at[TARGETS].add(table[SOURCES])
 
 
 def on_the_host(table):
-    if jax.__version_info__ < (0, 12):
+    if jax.__version_info__ < (0, 11):
         with compute_on("device_host"):
             return jax.jit(lambda t: t[IDS])(table)
     where = {"compute_type": "device_host", "out_memory_spaces": jax.memory.Space.Device}
