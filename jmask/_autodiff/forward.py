@@ -171,13 +171,14 @@ class Forward:
             args = [array(a) if self._is_small(a) else a for a in args]
         if any(isinstance(a, View) for a in args):
             made_views = views_of(self.eqns, name, args)
-            sizes = [self._table_size(a) for a in args]
-            small = max(sizes) // 8
-            if made_views is None and name in COMPUTING and 0 < min(sizes) <= small:
-                # A parameter that scales a table is dense, and rows of the table are read.
-                pairs = zip(args, sizes, strict=True)
-                args = [array(a) if size <= small else a for a, size in pairs]
-                made_views = views_of(self.eqns, name, args)
+            if made_views is None and name in COMPUTING:
+                sizes = [self._table_size(a) for a in args]
+                small = max(sizes) // 8
+                if 0 < min(sizes) <= small:
+                    # A parameter that scales a table is dense, and rows of the table are read.
+                    pairs = zip(args, sizes, strict=True)
+                    args = [array(a) if size <= small else a for a, size in pairs]
+                    made_views = views_of(self.eqns, name, args)
             if made_views is not None:
                 if name in ("slice", "dynamic_slice"):
                     whole = window_lookup(eqn, name, args)

@@ -176,7 +176,7 @@ _NO_TABLES: frozenset[int] = frozenset()
 
 
 class _Label(NamedTuple):
-    """What an array is: "numbers" of rows or "one-hot"; and of which tables it is computed."""
+    """Label an array: "numbers" of rows, or "one-hot"; and the tables it is computed of."""
 
     kind: str = ""
     tables: frozenset[int] = _NO_TABLES
@@ -184,7 +184,7 @@ class _Label(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-    """What a program computes of all of its tables: found for all of them at once."""
+    """Find what a program computes of whole tables, of all tables in one walk."""
 
     jaxpr: Jaxpr
     needs: Mapping[int, Sequence[Need]]  # what it needs of each table

@@ -78,7 +78,7 @@ def capacity_of(shards: Shards, ids: IdArray) -> int | None:
 
 
 class Outbox(NamedTuple):
-    """What a device sends in a round, by the shards that it goes to."""
+    """Hold what a device sends to each shard in one round."""
 
     entries: jax.Array  # (S, capacity): of its ids; m, the number of all, for none
     places: jax.Array  # (S, capacity): of their rows on the shard, R for none

@@ -137,7 +137,7 @@ def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]
     is_whole = x.update.captures or (any(shards.columns) and is_per_row)
     if shards.rows and not is_kept and not is_routed(shards, x.ids, x.order):
         if capacity is not None and not is_whole:
-            return _in_rounds(shards, main, x, capacity)
+            return _updated_in_rounds(shards, main, x, capacity)
         ids, values = routed(main, x.ids, x.rows)
         x = dataclasses.replace(x, ids=ids, values=values, order="routed")
     where = shards.spec[0] if is_routed(shards, x.ids, x.order) else None
@@ -158,12 +158,14 @@ def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]
     return shards.run(updated_here, tables, x.ids, x.rows, *x.scalars, specs=specs, out=out)
 
 
-def _in_rounds(shards: Shards, main: jax.Array, x: RowUpdate, capacity: int) -> list[jax.Array]:
+def _updated_in_rounds(
+    shards: Shards, main: jax.Array, x: RowUpdate, capacity: int
+) -> list[jax.Array]:
     """Update tables with what comes to their shards, round by round of an exchange."""
     batch, *_ = shards.spec_of_ids(x.ids)
     place = [table is main for table in x.tables].index(True)
 
-    def of_all_devices(
+    def routed_first(
         tables: list[jax.Array], ids: IdVector, values: jax.Array, *scalars: jax.Array
     ) -> list[jax.Array]:
         ids, values = routed(tables[place], ids, values)
@@ -182,7 +184,7 @@ def _in_rounds(shards: Shards, main: jax.Array, x: RowUpdate, capacity: int) -> 
     specs = [shards.spec, (batch,), (batch, *shards.columns)] + [()] * len(x.scalars)
     out = [shards.spec] * len(x.tables)
     in_rounds = functools.partial(shards.run, updated_here, specs=specs, out=out)
-    update = with_derivative_of(of_all_devices, in_rounds)
+    update = with_derivative_of(routed_first, in_rounds)
     tables: list[jax.Array] = update(list(x.tables), x.ids, x.rows, *x.scalars)
     return tables
 

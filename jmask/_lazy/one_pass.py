@@ -137,7 +137,7 @@ def _in_one_pass(
             places.setdefault(leaf.table, []).append(i)
     combiners: dict[int, Combiner] = {}
     for table in proof.rows:
-        combiner = _combiner(step, proof, parts, places[table], outputs)
+        combiner = _combiner(step, proof, parts, table, places[table], outputs)
         if combiner is None:
             return None
         combiners[table] = combiner
@@ -209,8 +209,16 @@ def _taken_apart(proof: RowLocal) -> Parts | None:
         if x is not None and not aval_of(v).ndim
     }
     nothing = jaxpr.replace(constvars=[], invars=[], eqns=[], outvars=[])
-    made = equations, arithmetic, constants
-    return Parts(owners, from_gradient, reduced, *made, proof.rows, nothing)
+    return Parts(
+        table_of=owners,
+        from_gradient=from_gradient,
+        reduced=reduced,
+        equations=equations,
+        arithmetic=arithmetic,
+        constants=constants,
+        rows=proof.rows,
+        nothing=nothing,
+    )
 
 
 # What may be computed again for each entry.
@@ -236,16 +244,20 @@ class Combiner(NamedTuple):
 
 
 def _combiner(
-    step: LazyStep, proof: RowLocal, parts: Parts, places: list[int], outputs: Sequence[Atom]
+    step: LazyStep,
+    proof: RowLocal,
+    parts: Parts,
+    table: int,
+    places: list[int],
+    outputs: Sequence[Atom],
 ) -> Combiner | None:
     """Return how to compute new rows of a table, or None if it takes more than one pass.
 
     Of its gradient, and then the values made of that alone (clipped by a norm), the first is
     taken from which one scatter computes the rows, or a linear step; the gradient if none is.
     """
-    leaves, table_of, table = step.leaves, parts.table_of, step.leaves[places[0]].table
-    assert table is not None
-    jaxpr, by_rows, constants = proof.program.jaxpr, table in proof.by_rows, parts.constants
+    leaves, table_of, constants = step.leaves, parts.table_of, parts.constants
+    jaxpr, by_rows = proof.program.jaxpr, table in proof.by_rows
     inputs, new = [jaxpr.invars[i] for i in places], [outputs[i] for i in places]
     wanted = [v for v in new if isinstance(v, Var)]  # all of them: no literal has rows
 
