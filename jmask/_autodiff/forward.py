@@ -228,6 +228,14 @@ class Forward:
 
     def _made(self, x: View, is_constant: bool) -> Argument:
         abstract = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        if is_constant and self._is_small(x):
+            # Few rows, as in `aux`: the loss has them already, or they are read without taps.
+            rows = self.taps.made.get((x, False))
+            if rows is None:
+                lookup = self._reading_of_all(x)
+                assert lookup is not None, "a small view can be read"
+                rows = self._looked_up(lookup, abstract, is_live=False)
+            return rows if self.taps.is_trial else lax.stop_gradient(rows)
         if x.tables and not is_constant:
             lookup = x.whole if isinstance(x, bags.Rows) else self._reading_of_all(x)
             if lookup is not None:
