@@ -46,28 +46,33 @@ def lifted(program: ClosedJaxpr) -> Jaxpr:
 
 def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
     """Return the program with the equations of what it calls in place of the calls."""
-    calls = (*CALLS, *REMATS)
     consts = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     eqns: list[JaxprEqn] = []
-
-    def add(jaxpr: Jaxpr, names: dict[Var, Atom]) -> list[Atom]:
-        """Add the equations of a jaxpr; what its outputs are called in the program."""
-        for eqn in jaxpr.eqns:
-            inputs = [names.get(v, v) if isinstance(v, Var) else v for v in eqn.invars]
-            if eqn.primitive.name in calls and name_of(eqn) in calls:
-                inner, inner_consts = called(eqn)
-                consts.update(zip(inner.constvars, inner_consts, strict=True))
-                outputs = add(inner, dict(zip(inner.invars, inputs, strict=True)))
-            else:  # a jaxpr may be called twice: its variables get new names each time
-                outvars = [Var(v.aval) for v in eqn.outvars]
-                eqns.append(eqn.replace(invars=inputs, outvars=outvars))
-                outputs = [*outvars]
-            names.update(zip(eqn.outvars, outputs, strict=True))
-        return [names.get(v, v) if isinstance(v, Var) else v for v in jaxpr.outvars]
-
-    outputs = add(program.jaxpr, {})
+    outputs = _add_inlined(program.jaxpr, {}, eqns, consts)
     jaxpr = program.jaxpr.replace(constvars=list(consts), eqns=eqns, outvars=outputs)
     return ClosedJaxpr(jaxpr, list(consts.values()))
+
+
+# It calls itself. As a closure it would be a cycle, which holds the constants until Python
+# collects garbage.
+def _add_inlined(
+    jaxpr: Jaxpr, names: dict[Var, Atom], eqns: list[JaxprEqn], consts: dict[Var, Argument]
+) -> list[Atom]:
+    """Add the equations of a jaxpr; what its outputs are called in the program."""
+    calls = (*CALLS, *REMATS)
+    for eqn in jaxpr.eqns:
+        inputs = [names.get(v, v) if isinstance(v, Var) else v for v in eqn.invars]
+        if eqn.primitive.name in calls and name_of(eqn) in calls:
+            inner, inner_consts = called(eqn)
+            consts.update(zip(inner.constvars, inner_consts, strict=True))
+            given = dict(zip(inner.invars, inputs, strict=True))
+            outputs = _add_inlined(inner, given, eqns, consts)
+        else:  # a jaxpr may be called twice: its variables get new names each time
+            outvars = [Var(v.aval) for v in eqn.outvars]
+            eqns.append(eqn.replace(invars=inputs, outvars=outvars))
+            outputs = [*outvars]
+        names.update(zip(eqn.outvars, outputs, strict=True))
+    return [names.get(v, v) if isinstance(v, Var) else v for v in jaxpr.outvars]
 
 
 def read(values: dict[Var, _Value], v: Atom) -> _Value:

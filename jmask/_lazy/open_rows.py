@@ -7,6 +7,7 @@ tables (5, 3) and (9, 2)      opened (rows0, 3) and (rows1, 2)
 
 import contextlib
 import functools
+import gc
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -45,6 +46,21 @@ def refusing_counts(subject: str) -> Iterator[None]:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         why = f"{subject} depends on the number of rows ({reason})"
         raise NotRowLocalError(why) from error
+
+
+@contextlib.contextmanager
+def frames_freed() -> Iterator[None]:
+    """Context of a trace of open shapes, which keeps nothing that its callers hold.
+
+    Where JAX asks whether a dimension is a number, it keeps the error in a local variable of
+    the frame that the error's traceback holds: a cycle, which would hold all calling frames,
+    and with them parameters and states, until Python collects garbage. It is new, so the
+    youngest generation has it.
+    """
+    try:
+        yield
+    finally:
+        gc.collect(0)
 
 
 @functools.cache
@@ -100,12 +116,12 @@ def with_sizes(jaxpr: Jaxpr, numbers: Mapping[Dimension, int]) -> Jaxpr:
             return sized[key]
         if isinstance(x, ClosedJaxpr):
             return ClosedJaxpr(with_sizes(x.jaxpr, numbers), x.consts)
-        if isinstance(x, Jaxpr):
-            return with_sizes(x, numbers)
-        return type(x)(map(parameter_of, x)) if type(x) in (tuple, list) else size(x)
+        return with_sizes(x, numbers) if isinstance(x, Jaxpr) else size(x)
 
     def at_sizes(eqn: JaxprEqn) -> JaxprEqn:
-        params = {name: parameter_of(x) for name, x in eqn.params.items()}
+        is_one = lambda x: type(x) not in (tuple, list)
+        sized = functools.partial(jax.tree.map, parameter_of, is_leaf=is_one)
+        params = {name: sized(x) for name, x in eqn.params.items()}
         invars, outvars = atoms(eqn.invars), list(map(var, eqn.outvars))
         return eqn.replace(invars=invars, outvars=outvars, params=params)
 

@@ -55,7 +55,13 @@ from jmask._base.forms import (
 from jmask._base.jaxprs import ARITHMETIC, inlined, interpret, needed_for, run
 from jmask._base.types import Argument, ArraysFunction, Atom, Function, Scalar
 from jmask._lazy.checks import NotRowLocalError
-from jmask._lazy.open_rows import Dimension, open_shapes, refusing_counts, with_sizes
+from jmask._lazy.open_rows import (
+    Dimension,
+    frames_freed,
+    open_shapes,
+    refusing_counts,
+    with_sizes,
+)
 from jmask._ops.rows import trial
 
 Known = Scalar | None
@@ -219,6 +225,7 @@ def proved(
         if not is_row_wise:
             dense = jax.make_jaxpr(function)(*shapes)  # what is no matter of rows raises here
             contexts.enter_context(refusing_counts("it"))
+        contexts.enter_context(frames_freed())
         traced = jax.make_jaxpr(function)(*opened)
     program = _needed(traced)
     known = known_in(program, inputs)

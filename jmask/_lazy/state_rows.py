@@ -20,7 +20,7 @@ from jmask._base.array_types import shapes_from
 from jmask._base.types import PyTree, PyTreeDef, Shape
 from jmask._base.validation import abstract_leaf, is_on_host, leaf_name, not_on_device
 from jmask._lazy.checks import ORDER, NotRowLocalError
-from jmask._lazy.open_rows import open_shapes, refusing_counts
+from jmask._lazy.open_rows import frames_freed, open_shapes, refusing_counts
 from jmask._tables.rows_at import shape_of
 
 _T = TypeVar("_T")
@@ -76,7 +76,7 @@ def rows_of_state(
     rows, opened = open_shapes(as_tables, [i if x else None for i, x in enumerate(is_table)])
 
     def shapes() -> tuple[PyTree, PyTree]:
-        with refusing_counts("its state"):
+        with refusing_counts("its state"), frames_freed():
             of_rows = shapes_from(init, param_tree.unflatten(opened))
         return of_rows, shapes_from(init, param_tree.unflatten(params))
 

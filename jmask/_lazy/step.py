@@ -290,7 +290,10 @@ class LazyStep:
             is_rows = lambda leaf: leaf.kind == "gradient" and leaf.table is not None
             inputs = [0 if is_rows(leaf) else None for leaf in self.leaves]
             is_row_wise = isinstance(self.inner, RowWise)
-            args = self.flat_update, shapes, tables, inputs
+            # JAX keeps for a while what it has traced; it need not keep arrays.
+            leaves = [Leaf(None, leaf.kind, leaf.table) for leaf in self.leaves]
+            flat_update = dataclasses.replace(self, leaves=leaves).flat_update
+            args = flat_update, shapes, tables, inputs
             program = row_local.proved(*args, is_row_wise=is_row_wise)
             return program, self.others  # kept so that no other object gets the same `id`
 

@@ -1,5 +1,6 @@
-"""What a transformation captures lives as long as it does; calls outside jit leave nothing."""
+"""What a transformation captures lives as long as it does; calls leave nothing behind."""
 
+import contextlib
 import gc
 import weakref
 
@@ -9,6 +10,7 @@ import optax
 import pytest
 
 import jmask
+from tests.optimizers import NOT_LAZY, OPTIMIZERS
 
 pytestmark = pytest.mark.dtype_promotion
 
@@ -137,3 +139,56 @@ def test_steps_leave_nothing(name, run):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_leave_nothing(name):
     assert objects_left(FUNCTIONS[name]) < 20
+
+
+# --- no array waits for Python to collect garbage ------------------------------------------
+#
+# Which many training loops turn off. Where frames or closures refer to each other, and one of
+# them to a table, that stays until then.
+
+
+@contextlib.contextmanager
+def without_collection():
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def explained(tx, state):
+    jmask.explain(lambda t: jnp.sum(t[jnp.array([1, 2])]), jnp.ones((10, 3)))
+
+
+def differentiated(tx, state):
+    """By a loss with loops and branches, in which programs are nested."""
+    ids, table = jnp.array([[1, 2], [2, 3]]), jnp.ones((10, 3))
+
+    def loss(table, ids):
+        _, rows = jax.lax.scan(jax.checkpoint(lambda c, i: (c, jnp.sin(table)[i])), 0, ids)
+        bags = jmask.embedding_bag(table, ids)
+        other = jax.lax.cond(ids[0, 0] > 1, lambda: table[ids[0]], lambda: 2 * table[ids[1]])
+        return jnp.sum(rows) + jnp.sum(bags) + jnp.sum(other), (rows, table)
+
+    jmask.grad(loss, has_aux=True)(table, ids)
+    jax.jit(jmask.value_and_grad(loss, has_aux=True))(table, ids)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("run", [eagerly, applied, in_a_program, differentiated, explained])
+@pytest.mark.parametrize("name", STEPPED | OPTIMIZERS | NOT_LAZY)
+def test_no_array_waits_for_the_garbage_collector(name, run):
+    if name == "deferred" and run is eagerly:
+        pytest.skip("rows of jmask.deferred are updated by apply_gradients alone")
+    tx = (STEPPED | OPTIMIZERS | NOT_LAZY)[name]
+
+    def of_new_arrays():
+        table = jnp.ones((10, 3))
+        run(tx, tx.init(table))
+
+    of_new_arrays()  # what is made once
+    with without_collection():
+        before = len(jax.live_arrays())
+        of_new_arrays()
+        assert len(jax.live_arrays()) == before
