@@ -216,6 +216,7 @@ class Offloaded:
             return None
 
         reader = concurrent.futures.ThreadPoolExecutor(1, "jmask.host.read")
+        is_finalizing = sys.is_finalizing  # at the end of Python names of modules are None
         try:
             ahead = reader.submit(fetch, [None] * len(finders), None)
             while (fetched := ahead.result()) is not None:
@@ -235,7 +236,7 @@ class Offloaded:
                     raise RuntimeError(f"{what}: each step needs host.commit(params, state).")
         finally:
             reader.shutdown(wait=False)
-            if self._loop is loop and not sys.is_finalizing():
+            if self._loop is loop and not is_finalizing():
                 self._settle()
 
     def commit(self, params: PyTree, state: PyTree) -> None:
