@@ -4,7 +4,8 @@ state      count    mu (V, D)   nu (V, D)   last (V, 1)       whose rows: as `la
 new rows            tx.init of the new rows alone             what an optimizer starts with
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax import lax
 from jmask._base.array_types import fewer, is_known
 from jmask._base.row_ids import canonical
 from jmask._base.shardings import on_every_device
-from jmask._base.types import ArraysFunction, DType, Ids, PyTree, PyTreeDef, Shape
+from jmask._base.types import DType, Ids, PyTree, PyTreeDef, RowArray, Shape
 from jmask._base.validation import leaf_name, named_parts
 from jmask._embedding.lookup import checked_integers
 from jmask._kernels.coalesce import unique_slots
@@ -28,6 +29,8 @@ from jmask._tables.rows_at import shape_of
 from jmask._vocabulary.vocabulary import Vocabulary
 
 Initializer = Callable[[jax.Array, Shape, DType], jax.Array]
+_Arrays = dict[int, list[jax.Array]]
+"""By the number of a table, it and its slots, or rows of these."""
 # Of a batch of 8,192 keys some hundred are new, and random numbers for a row of 64 take as long
 # as its step of Adam.
 _BLOCK = 512
@@ -115,37 +118,61 @@ def reset(
     owners = rows_of_state(tx.init, likes, is_table, tree, state, dtypes=False)
     state_tree: PyTreeDef = jax.tree.structure(state)
     slots = jax.tree.leaves(state)
-    for i, ids in chosen.items():
-        places = [k for k, (owner, _) in enumerate(owners) if owner == i]
+    of_table: dict[int, list[int]] = {i: [] for i in chosen}
+    for k, (owner, _) in enumerate(owners):
+        if owner in of_table:
+            of_table[owner].append(k)
 
-        def start(ids: jax.Array, arrays: list[jax.Array], i: int = i) -> list[jax.Array]:
-            few = list(leaves)
-            of_table, shape = jax.random.fold_in(key, i), (1, *few[i].shape[1:])
-            new_row = lambda r: init(jax.random.fold_in(of_table, r), shape, few[i].dtype)[0]
-            few[i] = jax.vmap(new_row)(ids).astype(few[i].dtype)
-            first = jax.tree.leaves(as_of_now(tx.init(tree.unflatten(few)), state))
-            new = [few[i], *(first[k] for k in places)]  # noqa: B023
-            return [set_rows(x, ids, y, "sorted") for x, y in zip(arrays, new, strict=True)]
+    def start(ids: Mapping[int, jax.Array], arrays: _Arrays) -> _Arrays:
+        """Write rows `ids` of each table and of its slots."""
+        few = list(leaves)
+        for i, numbers in ids.items():
+            few[i] = _new_rows(init, jax.random.fold_in(key, i), numbers, few[i])
+        first = jax.tree.leaves(as_of_now(tx.init(tree.unflatten(few)), state))
+        new = {i: [few[i], *(first[k] for k in of_table[i])] for i in ids}
+        pairs = {i: zip(arrays[i], new[i], strict=True) for i in ids}
+        return {i: [set_rows(x, ids[i], y, "sorted") for x, y in pairs[i]] for i in ids}
 
-        arrays = [jnp.asarray(leaves[i]), *(slots[k] for k in places)]
-        leaves[i], *new = _in_blocks(start, ids, arrays)
-        for k, x in zip(places, new, strict=True):
+    arrays = {i: [jnp.asarray(leaves[i]), *(slots[k] for k in of_table[i])] for i in chosen}
+    written = _in_blocks(start, chosen, arrays) if chosen else arrays
+    for i, (table, *new) in written.items():
+        leaves[i] = table
+        for k, x in zip(of_table[i], new, strict=True):
             slots[k] = x
     return fit.as_given(tree.unflatten(leaves)), state_tree.unflatten(slots)
 
 
+def _new_rows(
+    init: Initializer, key: jax.Array, numbers: jax.Array, table: jax.Array
+) -> RowArray:
+    """Return rows (n, *row) of a table, each made by its number alone."""
+    shape, dtype = (1, *table.shape[1:]), table.dtype
+    row = lambda r: init(jax.random.fold_in(key, r), shape, dtype)[0]
+    return jax.vmap(row)(numbers).astype(dtype)
+
+
 def _in_blocks(
-    start: ArraysFunction, ids: jax.Array, arrays: list[jax.Array]
-) -> list[jax.Array]:
+    start: Callable[[Mapping[int, jax.Array], _Arrays], _Arrays],
+    ids: Mapping[int, jax.Array],
+    arrays: _Arrays,
+) -> _Arrays:
     """Return start(ids, arrays), at the cost of those ids (n,), sorted, that are rows."""
-    n, rows = ids.shape[0], arrays[0].shape[0]
-    if not is_known(n) or n <= _BLOCK:
-        return list(start(ids, arrays))
-    padded = jnp.pad(ids, (0, -n % _BLOCK), constant_values=rows)
-    count = jnp.sum(ids < rows, dtype=jnp.int32)
-    block = lambda i: lax.dynamic_slice(padded, (i * _BLOCK,), (_BLOCK,))
-    body = lambda i, arrays: list(start(block(i), arrays))
-    return lax.fori_loop(0, (count + _BLOCK - 1) // _BLOCK, body, arrays)
+    sizes = [x.size for x in ids.values()]
+    if not is_known(*sizes) or max(sizes) <= _BLOCK:
+        return start(ids, arrays)
+    counts = {i: arrays[i][0].shape[0] for i in ids}
+    rows = [jnp.sum(x < counts[i], dtype=jnp.int32) for i, x in ids.items()]
+    last = functools.reduce(jnp.maximum, rows)
+    padded = {
+        i: jnp.pad(x, (0, -x.size % _BLOCK), constant_values=counts[i]) for i, x in ids.items()
+    }
+
+    def body(number: jax.Array, arrays: _Arrays) -> _Arrays:
+        # A table with fewer of them has its last block written again, which is the same.
+        block = lambda x: lax.dynamic_slice(x, (number * _BLOCK,), (_BLOCK,))
+        return start({i: block(x) for i, x in padded.items()}, arrays)
+
+    return lax.fori_loop(0, (last + _BLOCK - 1) // _BLOCK, body, arrays)
 
 
 def _check(name: str, table: jax.Array, ids: Ids, vocab: Vocabulary | None) -> None:

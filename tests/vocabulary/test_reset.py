@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 import jmask
 from jmask import vocabulary
 from jmask._vocabulary import reset as reset_module
+from tests.compilations import work
 from tests.compiled_step import temporary_bytes
 from tests.optimizers import OPTAX, OPTIMIZERS
 from tests.oracle import assert_close
@@ -283,3 +284,17 @@ def test_before_tables_on_the_host():
         host.commit(*step(rows, rows_state, batch))
     host.flush()
     np.testing.assert_allclose(kept["table"], params["table"], rtol=1e-5, atol=1e-6)
+
+
+def test_it_is_traced_in_time_linear_in_the_tables():
+    def traced(tables):
+        sizes = {f"table {i}": 100 * tables + i for i in range(tables)}
+        params = {k: jax.ShapeDtypeStruct((n, 8), "float32") for k, n in sizes.items()}
+        rows = {k: jax.ShapeDtypeStruct((1000,), "int32") for k in sizes}
+        tx = jmask.adam(0.1)
+        state = jax.eval_shape(tx.init, params)
+        step = jax.jit(lambda p, s, rows: vocabulary.reset(tx, p, s, rows, NORMAL))
+        return work(step.trace, params, state, rows)
+
+    traced(2)  # what is imported and cached at the first call
+    assert traced(24) < 2.3 * traced(12)
