@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import ad, batching
@@ -42,7 +43,6 @@ from jmask._base.types import (
     Function,
     IdArray,
     IdVector,
-    MeshAxes,
     RowArray,
     Shaped,
     TableArray,
@@ -65,16 +65,51 @@ _Carried = TypeVar("_Carried")
 # needs, so that every step is exact, and none has room for more than a round.
 
 
-def capacity_of(shards: Shards, ids: IdArray) -> int | None:
-    """Return how many entries a device sends to each shard; None if they are all-gathered."""
-    spec, count, many = shards.spec_of_ids(ids), math.prod(ids.shape), tuning.EXCHANGED_IDS
-    axes = names(next(iter(spec), None))
-    if any(spec[1:]) or not set(shards.rows) <= set(axes) or not is_known(count):
-        return None
-    entries = count // shards.devices(axes)
-    share = entries / shards.count
-    capacity = math.ceil(share + 5 * math.sqrt(share) + 8)
-    return capacity if count >= many and 2 * capacity <= entries else None
+class Exchange(NamedTuple):
+    """Who sends what to the shards of a table: each device a share of the ids of a batch."""
+
+    shards: Shards
+    batch: tuple[str, ...]  # the axes of the ids
+    capacity: int  # how many entries a device sends to each shard in a round
+
+    @classmethod
+    def of(cls, shards: Shards, ids: IdArray) -> "Exchange | None":
+        """Return the exchange for ids, or None if they are all-gathered."""
+        batch = sum(map(names, shards.spec_of_ids(ids)), ())
+        count = math.prod(ids.shape)
+        if not shards.rows or not is_known(count):
+            return None
+        senders = cls(shards, batch, 0).senders
+        entries = -(-count // shards.devices(senders))
+        share = entries / shards.count
+        capacity = math.ceil(share + 5 * math.sqrt(share) + 8)
+        pays = count >= tuning.EXCHANGED_IDS and 2 * capacity <= entries
+        return cls(shards, batch, capacity) if pays else None
+
+    @property
+    def alike(self) -> tuple[str, ...]:
+        """The axes along which devices have the same ids, and each sends some of them."""
+        return tuple(axis for axis in self.shards.rows if axis not in self.batch)
+
+    @property
+    def senders(self) -> tuple[str, ...]:
+        """The axes over which ids are divided."""
+        return self.batch + self.alike
+
+    def own(self, padding: int, ids: IdVector, *values: RowArray) -> list[jax.Array]:
+        """Return what a device sends of ids (m,) and their values, in equal shares."""
+        if not self.alike:
+            return [ids, *values]
+        each = -(-ids.shape[0] // self.shards.devices(self.alike))
+        missing = each * self.shards.devices(self.alike) - ids.shape[0]
+        first = lax.axis_index(self.alike) * each
+
+        def share(x: jax.Array, fill: int = 0) -> jax.Array:
+            widths = [(0, missing)] + [(0, 0)] * (x.ndim - 1)
+            padded = jnp.pad(x, widths, constant_values=np.asarray(fill, x.dtype))
+            return lax.dynamic_slice_in_dim(padded, first, each)
+
+        return [share(ids, padding), *map(share, values)]
 
 
 class Outbox(NamedTuple):
@@ -85,11 +120,9 @@ class Outbox(NamedTuple):
 
 
 def _in_rounds(
-    shards: Shards,
-    batch: MeshAxes,
+    exchange: Exchange,
     ids: IdVector,
     size: int,
-    capacity: int,
     send: Callable[[Outbox, _Carried], _Carried],
     carried: _Carried,
 ) -> _Carried:
@@ -98,8 +131,8 @@ def _in_rounds(
     All devices send an id in the same round: it ends, for each shard, before the first id that
     some device has no room for.
     """
-    first, count = jnp.arange(shards.count, dtype=ids.dtype) * size, ids.shape[0]
-    below = _numbers_below(ids)
+    first, count = jnp.arange(exchange.shards.count, dtype=ids.dtype) * size, ids.shape[0]
+    capacity, below = exchange.capacity, _numbers_below(ids)
     ends = below(first + size)
 
     def one(
@@ -110,7 +143,7 @@ def _in_rounds(
         without_room = ids.at[after].get(mode="fill", fill_value=0) - first
         # TPUs have no minimum of 64 bits over devices.
         limit = jnp.where(after < ends, without_room, size).astype(id_dtype(size))
-        limit = lax.pmin(limit, names(batch))
+        limit = lax.pmin(limit, exchange.senders)
         end = below(first + limit)
         entries = begin[:, None] + jnp.arange(capacity)[None]
         is_sent = entries < end[:, None]
@@ -143,17 +176,19 @@ def _swapped(shards: Shards, x: jax.Array) -> jax.Array:
 
 def excess_of(shards: Shards, ids: IdArray, rows: int) -> jax.Array:
     """Return how many ids of a lookup do not fit the first round of the exchange, int32."""
-    spec, capacity = shards.spec_of_ids(ids), capacity_of(shards, ids)
-    if capacity is None:
+    exchange = Exchange.of(shards, ids)
+    if exchange is None:
         return jnp.zeros((), jnp.int32)
 
     def counted(ids: IdArray) -> jax.Array:
-        unique, _ = unique_slots(ids.reshape(-1), fewer(math.prod(ids.shape), rows), rows)
+        (own,) = exchange.own(rows, ids.reshape(-1))
+        unique, _ = unique_slots(own, fewer(own.shape[0], rows), rows)
         bounds = jnp.arange(shards.count + 1, dtype=unique.dtype) * (rows // shards.count)
         sent = jnp.diff(_numbers_below(unique)(bounds))
-        return lax.psum(jnp.sum(jnp.maximum(sent - capacity, 0)), names(spec[0]))
+        too_many = jnp.maximum(sent - exchange.capacity, 0)
+        return lax.psum(jnp.sum(too_many), exchange.senders)
 
-    return shards.run(counted, ids, specs=[spec], out=())
+    return shards.run(counted, ids, specs=[shards.spec_of_ids(ids)], out=())
 
 
 # --- lookup -------------------------------------------------------------------------------
@@ -177,7 +212,7 @@ def _lookup(table: TableArray, ids: IdArray) -> list[jax.Array]:
     if 0 in (*ids.shape, *table.shape):  # XLA gathers no empty arrays
         zeros = jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
         return [shards.put(zeros, there)]
-    capacity = capacity_of(shards, ids)
+    exchange = Exchange.of(shards, ids)
     own_axes = (tuple(axis for axis in names(axes) if axis in shards.rows) for axes in spec)
     shared = {d: axes for d, axes in enumerate(own_axes) if axes}
     others = tuple(axis for axis in shards.rows if axis not in sum(shared.values(), ()))
@@ -196,13 +231,13 @@ def _lookup(table: TableArray, ids: IdArray) -> list[jax.Array]:
         rows = lax.psum(rows, others) if others else rows
         return rows != 0 if is_bool else rows
 
-    def rows_of(block: TableArray, ids: IdArray) -> jax.Array:
-        if capacity is None:
-            return by_all_gather(block, ids)
+    def by_exchange(block: TableArray, ids: IdArray) -> jax.Array:
+        assert exchange is not None
         # An id that a device looks up several times is sent once, to the shard that has it.
         (size, *row), rows = block.shape, table.shape[0]
-        slots = fewer(math.prod(ids.shape), rows)
-        unique, slot_of_entry = unique_slots(ids.reshape(-1), slots, rows)
+        (own,) = exchange.own(rows, ids.reshape(-1))
+        slots = fewer(own.shape[0], rows)
+        unique, slot_of_entry = unique_slots(own, slots, rows)
 
         def send(outbox: Outbox, rows: RowArray) -> RowArray:
             places = _swapped(shards, outbox.places)
@@ -211,9 +246,12 @@ def _lookup(table: TableArray, ids: IdArray) -> list[jax.Array]:
             return set_rows(rows, outbox.entries.reshape(-1), received, "unique")
 
         zeros = jnp.zeros((slots, *row), block.dtype)
-        found = _in_rounds(shards, spec[0], unique, size, capacity, send, zeros)
-        return found.at[slot_of_entry.reshape(ids.shape)].get(mode="fill", fill_value=0)
+        found = _in_rounds(exchange, unique, size, send, zeros)
+        found = found.at[slot_of_entry].get(mode="fill", fill_value=0)
+        (every,) = all_gathered(entry(exchange.alike), found)
+        return every[: math.prod(ids.shape)].reshape(*ids.shape, *row)
 
+    rows_of = by_all_gather if exchange is None else by_exchange
     specs, out = [shards.spec, spec], (*spec, *shards.columns)
     return [shards.put(shards.run(rows_of, table, ids, specs=specs, out=out), there)]
 
@@ -260,12 +298,10 @@ ad.primitive_jvps[LOOKUP], ad.primitive_transposes[LOOKUP] = _derivative, _trans
 
 
 def sent_to_shards(
-    shards: Shards,
-    batch: MeshAxes,
+    exchange: Exchange,
     ids: IdVector,
     values: RowArray,
     size: int,
-    capacity: int,
     take: Callable[[IdVector, RowArray, _Carried], _Carried],
     carried: _Carried,
 ) -> _Carried:
@@ -275,8 +311,11 @@ def sent_to_shards(
         take: (places (k,), rows (k, *row), carried) -> carried: what came to this shard of
             `size` rows in a round. No other round has rows of these places.
     """
-    unique, sums = coalesce_rows(ids, values, shards.count * size)
-    others = entry([axis for axis in names(batch) if axis not in shards.rows])
+    shards = exchange.shards
+    rows = shards.count * size
+    ids, values = exchange.own(rows, ids, values)
+    unique, sums = coalesce_rows(ids, values, rows)
+    others = entry([axis for axis in exchange.batch if axis not in shards.rows])
 
     def send(outbox: Outbox, carried: _Carried) -> _Carried:
         places = _swapped(shards, outbox.places).reshape(-1)
@@ -286,7 +325,7 @@ def sent_to_shards(
         places, rows = all_gathered(others, places, received)
         return take(places, rows, carried)
 
-    return _in_rounds(shards, batch, unique, size, capacity, send, carried)
+    return _in_rounds(exchange, unique, size, send, carried)
 
 
 # In one program, so that outside of jit it is compiled once.
@@ -299,30 +338,29 @@ def routed(table: TableArray, ids: IdVector, values: RowArray) -> tuple[IdVector
     """
     shards, count = Shards.of(table), table.shape[0]
     by_all_gather = functools.partial(_routed, shards, count, None)
-    capacity = capacity_of(shards, ids)
-    if capacity is None:
+    exchange = Exchange.of(shards, ids)
+    if exchange is None:
         return by_all_gather(ids, values)
-    in_rounds = functools.partial(_routed, shards, count, capacity)
+    in_rounds = functools.partial(_routed, shards, count, exchange)
     ids, values = with_derivative_of(by_all_gather, in_rounds)(ids, values)
     return ids, values
 
 
 def _routed(
-    shards: Shards, count: int, capacity: int | None, ids: IdVector, values: RowArray
+    shards: Shards, count: int, exchange: Exchange | None, ids: IdVector, values: RowArray
 ) -> tuple[IdVector, RowArray]:
     spec, size = shards.spec_of_ids(ids), count // shards.count
     slots = fewer(ids.shape[0], size)
 
     def own(ids: IdVector, values: RowArray) -> list[jax.Array]:
-        if capacity is None:
+        if exchange is None:
             every, values = all_gathered(spec[0], ids, values)
             places, rows = coalesce_rows(shards.local(every, size), values, size)
         else:
             empty = jnp.full((slots,), size, id_dtype(size))
             zeros = jnp.zeros((slots, *values.shape[1:]), values.dtype)
             carried = jnp.int32(0), empty, zeros
-            args = shards, spec[0], ids, values, size, capacity, append, carried
-            _, places, rows = sent_to_shards(*args)
+            _, places, rows = sent_to_shards(exchange, ids, values, size, append, carried)
         first = lax.axis_index(shards.rows).astype(id_dtype(count)) * size
         return [jnp.where(places < size, places.astype(first.dtype) + first, count), rows]
 

@@ -28,7 +28,7 @@ from jax import lax
 from jmask._base.array_types import sum_dtype
 from jmask._base.lowering import CallPrimitive, switched_on
 from jmask._base.row_ids import Order
-from jmask._base.shardings import Shards, spec_of, varying_alike
+from jmask._base.shardings import Shards, entry, spec_of, varying_alike
 from jmask._base.types import IdVector, PyTree, TableArray
 from jmask._kernels import tuning
 from jmask._kernels._tpu import choice, row_updates
@@ -36,7 +36,7 @@ from jmask._kernels.coalesce import are_large, coalesce_rows, in_order, summed_w
 from jmask._kernels.gathered_rows import GatheredRows, Rows, rows_at
 from jmask._kernels.rows import add_rows, is_of_numbers, is_routed, zero_of
 from jmask._kernels.sharded_rows import (
-    capacity_of,
+    Exchange,
     routed,
     sent_to_shards,
     with_derivative_of,
@@ -128,16 +128,16 @@ def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]
     """
     # Rows are summed where they live. With arrays of entries ids are unique already, and rows
     # that may be added one at a time are summed for an exchange alone.
-    capacity = capacity_of(shards, x.ids)
-    as_they_come = x.update.additive and capacity is None
+    exchange = Exchange.of(shards, x.ids)
+    as_they_come = x.update.additive and exchange is None
     is_kept = as_they_come or any(map(jnp.ndim, x.scalars))
     # What is traced outside cannot be used on each device, and a sum along a row, one number of
     # which is kept, needs all of its columns.
     is_per_row = any(y.shape != x.tables[0].shape for y in x.tables)
     is_whole = x.update.captures or (any(shards.columns) and is_per_row)
     if shards.rows and not is_kept and not is_routed(shards, x.ids, x.order):
-        if capacity is not None and not is_whole:
-            return _updated_in_rounds(shards, main, x, capacity)
+        if exchange is not None and not is_whole:
+            return _updated_in_rounds(exchange, main, x)
         ids, values = routed(main, x.ids, x.rows)
         x = dataclasses.replace(x, ids=ids, values=values, order="routed")
     where = shards.spec[0] if is_routed(shards, x.ids, x.order) else None
@@ -158,11 +158,9 @@ def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]
     return shards.run(updated_here, tables, x.ids, x.rows, *x.scalars, specs=specs, out=out)
 
 
-def _updated_in_rounds(
-    shards: Shards, main: jax.Array, x: RowUpdate, capacity: int
-) -> list[jax.Array]:
+def _updated_in_rounds(exchange: Exchange, main: jax.Array, x: RowUpdate) -> list[jax.Array]:
     """Update tables with what comes to their shards, round by round of an exchange."""
-    batch, *_ = shards.spec_of_ids(x.ids)
+    shards, batch = exchange.shards, entry(exchange.batch)
     place = [table is main for table in x.tables].index(True)
 
     def routed_first(
@@ -179,7 +177,7 @@ def _updated_in_rounds(
             return updated(RowUpdate(x.update, tables, places, rows, scalars, "any"))
 
         size = tables[0].shape[0]
-        return sent_to_shards(shards, batch, ids, values, size, capacity, take, tables)
+        return sent_to_shards(exchange, ids, values, size, take, tables)
 
     specs = [shards.spec, (batch,), (batch, *shards.columns)] + [()] * len(x.scalars)
     out = [shards.spec] * len(x.tables)

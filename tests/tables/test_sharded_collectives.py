@@ -215,7 +215,7 @@ BATCHES = {
     ),
 }
 OVERFLOWS = {"frequent ones first", "of one shard", "of one shard on one device"}
-LAYOUTS_OF_MANY = ["8 devices", "rows over table, batch over both", "in the other order"]
+LAYOUTS_OF_MANY = EXPLICIT
 CASES_OF_MANY = [
     *(("8 devices", name, "sgd", "apply_gradients") for name in BATCHES),
     *((layout, "even", "rowwise adagrad", "update") for layout in LAYOUTS_OF_MANY),
