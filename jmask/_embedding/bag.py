@@ -187,7 +187,9 @@ def embedding_bag(
         # A bag with an id outside is nan: by its sum, if nothing else in a bag reads V and the
         # gather fills nan in there; or by a mark, below.
         fills_in = weights is None and jnp.issubdtype(dtype, jnp.inexact)
-        fills_in &= outside is not None and (bags.ids is not None or absent is None)
+        # What is in no bag reads that nan, too, which `jax_debug_nans` would see outside jit.
+        has_rest = bags.ids is not None and not jax.config.jax_debug_nans
+        fills_in &= outside is not None and (has_rest or absent is None)
         number, fill = math.prod(bags.shape), math.nan if fills_in else 0
         if (
             isinstance(table, jax.Array)
