@@ -27,6 +27,7 @@ from jmask._base.shardings import (
     explicit_mesh,
     flattened,
     on_mesh,
+    rows_in_any_order,
     typed_like,
     varying_alike,
     varying_axes,
@@ -211,7 +212,11 @@ def _flat(
 ) -> tuple[IdVector, RowArray]:
     row = spec.row
     if spec.kind == "rows":
-        return flattened(ids, ids.ndim), flattened(rows, rows.ndim - len(row))
+        dimensions = rows.ndim - len(row)
+        if ids.ndim != dimensions:  # those of views are a list already
+            return flattened(ids, ids.ndim), flattened(rows, dimensions)
+        ids, rows = rows_in_any_order(ids, rows)
+        return ids, rows
     # All entries of a bag have the cotangent of its sum.
     ids, bag, weight = ids
     bags, rounds = spec.shape[0], math.prod(spec.batch)

@@ -134,6 +134,23 @@ def flattened(x: jax.Array, dimensions: int) -> jax.Array:
     return x.reshape(math.prod(x.shape[:dimensions]), *x.shape[dimensions:])
 
 
+def rows_in_any_order(ids: jax.Array, rows: jax.Array) -> list[jax.Array]:
+    """Return ids (n,) of ids (*n,), and their rows (n, *row), in an order that moves nothing.
+
+    Where types shard dimensions behind the first, each device has its own entries in sequence.
+    """
+    spec, ndim = spec_of(ids), ids.ndim
+    axes = sum(map(names, spec), ())
+    if not any(spec[1:]) or 0 in rows.shape:
+        return [flattened(ids, ndim), flattened(rows, ndim)]
+    columns = spec_at(spec, spec_of(rows)[ndim:])[ndim:]
+    flat = lambda x: x.reshape(-1, *x.shape[ndim:])
+    specs, out = [spec, (*spec, *columns)], [(entry(axes),), (entry(axes), *columns)]
+    function = lambda *arrays: [flat(x) for x in arrays]
+    shards = Shards(explicit_mesh(ids), (), ())
+    return list(shards.run(function, ids, rows, specs=specs, out=out))
+
+
 def on_mesh(mesh: AnyMesh, x: jax.Array) -> jax.Array:
     """Return an array whose type names another mesh on every device of this one.
 

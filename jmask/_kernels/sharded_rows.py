@@ -30,8 +30,8 @@ from jmask._base.shardings import (
     all_gathered,
     entry,
     explicit_mesh,
-    flattened,
     names,
+    rows_in_any_order,
     spec_at,
     spec_of,
     typed_like,
@@ -287,7 +287,8 @@ def _transposed(cotangents: Argument, table: Argument, ids: IdArray) -> list[Arg
     if isinstance(rows, ad.Zero):
         return [ad.Zero(aval), None]
     zeros = typed_like(jnp.zeros(aval.shape, rows.dtype), aval)
-    return [add_rows(zeros, flattened(ids, ids.ndim), flattened(rows, ids.ndim)), None]
+    ids, rows = rows_in_any_order(ids, rows)
+    return [add_rows(zeros, ids, rows), None]
 
 
 batching.primitive_batchers[LOOKUP] = _batched_lookup

@@ -9,7 +9,12 @@ from jax import lax
 
 from jmask._base.array_types import joint_dtype
 from jmask._base.row_ids import hide
-from jmask._base.shardings import flattened, varying_alike, varying_axes, varying_over
+from jmask._base.shardings import (
+    rows_in_any_order,
+    varying_alike,
+    varying_axes,
+    varying_over,
+)
 from jmask._base.types import Function, PyTree, Scalar, Table, Tensor
 from jmask._base.validation import abstract_leaf, check_flag, check_leaves, shown
 from jmask._ops.formulas import factor_for, where_nonzero
@@ -123,7 +128,7 @@ def merge(stacked: PyTree) -> PyTree:
                 "`stacked` must hold RowSparse tensors with one leading axis, as from "
                 f"lax.scan or jax.vmap; got indices of shape {ids.shape}."
             )
-        return x.with_leaves(flattened(ids, 2), flattened(values, 2), order="any")
+        return x.with_leaves(*rows_in_any_order(ids, values), order="any")
 
     check_leaves("stacked", stacked)
     return _map(merged, stacked)

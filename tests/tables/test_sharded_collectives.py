@@ -284,3 +284,50 @@ def test_derivatives_of_a_step_that_exchanges_rows(optimizer, step):
     ours = jax.jit(derivatives)(sharded(x, "8 devices"), batch_of(ids, "8 devices"))
     wanted = jax.jit(derivatives)(jnp.asarray(x), jnp.asarray(ids))
     assert_close(ours, wanted, rtol=1e-3, atol=1e-3)
+
+
+# --- ids of several dimensions, any of which may be sharded ----------------------------------
+
+PLACES = [P(None, "data"), P(None, ("data", "table")), P("table", "data"), P("data", "table")]
+LOSSES = {
+    "lookup": loss,
+    "bags": lambda table, ids: jnp.sum(jnp.sin(jmask.embedding_bag(table, ids))),
+    "microbatches": lambda table, ids: jax.lax.scan(
+        lambda total, ids: (total + loss(table, ids), None), 0.0, ids
+    )[0],
+}
+
+
+def merged(table, ids):
+    """The gradients of microbatches, stacked by a scan and merged."""
+    one = lambda ids: jmask.grad(loss)(table, ids)
+    return jmask.tree.merge(jax.lax.scan(lambda c, i: (c, one(i)), None, ids)[1])
+
+
+GRADIENTS = {name: jmask.grad(function) for name, function in LOSSES.items()}
+GRADIENTS["merged"] = merged
+
+
+@pytest.mark.parametrize("rows", [("data", "table"), "table"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.usefixtures("exchanged")
+def test_ids_sharded_over_any_dimension(name, place, rows):
+    """A step is that of one device, and no device gets the rows of the whole batch."""
+    if name in ("microbatches", "merged") and place[0] is not None:
+        pytest.skip("a loop goes over its whole first dimension")
+    x = np.random.default_rng(2).normal(size=(4000, 32)).astype(np.float32)
+    ids = np.random.default_rng(3).integers(0, 4000, (16, 1024)).astype(np.int32)
+    mesh, tx = mesh_of(2, 4, axes="explicit"), OPTIMIZERS["momentum"]
+    table = jmask.sharded(x, mesh, axis=rows)
+
+    @jax.jit
+    def step(table, state, ids):
+        return jmask.apply_gradients(tx, GRADIENTS[name](table, ids), state, table)
+
+    state, placed = tx.init(table), jax.device_put(ids, NamedSharding(mesh, place))
+    compiled = step.lower(table, state, placed).compile()
+    wanted = step(jnp.asarray(x), tx.init(jnp.asarray(x)), ids)
+    assert_close(compiled(table, state, placed), wanted, rtol=1e-4, atol=2e-5)
+    whole = ids.size * 32 * 4
+    assert max(size for _, size in collectives(compiled)) < whole
