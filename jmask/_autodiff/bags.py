@@ -109,8 +109,8 @@ def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Argument], lookup: Lookup) 
     if name not in WINDOWS or not isinstance(x, TableView) or plan[0].kind != "rows":
         return None
     windows = windows_of(eqn, name, args)
-    fill = windows.fill
-    if jax.sharding.get_abstract_mesh().manual_axes or explicit_mesh(aval) is not None:
+    fill, mesh = windows.fill, jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes or explicit_mesh(aval) is not None:
         return None
     if not (
         windows.are_rows()
@@ -120,6 +120,13 @@ def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Argument], lookup: Lookup) 
         and (fill is None or fill == 0 or math.isnan(fill))
     ):
         return None
+
+    def run_there(taps: Taps) -> jax.Array:
+        # Where they are needed axes may be explicit that are automatic where they are read.
+        if jax.sharding.get_abstract_mesh() == mesh:
+            return run(taps)
+        with jax.sharding.use_abstract_mesh(mesh):
+            return run(taps)
 
     def described() -> Entries:
         ids, rows = windows.ids(), x.shape[0]
@@ -133,11 +140,11 @@ def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Argument], lookup: Lookup) 
         tuple(aval.shape),
         x.dtype,
         lambda p: None,
-        lambda _: run(NONE),
+        lambda _: run_there(NONE),
         x.tables,
         is_lookup=True,
         varies=x.varies,
-        whole=lookup,
+        whole=(plan, run_there),
         table=x,
         entries=windows.batch,
         described=described,

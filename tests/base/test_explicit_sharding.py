@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmask
+from jmask._kernels import tuning
 from tests.expressions import functions
 from tests.oracle import is_row_sparse
 from tests.sampling import chosen
@@ -123,19 +124,22 @@ LISTED = [(t, i, r, bool(n % 2)) for n, (t, i, r) in enumerate(
 
 
 @pytest.mark.parametrize(("table", "ids", "read", "in_context"), chosen(LISTED, ALL))
-def test_gradient(table, ids, read, in_context):
+def test_gradient(table, ids, read, in_context, monkeypatch):
     """The value, the gradient, which is row-sparse, and where the rows are."""
     if table == "an array spread by columns" and IDS[ids][1] not in (None, ()):
         ids = "on every device"  # an axis of the mesh can spread but one dimension
     table, ids, read = TABLES[table](), ids_of(ids), READS[read]
     loss = lambda t, ids: jnp.sum(jnp.sin(read(t, ids)))
-    with context(in_context), jmask.strict():
-        value, gradient = jax.jit(jmask.value_and_grad(loss))(table, ids)
-        rows = jax.jit(lookup)(table, ids)
-    assert is_row_sparse(gradient)
     expected, dense = jax.value_and_grad(loss)(jnp.asarray(TABLE), np.asarray(ids))
-    np.testing.assert_allclose(value, expected, rtol=1e-5)
-    np.testing.assert_allclose(gradient.todense(), dense, rtol=1e-4, atol=1e-6)
+    for few in (0, tuning.SMALL_ROWS):  # all rows wait for their sum, or none
+        monkeypatch.setattr(tuning, "SMALL_ROWS", few)
+        with context(in_context), jmask.strict():
+            value, gradient = jax.jit(jmask.value_and_grad(loss))(table, ids)
+        assert is_row_sparse(gradient)
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+        np.testing.assert_allclose(gradient.todense(), dense, rtol=1e-4, atol=1e-6)
+    with context(in_context), jmask.strict():
+        rows = jax.jit(lookup)(table, ids)
     if isinstance(ids.sharding, NamedSharding):
         assert tuple(rows.sharding.spec)[: ids.ndim] == tuple(jax.typeof(ids).sharding.spec)
 
