@@ -74,7 +74,7 @@ def window_of(
         def begin(s: Index, n: int, size: int) -> Index:
             if isinstance(s, int):
                 return s
-            return jnp.clip(widen(on_this_mesh(jnp.asarray(s)), n), 0, n - size)
+            return jnp.clip(widen(jnp.asarray(on_this_mesh(s)), n), 0, n - size)
 
         return list(map(begin, starts(), x.shape, shape))
 
