@@ -80,8 +80,9 @@ ELEMENTWISE = ARITHMETIC | frozenset(
 FILL = "broadcast_in_dim"
 # They keep the entries of a row apart if the result's shape begins with the shape of a row.
 _ENTRY_BY_ENTRY = {*ELEMENTWISE, FILL, "concatenate", "reshape", "slice", "split", "squeeze"}
-# Operations on real numbers that NumPy rounds as XLA does, with a result that is no integer: a
-# value in untouched rows is found with these where it can be, since XLA would compile each.
+# Operations on real numbers that NumPy rounds as XLA does, with a result that is no integer, or
+# a cast of integers: a value in untouched rows is found with these where it can be. XLA would
+# compile each, and where a mesh of devices is set that are only described it can run none.
 _EXACT: dict[str, Function] = {
     "abs": np.abs,
     "add": np.add,
@@ -98,6 +99,7 @@ _EXACT: dict[str, Function] = {
     "ne": np.not_equal,
     "neg": np.negative,
     "not": np.invert,
+    "sign": np.sign,
     "square": np.square,
     "sub": np.subtract,
 }
@@ -343,10 +345,12 @@ def _evaluated(name: str, eqn: JaxprEqn, inputs: list[Known]) -> Known:
     pairs = zip(inputs, eqn.invars, strict=True)
     operands = [np.asarray(x, aval_of(v).dtype) for x, v in pairs]
     dtype = aval_of(eqn.outvars[0]).dtype
-    if name == "integer_pow" and parameter(eqn, "y") == 2:
-        name = "square"
+    if name == "integer_pow":
+        name = {1: "convert_element_type", 2: "square"}.get(parameter(eqn, "y"), name)
     are_real = not any(map(np.iscomplexobj, operands))
-    if name in _EXACT and are_real and not jnp.issubdtype(dtype, jnp.integer):
+    are_whole = not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in operands)
+    is_cast = name == "convert_element_type" and are_whole
+    if name in _EXACT and are_real and (is_cast or not jnp.issubdtype(dtype, jnp.integer)):
         with np.errstate(all="ignore"):
             return dtype.type(_EXACT[name](*operands))
     with trial():

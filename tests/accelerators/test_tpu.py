@@ -202,6 +202,48 @@ def test_sharded_tables_are_flat(topology, tx):
     check_flat(programs)
 
 
+def step_on(mesh, rows, batch, shape, tx, count=10**6):
+    """A step of a table of rows over these axes, by ids placed so; its mesh is set."""
+    P = jax.sharding.PartitionSpec
+    placed = lambda shape, dtype, *axes: jax.ShapeDtypeStruct(
+        shape, dtype, sharding=jax.sharding.NamedSharding(mesh, P(*axes))
+    )
+    loss = lambda t, ids: jnp.sum(jmask.embedding_lookup(t, ids) ** 2)
+    with jax.set_mesh(mesh):
+        table, ids = placed((count, WIDTH), "float32", rows), placed(shape, "int32", *batch)
+        state = jax.tree.map(
+            lambda x: placed(x.shape, x.dtype, *[rows][: x.shape[:1] == (count,)]),
+            jax.eval_shape(tx.init, table),
+        )
+        return steps.training_step(loss, tx).lower(table, state, ids)
+
+
+def mesh_of_two_axes():
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    places = np.array(devices("v5e:4x4")).reshape(4, 4)
+    return jax.sharding.Mesh(places, ("data", "table"), axis_types=explicit)
+
+
+@pytest.mark.sampled(15)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_for_devices_that_are_only_described(name):
+    """Nothing is computed while they are traced: the mesh that is set has no such devices."""
+    lowered = step_on(mesh_of_two_axes(), "table", ["data"], (64,), OPTIMIZERS[name])
+    assert "jmask" in lowered.as_text()
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("rows", ["table", ("data", "table")], ids=str)
+@pytest.mark.parametrize("batch", [("data",), ("data", "table"), (None, "table")], ids=str)
+def test_large_batches_over_any_axes(rows, batch):
+    """No device has room for the rows of the whole batch, wherever its ids lie."""
+    shape = (256, 512)
+    lowered = step_on(mesh_of_two_axes(), rows, batch, shape, jmask.adam())
+    memory = lowered.compile().memory_analysis()
+    whole = shape[0] * shape[1] * WIDTH * 4
+    assert memory.temp_size_in_bytes < whole / 3
+
+
 @pytest.mark.parametrize("name", ["sgd", "rowwise"])
 def test_control_scatters_of_xla_stream(name, monkeypatch):
     """With the promise of sorted ids they do: what the tests above would see."""
