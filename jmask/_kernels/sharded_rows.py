@@ -27,6 +27,7 @@ from jmask._base.lowering import primitive
 from jmask._base.row_ids import id_dtype
 from jmask._base.shardings import (
     Shards,
+    Spec,
     all_gathered,
     entry,
     explicit_mesh,
@@ -40,6 +41,7 @@ from jmask._base.types import (
     Argument,
     ArrayFunction,
     Arrays,
+    ArraysFunction,
     Function,
     IdArray,
     IdVector,
@@ -379,3 +381,36 @@ def _routed(
     out = [shards.spec[:1], shards.spec]
     ids, values = shards.run(own, ids, values, specs=specs, out=out)
     return ids, values
+
+
+def summed_over_rows(
+    table: TableArray, ids: IdVector, values: RowArray, function: ArraysFunction
+) -> list[jax.Array]:
+    """Return sums over the rows of a gradient that goes to its shards, equal ids summed.
+
+    There is no room for all of them: each round of the exchange adds what it brings.
+
+    Args:
+        function: (rows (k, *row)) -> their sums, to which rows of zeros add nothing.
+    """
+    shards = Shards.of(table)
+    exchange, size = Exchange.of(shards, ids), table.shape[0] // shards.count
+    assert exchange is not None
+    row = jax.ShapeDtypeStruct((1, *values.shape[1:]), values.dtype)
+    like: list[Shaped] = jax.eval_shape(function, row)
+
+    def add(places: IdVector, rows: RowArray, totals: list[jax.Array]) -> list[jax.Array]:
+        _, rows = coalesce_rows(places, rows, size)
+        return [x + y for x, y in zip(totals, function(rows), strict=True)]
+
+    def own(ids: IdVector, values: RowArray) -> list[jax.Array]:
+        zeros = [jnp.zeros(x.shape, x.dtype) for x in like]
+        totals = sent_to_shards(exchange, ids, values, size, add, zeros)
+        return lax.psum(totals, shards.rows)
+
+    where = (entry(exchange.batch),)
+    out: list[Spec] = [()] * len(like)
+    in_rounds = functools.partial(shards.run, own, specs=[where, where], out=out)
+    definition = lambda ids, values: function(routed(table, ids, values)[1])
+    totals: list[jax.Array] = with_derivative_of(definition, in_rounds)(ids, values)
+    return totals

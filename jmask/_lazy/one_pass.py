@@ -39,7 +39,7 @@ from jmask._base.array_types import (
     joint_dtype,
     trailing,
 )
-from jmask._base.forms import aval_of, holds_jaxprs
+from jmask._base.forms import aval_of, holds_jaxprs, parameter
 from jmask._base.jaxprs import ARITHMETIC, bound, needed_for, read, run
 from jmask._base.shardings import explicit_mesh
 from jmask._base.types import Argument, Atom, Function, PyTree, Table
@@ -48,6 +48,7 @@ from jmask._kernels.gathered_rows import gathered, scaled
 from jmask._kernels.lines import marked, unmarked
 from jmask._kernels.rows import add_rows, gather_unique_rows, set_rows
 from jmask._kernels.scatter_update import entry_by_entry, update_elementwise
+from jmask._kernels.sharded_rows import summed_over_rows
 from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows, updated
 from jmask._lazy.open_rows import Dimension, with_sizes
 from jmask._lazy.row_local import RowLocal
@@ -84,9 +85,13 @@ def applied(step: LazyStep, params: PyTree) -> tuple[PyTree, PyTree]:
     # --- before the pass: what does not depend on rows, or on the gradient alone
     sources = {table: c.source for table, c in combiners.items()}
     computed = {v for table, v in sources.items() if v is not jaxpr.invars[table]}
-    shared = [v for eqn in jaxpr.eqns for v in eqn.outvars if v not in parts.table_of]
-    before, needed = needed_for([*shared, *computed], jaxpr.eqns)
+    sums = {table: _sums_in_rounds(leaves[table], parts, table) for table in combiners}
     known = dict(zip(jaxpr.constvars, proof.program.consts, strict=True))
+    for of_table in sums.values():
+        known |= of_table or {}
+    eqns = [eqn for eqn in jaxpr.eqns if known.keys().isdisjoint(eqn.outvars)]
+    shared = [v for eqn in eqns for v in eqn.outvars if v not in parts.table_of]
+    before, needed = needed_for([*shared, *computed], eqns)
     for v, leaf in zip(jaxpr.invars, leaves, strict=True):
         if leaf.table is None:
             known[v] = leaf.value
@@ -102,7 +107,7 @@ def applied(step: LazyStep, params: PyTree) -> tuple[PyTree, PyTree]:
         gradient = leaf.value
         # Rows of equal ids are summed here only if something is computed of the sums. Then
         # nothing is gained by adding them one at a time.
-        if c.source in computed or table in parts.reduced:
+        if c.source in computed or (table in parts.reduced and sums[table] is None):
             gradient = leaf.coalesced_value.with_values(leaf.from_inner(known[c.source]))
             c = c._replace(is_linear=False)
         new = _updated_tables(c, [leaves[i] for i in c.places], gradient, scalars)
@@ -156,7 +161,8 @@ class Parts(NamedTuple):
 
     table_of: dict[Var, int]  # whose rows or entries a variable has; no others depend on rows
     from_gradient: set[Var]  # those that are made of the gradient alone
-    reduced: set[int]  # tables over whose gradient something shared is computed
+    # Of each table what is computed over its gradient and shared.
+    reduced: dict[int, list[JaxprEqn]]
     equations: dict[int, list[JaxprEqn]]  # that make rows or entries of each table
     arithmetic: dict[Var, tuple[int, JaxprEqn]]  # that makes a shared variable, by its place
     constants: dict[Var, Argument]  # shared numbers that are the same in each step
@@ -184,7 +190,7 @@ def _taken_apart(proof: RowLocal) -> Parts | None:
     """Return the parts of an update, or None if it computes something shared of old rows."""
     jaxpr, owners = proof.program.jaxpr, proof.owners
     from_gradient = {jaxpr.invars[i] for i in proof.rows}
-    reduced: set[int] = set()
+    reduced: dict[int, list[JaxprEqn]] = {}
     equations: dict[int, list[JaxprEqn]] = {table: [] for table in proof.rows}
     arithmetic: dict[Var, tuple[int, JaxprEqn]] = {}
     for place, eqn in enumerate(jaxpr.eqns):
@@ -193,7 +199,8 @@ def _taken_apart(proof: RowLocal) -> Parts | None:
         if not owners.keys() & {*eqn.outvars}:
             if not is_from_gradient:
                 return None
-            reduced.update(owners[v] for v in operands)
+            for table in {owners[v] for v in operands}:
+                reduced.setdefault(table, []).append(eqn)
             if eqn.primitive.name in _CHEAP:
                 arithmetic[eqn.outvars[0]] = place, eqn
             continue
@@ -219,6 +226,30 @@ def _taken_apart(proof: RowLocal) -> Parts | None:
         rows=proof.rows,
         nothing=nothing,
     )
+
+
+def _sums_in_rounds(leaf: Leaf, parts: Parts, table: int) -> dict[Var, jax.Array] | None:
+    """Return what is summed over a gradient whose rows go to their shards in rounds.
+
+    None if they do not, or if anything else is computed over them: that needs all at once.
+    """
+    eqns, equations = parts.reduced.get(table, []), parts.equations[table]
+    chosen, needed = needed_for([v for eqn in eqns for v in eqn.invars], equations)
+    made = {v for eqn in chosen for v in eqn.outvars}
+    inputs = needed.keys() - made - parts.constants.keys()
+    are_sums = all(x.primitive.name == "reduce_sum" and 0 in parameter(x, "axes") for x in eqns)
+    if leaf.goes_to is None or leaf.valid is not None or not are_sums or len(inputs) != 1:
+        return None
+    (gradient,) = inputs
+    wanted = [eqn.outvars[0] for eqn in eqns]
+
+    def sums(rows: jax.Array) -> list[jax.Array]:
+        values: dict[Var, Argument] = {**parts.constants, gradient: rows}
+        parts.run([*chosen, *eqns], values, {table: rows.shape[0]})
+        return [values[v] for v in wanted]
+
+    totals = summed_over_rows(leaf.goes_to, leaf.value.row_ids(), leaf.value.values, sums)
+    return dict(zip(wanted, totals, strict=True))
 
 
 # What may be computed again for each entry.
@@ -277,7 +308,9 @@ def _combiner(
     equations, gradient = parts.equations[table], jaxpr.invars[table]
     made = [v for e in equations for v in e.outvars if v in parts.from_gradient]
     first: Combiner | None = None
-    for source in (gradient, *(made if not by_rows else ())):
+    # What is made of a gradient that goes to its shards in rounds is made of what they bring.
+    is_made_first = not by_rows and leaves[table].goes_to is None
+    for source in (gradient, *(made if is_made_first else ())):
         chosen, needed = needed_for(wanted, equations, source)
         scalars = [v for v in needed if v not in table_of and v not in constants]
         more, scalars = _with_fewer_scalars(scalars, parts)

@@ -46,7 +46,13 @@ from jmask._lazy.checks import (
 )
 from jmask._lazy.row_local import RowLocal, RowWise
 from jmask._lazy.state_rows import check_nothing_held_back, once_a_step, rows_of_state
-from jmask._tables.rows_at import add_to_dense, as_one_table, routed_to_shards, shape_of
+from jmask._tables.rows_at import (
+    add_to_dense,
+    as_one_table,
+    goes_in_rounds,
+    routed_to_shards,
+    shape_of,
+)
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._tensors.storage import stored_values, with_stored_values
@@ -122,6 +128,12 @@ class Leaf:
     given: Argument = None  # of a stack, what it was before it became one table
     # Of a gradient, arrays of its table: their types say which shards have which rows.
     homes: tuple[jax.Array, ...] = ()
+
+    @functools.cached_property
+    def goes_to(self) -> jax.Array | None:
+        """An array to whose shards many rows of the gradient go, in rounds; None if none do."""
+        home = next((x for x in self.homes if any(spec_of(x)[:1])), None)
+        return None if home is None or not goes_in_rounds(home, self.value) else home
 
     @functools.cached_property
     def routed_value(self) -> Argument:

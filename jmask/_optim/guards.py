@@ -27,6 +27,7 @@ from jmask._base.row_ids import hide
 from jmask._base.shardings import varying_axes
 from jmask._base.types import Function, Gradient, PyTree, PyTreeDef, Scalar
 from jmask._kernels.coalesce import unique_slots
+from jmask._kernels.sharded_rows import summed_over_rows
 from jmask._lazy.checks import (
     Fit,
     check_transformation,
@@ -41,6 +42,7 @@ from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.state_rows import check_state_type, one_step
 from jmask._ops.formulas import shortened
 from jmask._optim.row_rule import check_numbers
+from jmask._tables.rows_at import goes_in_rounds
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values, with_stored_values
@@ -200,10 +202,15 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
 
     def decide(updates, state, params):
         check_state_type(state, SkipNonfiniteState)
-        gradients = _coalesced(updates, params)
+        fit = Fit.of(updates, params)
+        given = jax.tree.leaves(with_wide_rows(fit.gradients), is_leaf=is_gradient_leaf)
+        tree: PyTreeDef = jax.tree.structure(fit.gradients, is_leaf=is_gradient_leaf)
+        tables = [None] * len(given) if params is None else jax.tree.leaves(fit.params)
+        looked_at = [_looked_at(x, table) for x, table in zip(given, tables, strict=True)]
+        gradients = tree.unflatten([x for x, _ in looked_at])
         is_bad = jnp.zeros((), bool)
-        for x in jax.tree.leaves(gradients, is_leaf=is_gradient_leaf):
-            is_bad |= jnp.any(_not_finite(x))
+        for _, bad in looked_at:
+            is_bad |= bad
         finite = counted(is_bad.astype(jnp.int32), gradients, params) == 0
         skipped = state.skipped + (~finite).astype(state.skipped.dtype)
         return finite, gradients, SkipNonfiniteState(skipped, None)
@@ -218,6 +225,19 @@ def _coalesced(updates: PyTree, params: PyTree) -> PyTree:
     """
     gradients = with_wide_rows(Fit.of(updates, params).gradients)
     return _at_leaves(lambda x: coalesced(x) if is_row_sparse(x) else x, gradients)
+
+
+def _looked_at(x: Gradient, table: jax.Array | None) -> tuple[Gradient, jax.Array]:
+    """Return a gradient, rows of equal ids summed, and whether a sum is nan or infinite.
+
+    Rows that go to the shards of their table in rounds are summed there, and stay as they are.
+    """
+    if is_row_sparse(x) and x.leading == 1 and table is not None and goes_in_rounds(table, x):
+        count = lambda rows: [jnp.sum(~jnp.isfinite(rows), dtype=jnp.int32)]
+        (bad,) = summed_over_rows(table, x.row_ids(), x.values, count)
+        return x, bad > 0
+    x = coalesced(x) if is_row_sparse(x) else x
+    return x, jnp.any(_not_finite(x))
 
 
 def _not_finite(x: Gradient) -> jax.Array:

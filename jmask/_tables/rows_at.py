@@ -14,7 +14,7 @@ from jmask._base.row_ids import hide, id_dtype
 from jmask._base.shardings import Shards, spec_of
 from jmask._base.types import Ids, Numbers
 from jmask._kernels.rows import gather_unique_rows, is_routed, set_rows
-from jmask._kernels.sharded_rows import routed
+from jmask._kernels.sharded_rows import Exchange, routed
 from jmask._kernels.stochastic_rounding import stochastic_round
 from jmask._kernels.update_rows import add_to_rows
 from jmask._tensors.row_sparse import RowSparse
@@ -39,6 +39,13 @@ def routed_to_shards(table: jax.Array, gradient: RowSparse) -> RowSparse:
         return gradient
     ids, values = routed(table, gradient.row_ids(), gradient.values)
     return gradient.with_leaves(hide(ids), values, order="routed")
+
+
+def goes_in_rounds(table: jax.Array, gradient: RowSparse) -> bool:
+    """Decide whether so many rows go to the shards of a table that no device has them all."""
+    shards, ids = Shards.of(table), gradient.row_ids()
+    is_there = not shards.rows or is_routed(shards, ids, gradient.order)
+    return not (is_there or any(shards.columns)) and Exchange.of(shards, ids) is not None
 
 
 def shape_of(x: ArrayLike | RowSparse) -> jax.ShapeDtypeStruct:
