@@ -27,10 +27,11 @@ from tests.oracle import assert_close
 from tests.sampling import few_or_many
 from tests.stored_tables import STEPS, bits, mesh_of
 
-V, D, N = 128, 8, 16
+V, D = 128, 8
 TABLE = np.random.default_rng(0).normal(size=(V, D)).astype(np.float32)
-BATCHES = np.random.default_rng(1).integers(0, V, (3, N)).astype(np.int32)
-SHARED = BATCHES[:, 1]  # by all examples, on every device
+# A few ids, or so many that their rows go to their owners alone: not all of the rows.
+FEW, MANY = (np.random.default_rng(1).integers(0, V - 7, (3, n), "i4") for n in (16, 2048))
+SHARED = FEW[:, 1]  # by all examples, on every device
 # How a table of this kind is made of `TABLE`, and the index that a lookup of ids has.
 KINDS = {
     "rows": (jnp.asarray, lambda ids: ids),
@@ -74,6 +75,7 @@ def placements(draw):
         "is_set": draw(st.booleans()),
         "of_no_mesh": draw(st.sampled_from([False, False, True])),  # parameters, not ids
         "has_few_rows": draw(st.booleans()),  # so that all of the table is updated
+        "batches": draw(st.sampled_from([FEW, MANY])),
     }
 
 
@@ -100,7 +102,7 @@ def trained(program, put=lambda x, *spec: jnp.asarray(x), spec=()):
         "table": on_mesh(KINDS[kind][0](TABLE), *spec),
         "dense": on_mesh(np.linspace(-1, 1, D, dtype=np.float32)[None]),
     }
-    table, batches = jnp.copy(params["table"]), put(BATCHES, None, of_ids)
+    table, batches = jnp.copy(params["table"]), put(program["batches"], None, of_ids)
     mesh = jax.typeof(batches).sharding.mesh
     where = NamedSharding(mesh, P(of_ids)) if mesh.explicit_axes else None
 
@@ -126,7 +128,7 @@ def trained(program, put=lambda x, *spec: jnp.asarray(x), spec=()):
         (params, state), losses = run(carried, batches)
     else:
         run, losses = step if way == "outside of jit" else jax.jit(step, donate_argnums=0), []
-        for ids in (put(ids, of_ids) for ids in BATCHES):
+        for ids in (put(ids, of_ids) for ids in program["batches"]):
             carried, value = run(carried, ids)
             losses.append(value)
         params, state = carried
@@ -154,6 +156,7 @@ def check(program):
     put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
     is_set = (program["is_set"] or is_eager) and axes == "explicit"
     few = {"DENSE_ROWS_FOR_EACH_LOOKUP": 1000 if program["has_few_rows"] else 0}
+    few["EXCHANGED_IDS"] = 1024
     in_mesh = jax.set_mesh(mesh) if is_set else contextlib.nullcontext()
     with in_mesh, mock.patch.multiple(tuning, **few):
         found, table = trained(program, put, spec)
@@ -161,7 +164,8 @@ def check(program):
     assert_close(found, expected, rtol=2e-4, atol=2e-5)
     new = found[0]["table"]
     if program["name"] != "deferred":
-        touched = KINDS["stack"][1](BATCHES) if kind == "stack" else divmod(BATCHES, V // 8)
+        ids = program["batches"]
+        touched = KINDS["stack"][1](ids) if kind == "stack" else divmod(ids, V // 8)
         others = np.ones((8, V // 8), bool)
         others[touched] = False
         old, new_rows = (np.asarray(x).reshape(*others.shape, -1)[others] for x in (table, new))
@@ -186,6 +190,7 @@ PLAIN = {
     "is_set": False,
     "of_no_mesh": False,
     "has_few_rows": False,
+    "batches": FEW,
 }
 FOUND = {
     "lines on every device": {"kind": "packed"},
