@@ -105,8 +105,7 @@ def report(topology: str, optimizer: str, rows: int, way: str) -> Report:
     memory = compiled.memory_analysis()
     moved: dict[str, int] = {}
     for kind, size in collectives(compiled):
-        if way == "all" or kind == "all-to-all":  # not the way of a batch that overflows
-            moved[kind] = moved.get(kind, 0) + size
+        moved[kind] = moved.get(kind, 0) + size
     return Report(
         chips,
         memory.argument_size_in_bytes,
