@@ -168,7 +168,7 @@ class Forward:
 
         # 4. What is a view again. Few rows are looked up before they are computed on.
         if name in COMPUTING:
-            args = [array(a) if self._is_small(a) else a for a in args]
+            args = [array(a) if self._reading_of_few(a) else a for a in args]
         if any(isinstance(a, View) for a in args):
             made_views = views_of(self.eqns, name, args)
             if made_views is None and name in COMPUTING:
@@ -228,13 +228,11 @@ class Forward:
 
     def _made(self, x: View, is_constant: bool) -> Argument:
         abstract = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        if is_constant and self._is_small(x):
-            # Few rows, as in `aux`: the loss has them already, or they are read without taps.
+        few = self._reading_of_few(x) if is_constant else None
+        if few is not None:
+            # As in `aux`: the loss has these rows already, or they are read without taps.
             rows = self.taps.made.get((x, False))
-            if rows is None:
-                lookup = self._reading_of_all(x)
-                assert lookup is not None, "a small view can be read"
-                rows = self._looked_up(lookup, abstract, is_live=False)
+            rows = self._looked_up(few, abstract, is_live=False) if rows is None else rows
             return rows if self.taps.is_trial else lax.stop_gradient(rows)
         if x.tables and not is_constant:
             lookup = x.whole if isinstance(x, bags.Rows) else self._reading_of_all(x)
@@ -279,12 +277,12 @@ class Forward:
         few = [reading for reading in readings if is_few(reading[0])]
         return min(few, key=lambda reading: sum(x.size for x in reading[0]), default=None)
 
-    def _is_small(self, x: Argument) -> bool:
-        """Decide whether a value is a view all of which is better read before it is used."""
+    def _reading_of_few(self, x: Argument) -> Lookup | None:
+        """Return how all of a view is read if it is small: better read before it is used."""
         if not isinstance(x, View) or isinstance(x, TableView) or not is_known(*x.shape):
-            return False
+            return None
         is_small = 8 * math.prod(x.shape) <= self._table_size(x)
-        return is_small and self._reading_of_all(x) is not None
+        return self._reading_of_all(x) if is_small else None
 
     def _table_size(self, x: Argument) -> int:
         """Return the size of the largest table that a view is made of; 0 of an array."""

@@ -213,10 +213,9 @@ def _flat(
     row = spec.row
     if spec.kind == "rows":
         dimensions = rows.ndim - len(row)
-        if ids.ndim != dimensions:  # those of views are a list already
+        if ids.ndim != dimensions:  # a view has flat ids, in the order of its rows
             return flattened(ids, ids.ndim), flattened(rows, dimensions)
-        ids, rows = rows_in_any_order(ids, rows)
-        return ids, rows
+        return rows_in_any_order(ids, rows)
     # All entries of a bag have the cotangent of its sum.
     ids, bag, weight = ids
     bags, rounds = spec.shape[0], math.prod(spec.batch)

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +134,7 @@ def flattened(x: jax.Array, dimensions: int) -> jax.Array:
     return x.reshape(math.prod(x.shape[:dimensions]), *x.shape[dimensions:])
 
 
-def rows_in_any_order(ids: jax.Array, rows: jax.Array) -> list[jax.Array]:
+def rows_in_any_order(ids: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return ids (n,) of ids (*n,), and their rows (n, *row), in an order that moves nothing.
 
     Where types shard dimensions behind the first, each device has its own entries in sequence.
@@ -142,13 +142,13 @@ def rows_in_any_order(ids: jax.Array, rows: jax.Array) -> list[jax.Array]:
     spec, ndim = spec_of(ids), ids.ndim
     axes = sum(map(names, spec), ())
     if not any(spec[1:]) or 0 in rows.shape:
-        return [flattened(ids, ndim), flattened(rows, ndim)]
+        return flattened(ids, ndim), flattened(rows, ndim)
     columns = spec_at(spec, spec_of(rows)[ndim:])[ndim:]
-    flat = lambda x: x.reshape(-1, *x.shape[ndim:])
     specs, out = [spec, (*spec, *columns)], [(entry(axes),), (entry(axes), *columns)]
-    function = lambda *arrays: [flat(x) for x in arrays]
+    flat = lambda *arrays: [x.reshape(-1, *x.shape[ndim:]) for x in arrays]
     shards = Shards(explicit_mesh(ids), (), ())
-    return list(shards.run(function, ids, rows, specs=specs, out=out))
+    ids, rows = shards.run(flat, ids, rows, specs=specs, out=out)
+    return ids, rows
 
 
 def on_mesh(mesh: AnyMesh, x: jax.Array) -> jax.Array:
@@ -275,7 +275,7 @@ class Shards:
         """The number of shards."""
         return self.devices(self.rows)
 
-    def devices(self, axes: Sequence[str]) -> int:
+    def devices(self, axes: Collection[str]) -> int:
         """Return how many devices are along these axes."""
         return math.prod(self.mesh.shape[axis] for axis in axes) if self.mesh else 1
 

@@ -81,8 +81,7 @@ class Exchange(NamedTuple):
         count = math.prod(ids.shape)
         if not shards.rows or not is_known(count):
             return None
-        senders = cls(shards, batch, 0).senders
-        entries = -(-count // shards.devices(senders))
+        entries = -(-count // shards.devices({*batch, *shards.rows}))
         share = entries / shards.count
         capacity = math.ceil(share + 5 * math.sqrt(share) + 8)
         pays = count >= tuning.EXCHANGED_IDS and 2 * capacity <= entries
@@ -102,9 +101,9 @@ class Exchange(NamedTuple):
         """Return what a device sends of ids (m,) and their values, in equal shares."""
         if not self.alike:
             return [ids, *values]
-        each = -(-ids.shape[0] // self.shards.devices(self.alike))
-        missing = each * self.shards.devices(self.alike) - ids.shape[0]
-        first = lax.axis_index(self.alike) * each
+        count, devices = ids.shape[0], self.shards.devices(self.alike)
+        each = -(-count // devices)
+        missing, first = each * devices - count, lax.axis_index(self.alike) * each
 
         def share(x: jax.Array, fill: int = 0) -> jax.Array:
             widths = [(0, missing)] + [(0, 0)] * (x.ndim - 1)
@@ -289,8 +288,7 @@ def _transposed(cotangents: Argument, table: Argument, ids: IdArray) -> list[Arg
     if isinstance(rows, ad.Zero):
         return [ad.Zero(aval), None]
     zeros = typed_like(jnp.zeros(aval.shape, rows.dtype), aval)
-    ids, rows = rows_in_any_order(ids, rows)
-    return [add_rows(zeros, ids, rows), None]
+    return [add_rows(zeros, *rows_in_any_order(ids, rows)), None]
 
 
 batching.primitive_batchers[LOOKUP] = _batched_lookup

@@ -1,7 +1,7 @@
 """Gradients and parameters at the border: refused, or in the form that steps take."""
 
 import dataclasses
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -301,9 +301,14 @@ def with_wide_rows(gradients: PyTree) -> PyTree:
     return jax.tree.map(widened, gradients, is_leaf=is_gradient_leaf)
 
 
-def coalesced(gradient: RowSparse) -> RowSparse:
-    """Return the gradient with the rows of equal ids summed."""
-    return gradient.coalesce() if gradient.order == "any" else gradient
+_G = TypeVar("_G", RowSparse, Gradient)
+
+
+def coalesced(gradient: _G) -> _G:
+    """Return the gradient with the rows of equal ids summed, one without such rows as it is."""
+    if is_row_sparse(gradient) and gradient.order == "any":
+        return gradient.coalesce()
+    return gradient
 
 
 def _entries_as_rows(

@@ -231,20 +231,23 @@ def _taken_apart(proof: RowLocal) -> Parts | None:
 def _sums_in_rounds(leaf: Leaf, parts: Parts, table: int) -> dict[Var, jax.Array] | None:
     """Return what is summed over a gradient whose rows go to their shards in rounds.
 
-    None if they do not, or if anything else is computed over them: that needs all at once.
+    None if they do not go in rounds, or if what is computed over all rows is not a sum of what
+    the gradient has in each.
     """
-    eqns, equations = parts.reduced.get(table, []), parts.equations[table]
-    chosen, needed = needed_for([v for eqn in eqns for v in eqn.invars], equations)
+    eqns = parts.reduced.get(table, [])
+    if leaf.goes_to is None or not eqns:
+        return None
+    operands = [v for eqn in eqns for v in eqn.invars]
+    chosen, needed = needed_for(operands, parts.equations[table])
     made = {v for eqn in chosen for v in eqn.outvars}
     inputs = needed.keys() - made - parts.constants.keys()
     are_sums = all(x.primitive.name == "reduce_sum" and 0 in parameter(x, "axes") for x in eqns)
-    if leaf.goes_to is None or leaf.valid is not None or not are_sums or len(inputs) != 1:
+    if len(inputs) != 1 or not are_sums:
         return None
-    (gradient,) = inputs
-    wanted = [eqn.outvars[0] for eqn in eqns]
+    (gradient,), wanted = inputs, [eqn.outvars[0] for eqn in eqns]
 
     def sums(rows: jax.Array) -> list[jax.Array]:
-        values: dict[Var, Argument] = {**parts.constants, gradient: rows}
+        values: dict[Var, Argument] = parts.constants | {gradient: rows}
         parts.run([*chosen, *eqns], values, {table: rows.shape[0]})
         return [values[v] for v in wanted]
 

@@ -345,7 +345,7 @@ def _evaluated(name: str, eqn: JaxprEqn, inputs: list[Known]) -> Known:
     pairs = zip(inputs, eqn.invars, strict=True)
     operands = [np.asarray(x, aval_of(v).dtype) for x, v in pairs]
     dtype = aval_of(eqn.outvars[0]).dtype
-    if name == "integer_pow":
+    if name == "integer_pow":  # x ** 1 is x
         name = {1: "convert_element_type", 2: "square"}.get(parameter(eqn, "y"), name)
     are_real = not any(map(np.iscomplexobj, operands))
     are_whole = not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in operands)

@@ -143,8 +143,7 @@ class Leaf:
     @functools.cached_property
     def coalesced_value(self) -> Argument:
         """The gradient, its rows of equal ids summed. One pass needs it at times."""
-        routed = self.routed_value
-        return coalesced(routed) if is_row_sparse(routed) else routed
+        return coalesced(self.routed_value)
 
     @property
     def inner_shape(self) -> jax.ShapeDtypeStruct:

@@ -203,14 +203,15 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
     def decide(updates, state, params):
         check_state_type(state, SkipNonfiniteState)
         fit = Fit.of(updates, params)
-        given = jax.tree.leaves(with_wide_rows(fit.gradients), is_leaf=is_gradient_leaf)
-        tree: PyTreeDef = jax.tree.structure(fit.gradients, is_leaf=is_gradient_leaf)
+        tree: PyTreeDef
+        given, tree = jax.tree.flatten(with_wide_rows(fit.gradients), is_leaf=is_gradient_leaf)
         tables = [None] * len(given) if params is None else jax.tree.leaves(fit.params)
-        looked_at = [_looked_at(x, table) for x, table in zip(given, tables, strict=True)]
-        gradients = tree.unflatten([x for x, _ in looked_at])
-        is_bad = jnp.zeros((), bool)
-        for _, bad in looked_at:
+        summed, is_bad = list[Gradient](), jnp.zeros((), bool)
+        for x, table in zip(given, tables, strict=True):
+            gradient, bad = _with_check(x, table)
+            summed.append(gradient)
             is_bad |= bad
+        gradients = tree.unflatten(summed)
         finite = counted(is_bad.astype(jnp.int32), gradients, params) == 0
         skipped = state.skipped + (~finite).astype(state.skipped.dtype)
         return finite, gradients, SkipNonfiniteState(skipped, None)
@@ -224,10 +225,10 @@ def _coalesced(updates: PyTree, params: PyTree) -> PyTree:
     Sums of 16-bit rows are in float32, as the optimizer takes them.
     """
     gradients = with_wide_rows(Fit.of(updates, params).gradients)
-    return _at_leaves(lambda x: coalesced(x) if is_row_sparse(x) else x, gradients)
+    return _at_leaves(coalesced, gradients)
 
 
-def _looked_at(x: Gradient, table: jax.Array | None) -> tuple[Gradient, jax.Array]:
+def _with_check(x: Gradient, table: jax.Array | None) -> tuple[Gradient, jax.Array]:
     """Return a gradient, rows of equal ids summed, and whether a sum is nan or infinite.
 
     Rows that go to the shards of their table in rounds are summed there, and stay as they are.
@@ -236,7 +237,7 @@ def _looked_at(x: Gradient, table: jax.Array | None) -> tuple[Gradient, jax.Arra
         count = lambda rows: [jnp.sum(~jnp.isfinite(rows), dtype=jnp.int32)]
         (bad,) = summed_over_rows(table, x.row_ids(), x.values, count)
         return x, bad > 0
-    x = coalesced(x) if is_row_sparse(x) else x
+    x = coalesced(x)
     return x, jnp.any(_not_finite(x))
 
 

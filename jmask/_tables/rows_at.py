@@ -34,8 +34,7 @@ def from_the_end(ids: Numbers, rows: int) -> Ids:
 
 def routed_to_shards(table: jax.Array, gradient: RowSparse) -> RowSparse:
     """Return a gradient of which each shard has its own rows, if a table is sharded by type."""
-    shards = Shards.of(table)
-    if not shards.rows or is_routed(shards, gradient.row_ids(), gradient.order):
+    if not _is_to_be_sent(Shards.of(table), gradient):
         return gradient
     ids, values = routed(table, gradient.row_ids(), gradient.values)
     return gradient.with_leaves(hide(ids), values, order="routed")
@@ -43,9 +42,15 @@ def routed_to_shards(table: jax.Array, gradient: RowSparse) -> RowSparse:
 
 def goes_in_rounds(table: jax.Array, gradient: RowSparse) -> bool:
     """Decide whether so many rows go to the shards of a table that no device has them all."""
-    shards, ids = Shards.of(table), gradient.row_ids()
-    is_there = not shards.rows or is_routed(shards, ids, gradient.order)
-    return not (is_there or any(shards.columns)) and Exchange.of(shards, ids) is not None
+    shards = Shards.of(table)
+    if any(shards.columns) or not _is_to_be_sent(shards, gradient):
+        return False
+    return Exchange.of(shards, gradient.row_ids()) is not None
+
+
+def _is_to_be_sent(shards: Shards, gradient: RowSparse) -> bool:
+    ids, order = gradient.row_ids(), gradient.order
+    return bool(shards.rows) and not is_routed(shards, ids, order)
 
 
 def shape_of(x: ArrayLike | RowSparse) -> jax.ShapeDtypeStruct:
