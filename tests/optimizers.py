@@ -56,6 +56,9 @@ OPTIMIZERS = OF_ALL_TABLES | built("""
     optax.rmsprop | lazy(optax.rmsprop(0.1, momentum=0.9))
     optax.adan | lazy(optax.adan(0.1))
     optax.optimistic_adam | lazy(optax.optimistic_adam_v2(0.1))
+    averaged optax.adam | lazy(optax.chain(optax.adam(0.1), ema(0.9), touched()))
+    optax.adam within norms |
+        lazy(optax.chain(clip_by_row_norm(0.5), optax.adam(0.1), max_row_norm(2.0)))
 """)
 # Those of jmask itself, which need no promotion of dtypes.
 NAMED = {name: tx for name, tx in OPTIMIZERS.items() if "optax" not in name}

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
@@ -46,7 +47,7 @@ from jmask._base.types import Argument, Atom, Function, PyTree, Table
 from jmask._kernels import tuning
 from jmask._kernels.gathered_rows import gathered, scaled
 from jmask._kernels.lines import marked, unmarked
-from jmask._kernels.rows import add_rows, gather_unique_rows, set_rows
+from jmask._kernels.rows import add_rows, gather_unique_rows, ids_after_reading, set_rows
 from jmask._kernels.scatter_update import entry_by_entry, update_elementwise
 from jmask._kernels.sharded_rows import summed_over_rows
 from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows, updated
@@ -142,7 +143,8 @@ def _in_one_pass(
             places.setdefault(leaf.table, []).append(i)
     combiners: dict[int, Combiner] = {}
     for table in proof.rows:
-        combiner = _combiner(step, proof, parts, table, places[table], outputs)
+        by_rows = table in proof.by_rows
+        combiner = _combiner(step, proof, parts, table, places[table], outputs, by_rows)
         if combiner is None:
             return None
         combiners[table] = combiner
@@ -275,6 +277,8 @@ class Combiner(NamedTuple):
     # Whether the result is what is added to a parameter, is not computed of that, and is linear
     # in the gradient: rows of equal ids may be added one at a time.
     is_linear: bool
+    # Which of the places are written without a look at what was there, which others read.
+    read_first: frozenset[int]
 
 
 def _combiner(
@@ -284,14 +288,19 @@ def _combiner(
     table: int,
     places: list[int],
     outputs: Sequence[Atom],
+    by_rows: bool,
 ) -> Combiner | None:
     """Return how to compute new rows of a table, or None if it takes more than one pass.
 
     Of its gradient, and then the values made of that alone (clipped by a norm), the first is
     taken from which one scatter computes the rows, or a linear step; the gradient if none is.
+
+    Args:
+        by_rows: whether to compute with rows that are gathered, as for what is more than
+            arithmetic on entries.
     """
     leaves, table_of, constants = step.leaves, parts.table_of, parts.constants
-    jaxpr, by_rows = proof.program.jaxpr, table in proof.by_rows
+    jaxpr, read_first = proof.program.jaxpr, frozenset(step.read_first.values())
     inputs, new = [jaxpr.invars[i] for i in places], [outputs[i] for i in places]
     wanted = [v for v in new if isinstance(v, Var)]  # all of them: no literal has rows
 
@@ -325,7 +334,7 @@ def _combiner(
         function = functools.partial(evaluated, chosen, (*inputs, source, *scalars))
         is_step = [leaves[i].kind for i in places] == ["param"] and inputs[0] not in needed
         is_linear = is_step and all(_scales(eqn, table_of) for eqn in chosen)
-        way = Combiner(places, source, scalars, function, not by_rows, is_linear)
+        way = Combiner(places, source, scalars, function, not by_rows, is_linear, read_first)
         # A scatter has room for so many scalars, and is of one dtype.
         dtypes = {leaves[i].value.dtype for i in places} | {aval_of(v).dtype for v in scalars}
         has_room = len(scalars) + (leaves[table].valid is not None) < len(places)
@@ -333,8 +342,10 @@ def _combiner(
         if fits or is_linear:
             return way
         first = first or way
-    # What is written to rows that it does not depend on has to come after reads.
-    return None if step.read_first else first
+    # Only where rows are gathered can a write be made to come after a read.
+    if not by_rows and not read_first.isdisjoint(places):
+        return _combiner(step, proof, parts, table, places, outputs, by_rows=True)
+    return first
 
 
 def _with_fewer_scalars(scalars: list[Var], parts: Parts) -> tuple[list[JaxprEqn], list[Var]]:
@@ -390,6 +401,7 @@ def _updated_tables(
 ) -> list[jax.Array]:
     """Return the arrays of these leaves after an update, whose equal ids are summed first."""
     tables, are_steps = [x.value for x in leaves], [x.kind == "param" for x in leaves]
+    are_first = [i in combiner.read_first for i in combiner.places]
     valid, table, count = leaves[0].valid, tables[0], len(tables)
     is_masked = valid is not None  # JAX keeps `new_rows`, which must not keep the mask
     # The gradient is opened once: what follows takes canonical ids, rows, and their order.
@@ -415,16 +427,20 @@ def _updated_tables(
     def new_rows(x: RowUpdate) -> list[jax.Array]:
         *others, mask = x.scalars if is_masked else (*x.scalars, None)
         old = [gather_unique_rows(table, x.ids, x.order) for table in x.tables]
-        new = []
-        made = combiner.function(*old, x.rows, *others)
-        for table, before, y, is_step in zip(x.tables, old, made, are_steps, strict=True):
+        # See `LazyStep.rows`.
+        reads = zip(old, are_first, strict=True)
+        old = [lax.optimization_barrier(y) if is_first else y for y, is_first in reads]
+        made, new = combiner.function(*old, x.rows, *others), []
+        ways = zip(x.tables, old, made, are_steps, are_first, strict=True)
+        for table, before, y, is_step, is_first in ways:
+            ids = ids_after_reading(x.ids, before) if is_first else x.ids
             y = unchanged_where_masked(y, mask) if is_step else keep_valid(y, before, mask)
             if is_step and table.dtype == joint_dtype(table, y):
                 # Without reading the old rows.
-                new.append(add_rows(table, x.ids, y, x.order) if x.ids.shape[0] else table)
+                new.append(add_rows(table, ids, y, x.order) if ids.shape[0] else table)
             else:
                 y = added(before, y) if is_step else y
-                new.append(set_rows(table, x.ids, y, x.order))
+                new.append(set_rows(table, ids, y, x.order))
         return new
 
     if not combiner.is_elementwise:

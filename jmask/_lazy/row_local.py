@@ -86,11 +86,13 @@ _ENTRY_BY_ENTRY = {*ELEMENTWISE, FILL, "concatenate", "reshape", "slice", "split
 _EXACT: dict[str, Function] = {
     "abs": np.abs,
     "add": np.add,
+    "and": np.bitwise_and,
     "convert_element_type": np.asarray,
     "div": np.divide,
     "eq": np.equal,
     "ge": np.greater_equal,
     "gt": np.greater,
+    "is_finite": np.isfinite,
     "le": np.less_equal,
     "lt": np.less,
     "max": np.maximum,
@@ -99,7 +101,9 @@ _EXACT: dict[str, Function] = {
     "ne": np.not_equal,
     "neg": np.negative,
     "not": np.invert,
+    "or": np.bitwise_or,
     "sign": np.sign,
+    "sqrt": np.sqrt,
     "square": np.square,
     "sub": np.subtract,
 }
@@ -330,7 +334,7 @@ def _without_rows(name: str, eqn: JaxprEqn, inputs: list[Known]) -> Known:
 
 def _evaluated(name: str, eqn: JaxprEqn, inputs: list[Known]) -> Known:
     """Evaluate an elementwise equation at what its operands are in untouched rows."""
-    if name == "reshard":  # the same numbers on other devices
+    if name in ("copy", "copy_p", "name", "reshard", "stop_gradient"):  # the same numbers
         return inputs[0]
     if name == "select_n" and inputs[0] is not None:
         return inputs[1 + int(inputs[0])]

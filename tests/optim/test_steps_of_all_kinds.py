@@ -239,7 +239,7 @@ OTHERS = functions("", {**vars(optax), "jmask": jmask, "by_ndim": by_ndim})("""
     jmask.lazy(chain(centralize(), adam(0.1)))
 """)
 EVERY = OPTIMIZERS | NOT_LAZY | {name: make() for name, make in OTHERS.items()}
-READS_ROWS = ("rowwise", "per row", "per_row", "within norms", "centralize")
+READS_ROWS = ("rowwise", "per row", "per_row", "within norms", "averaged", "centralize")
 READS_SHAPES = ("adamw", "by_ndim", "within norms", "centralize")
 
 

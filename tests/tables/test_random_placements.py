@@ -43,7 +43,7 @@ KINDS = {
     "packed": (jmask.packed, lambda ids: ids // (128 // D)),
 }
 # Transformations of no row by itself, and those that see whole lines, are no matter of places.
-ROW_BY_ROW = ("per row", "rowwise", "norms")
+ROW_BY_ROW = ("per row", "rowwise", "norms", "averaged optax")
 TRANSFORMATIONS = OPTIMIZERS | {
     "adam, averaged": optax.chain(jmask.adam(0.1), jmask.ema(0.9)),
     "rmsprop, noted": optax.chain(OPTIMIZERS["optax.rmsprop"], jmask.touched()),

@@ -253,6 +253,7 @@ def test_large_batches(layout, batch, optimizer, step):
 
 # How often rows cross: looked up and updated, and before that summed, where a sum decides.
 CROSSINGS = {"adam": 2, "clipped optax.adam": 3, "adam unless not finite": 3}
+CROSSINGS |= {"averaged optax.adam": 2, "optax.adam within norms": 2}
 
 
 @pytest.mark.parametrize(
