@@ -7,16 +7,23 @@
 Dense gradients, and their valid entries, are added up. Rows are put side by side.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import Mesh
 
 from jmask._base.array_types import real_dtype, shapes_from, wide
 from jmask._base.row_ids import hide
-from jmask._base.shardings import on_every_device, typed_like
+from jmask._base.shardings import (
+    explicit_mesh,
+    on_every_device,
+    rows_in_any_order,
+    typed_like,
+)
 from jmask._base.types import Gradient, PyTree, PyTreeDef, Table
 from jmask._base.validation import check_flag, leaf_name
 from jmask._lazy.checks import (
@@ -37,7 +44,7 @@ from jmask._tensors.storage import stored_values, with_stored_values
 
 
 class Accumulated(NamedTuple):
-    """Hold a sum, or rows (k n, *row) with their ids; and of masked ones what is valid."""
+    """Hold a sum, or rows (k, n, *row) with their ids; and of masked ones what is valid."""
 
     values: jax.Array
     ids: jax.Array | None
@@ -70,7 +77,8 @@ def multi_steps(
         inner: any transformation, `jmask.adam(...)` or `jmask.lazy(...)`.
         every_k: k, the number of microbatches.
         like: the gradient of the largest microbatch or its shapes,
-            `jax.eval_shape(jmask.grad(loss), params, batch)`.
+            `jax.eval_shape(jmask.grad(loss), params, batch)`. Rows are kept where their types
+            say that those of `like` are.
         use_grad_mean: step with the mean of the k gradients rather than their sum. A masked
             entry counts as zero, and one that is masked in all k is masked in the mean.
 
@@ -113,6 +121,8 @@ def multi_steps(
     likes, tree = jax.tree.flatten(shapes_from(as_gradients, like), is_leaf=is_gradient_leaf)
     parts = [shapes_from(_parts, x) for x in likes]
 
+    # In one program, so that outside of jit each device makes its own part.
+    @functools.partial(jax.jit, inline=True)
     def empty() -> list[Accumulated]:
         return [_empty(x, part, every_k) for x, part in zip(likes, parts, strict=True)]
 
@@ -140,7 +150,7 @@ def multi_steps(
                 "tx.init(params)._replace(inner_state=state.inner_state)."
             )
         step, leaves = state.mini_step, [x for _, x in gradients]
-        new = [_added(*x, step) for x in zip(state.accumulated, leaves, parts, strict=True)]
+        new = [_added(*x, step) for x in zip(state.accumulated, leaves, strict=True)]
         # A state may come from a run with a larger k, whose microbatches are to count alike.
         last = step >= every_k - 1
         divisor = step + 1 if use_grad_mean else jnp.ones_like(step)
@@ -160,46 +170,65 @@ def _parts(x: Gradient) -> Accumulated:
 
 
 def _empty(like: Gradient, part: Accumulated, every_k: int) -> Accumulated:
-    """Return zeros, and padding for the rows of k microbatches."""
+    """Return zeros, and padding for the rows of k microbatches, placed as those of one."""
     if part.ids is None:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), part)
-    zero = lambda x: jnp.zeros((every_k * x.shape[0], *x.shape[1:]), x.dtype)
-    zeros = jax.tree.map(zero, part)
-    return zeros._replace(ids=jnp.full_like(zeros.ids, _rows(like, zeros).row_count))
+
+    def placed(x: jax.Array, value: int = 0) -> jax.Array:
+        filled, mesh = jnp.full((every_k, *x.shape), value, x.dtype), explicit_mesh(x)
+        # A mesh that was set where `like` was made need not be set here.
+        is_there = isinstance(mesh, Mesh) or not jax.sharding.get_abstract_mesh().empty
+        return typed_like(filled, x) if is_there else filled
+
+    zeros = jax.tree.map(placed, part)
+    return zeros._replace(ids=placed(part.ids, _row_count(like)))
 
 
-def _rows(like: Gradient, kept: Accumulated) -> RowSparse:
-    """Return what has accumulated as rows of a tensor like this one."""
-    assert kept.ids is not None
-    if is_row_sparse(like):
-        return like.with_leaves(hide(kept.ids), kept.values, order="any")
-    return RowSparse.from_rows(kept.ids, kept.values, like.shape, coalesced=False)
+def _row_count(like: Gradient) -> int:
+    """Return the id that is padding."""
+    return like.row_count if is_row_sparse(like) else like.shape[0]
 
 
-def _added(
-    kept: Accumulated, gradient: Gradient, part: Accumulated, step: jax.Array
-) -> Accumulated:
+def _added(kept: Accumulated, gradient: Gradient, step: jax.Array) -> Accumulated:
+    new = _parts(gradient)
+    if kept.ids is None:
+        add = lambda x, y: x | y if y.dtype == bool else x + y.astype(x.dtype)
+        return jax.tree.map(add, kept, new)
+    assert new.ids is not None
+    missing = kept.ids.shape[1] - new.ids.shape[0]
+    if missing:  # padding behind rows that may be on several devices
+        fill = lambda x, value: jnp.pad(
+            on_every_device(x), [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=value
+        )
+        zeros = jax.tree.map(lambda x: fill(x, 0), new)
+        new = zeros._replace(ids=fill(new.ids, _row_count(gradient)))
+
     def put(kept: jax.Array, new: jax.Array) -> jax.Array:
-        if part.ids is None:
-            return kept | new if new.dtype == bool else kept + new.astype(kept.dtype)
         # What `init` or a loss made outside of a mesh is on none.
-        new = new.astype(kept.dtype)
-        new, kept = on_every_device(new, kept), on_every_device(kept, new)
-        return lax.dynamic_update_slice_in_dim(kept, new, step * part.ids.shape[0], 0)
+        kept = typed_like(kept, new) if explicit_mesh(kept) is None else kept
+        new = typed_like(new.astype(kept.dtype), jax.typeof(kept[0]))
+        return lax.dynamic_update_index_in_dim(kept, new, step, 0)
 
-    return jax.tree.map(put, kept, _parts(gradient))
+    return jax.tree.map(put, kept, new)
 
 
 def _mean(like: Gradient, kept: Accumulated, divisor: jax.Array) -> Gradient:
     """Return what has accumulated as a gradient, divided in float32 at least."""
-    x: Table = kept.values if kept.ids is None else _rows(like, kept).widened()
+    x: Table = kept.values
+    if kept.ids is not None:
+        ids, values = rows_in_any_order(kept.ids, kept.values)
+        x = RowSparse.from_rows(ids, values, like.shape, coalesced=False)
+        if is_row_sparse(like):
+            x = like.with_leaves(hide(ids), values, order="any")
+        x = x.widened()
     inverse = (1 / divisor.astype(wide(real_dtype(x.dtype)))).astype(x.dtype)
     x = with_stored_values(x, stored_values(x) * inverse)
     if kept.valid is None:
         return x
-    if not is_row_sparse(x):
+    if kept.ids is None or not is_row_sparse(x):
         return joined(x, kept.valid)
-    often = x.with_values(kept.valid.astype(jnp.int32)).coalesce()
+    _, valid = rows_in_any_order(kept.ids, kept.valid)
+    often = x.with_values(valid.astype(jnp.int32)).coalesce()
     return joined(x.coalesce(), often.values > 0)
 
 
