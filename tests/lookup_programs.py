@@ -149,10 +149,18 @@ _ROWS = """
     stacked table | 12 | square(jnp.stack([t, 2 * t])[1, IDS])
     unstacked table | 6 | square(sum((x[VALID] for x in t.reshape(2, V // 2, D))))
     scanned table | 6 | square(lax.map(lambda x: x[VALID], t.reshape(2, V // 2, D)))
+    scanned table and a number of all of it | 6 |
+        square(lax.map(lambda x: x[VALID] * jnp.argmax(x).astype(x.dtype),
+        t.reshape(2, V // 2, D)))
     some columns | 6 | square(t[IDS, 1:3])
     padded table | 6 | square(jnp.pad(t, ((1, 2), (0, 1)))[IDS])
     cut and padded table | 6 | square(lax.pad(t, 0.5, ((-1, 2, 0), (1, -1, 0)))[IDS])
+    table padded inside | dense | square(lax.pad(t, 0.0, ((0, 0, 1), (0, 0, 0)))[IDS])
     expanded table | 6 | square(t[:, None, :][IDS])
+    behind a barrier | 6 | square(lax.optimization_barrier(t)[IDS])
+    behind a barrier, with an array | 4 |
+        (lambda both: square(both[0][VALID] + both[1][None]))(
+        lax.optimization_barrier((t, jnp.cos(t[3]))))
     row of padding | 6 | square(t.at[0].set(0)[IDS])
     rows set and moved | 12 | square(jnp.sin(t.at[IDS[1]].set(t[3]).at[-1].set(0.5))[IDS])
     row set out of range | 6 | square(t.at[V].set(jnp.nan)[IDS])
@@ -207,6 +215,8 @@ _ROWS = """
     custom_jvp | 6 | jnp.sum(custom_square(t[IDS]))
     relu and softmax | 12 | square(jax.nn.relu(t[IDS])) + square(jax.nn.softmax(t[IDS]))
     grad inside | 6 | square(jax.grad(lambda x: square(x))(t[IDS]))
+    grad of a checkpoint inside | 3 |
+        square(jax.grad(jax.checkpoint(lambda x: square(t[VALID] * x)))(jnp.ones((1, D))))
     second order | 3 | square(jax.grad(lambda t: square(t[VALID]))(t)[VALID])
     tied | falls back | square(t[IDS] @ t.T)
     tied in scan | falls back |
@@ -247,8 +257,11 @@ _ROWS = """
     computed, entries | 6 | square(jnp.exp(t.reshape(-1))[IDS])
     repeated | 6 | square(jnp.repeat(t, 2, 0)[IDS])
     broadcast | 6 | square(jnp.broadcast_to(t, (2, V, D))[1][IDS])
+    broadcast along rows | 6 | square(jnp.broadcast_to(t[:, None], (V, 2, D))[IDS])
+    broadcast, a column | 6 | square(jnp.broadcast_to(t[:, 0], (2, V))[1][IDS])
     tiled | 6 | square(jnp.tile(t, (2, 1))[IDS])
     tiled columns | 6 | square(jnp.tile(t, (1, 2))[IDS])
+    tiled in front | 6 | square(jnp.tile(t, (2, 1, 1))[1][IDS])
     transposed twice | 6 | square(t.T.T[IDS])
     frozen rows | 6 |
         square(jnp.where(jnp.arange(V)[:, None] < 5, lax.stop_gradient(t), t)[IDS])
@@ -446,7 +459,7 @@ SUMMED_ONCE = _in_bags("""
     jnp.einsum("bl,bld->bd", x.wild, where(beyond(t, x), x));
     jnp.einsum("lb,lbd->db", x.wild.T, t[x.ids.T]).T; (x.wild[:, None, :] @ t[x.ids])[:, 0];
     jax.vmap(lambda w, i: w @ t[i])(x.wild, x.ids); helper(t, x.ids, x.wild); t[x.ids,].sum(1);
-    t.at[x.ids].get(mode="promise_in_bounds").sum(1);
+    t.at[x.ids].get(mode="promise_in_bounds").sum(1); t.at[x.beyond].get(mode="clip").sum(1);
     t[x.ids].sum(1).astype(jnp.bfloat16).astype(jnp.float32); bag(t, x);
     bag(t, x, padding_id=PADDING, combiner="mean");
     bag(t, x, weights=x.weights, combiner="sqrtn"); flat_bag(t, x, offsets=OFFSETS);

@@ -270,23 +270,27 @@ def test_the_proof_transfers_nothing_implicitly():
 UNARY = {
     "abs": jnp.abs,
     "convert_element_type": lambda x: x.astype(jnp.float16),
+    "is_finite": lax.is_finite,
     "neg": lax.neg,
     "not": lax.bitwise_not,
+    "sign": lax.sign,
+    "sqrt": lax.sqrt,
     "square": lax.square,
 }
+OF_BITS = {"and": lax.bitwise_and, "not": lax.bitwise_not, "or": lax.bitwise_or}
 
 
 @pytest.mark.parametrize(
     ("dtype", "name"),
     [
-        ("bool", "not"),
-        *itertools.product(["float32", "bfloat16"], sorted(_EXACT.keys() - {"not"})),
+        *(("bool", name) for name in OF_BITS),
+        *itertools.product(["float32", "bfloat16"], sorted(_EXACT.keys() - OF_BITS.keys())),
     ],
 )
 def test_numpy_rounds_as_xla_does(dtype, name):
     """What is known of untouched rows is computed without compiling anything."""
     values = np.array([0, -0.0, 1, 3, 0.1, -7e-3, 1e20, np.inf, np.nan])
-    function = UNARY.get(name) or getattr(lax, name)
+    function = (UNARY | OF_BITS).get(name) or getattr(lax, name)
     with np.errstate(all="ignore"):
         operands = [x.astype(dtype).ravel() for x in np.meshgrid(values, values)]
         operands = operands[:1] if name in UNARY else operands
