@@ -252,6 +252,10 @@ def test_decorator_and_training():
     others = np.setdiff1d(np.arange(V), IDS)
     np.testing.assert_array_equal(np.asarray(model.embed.embedding[...])[others], start[others])
     assert model.calls[...] == 30
+    gradient = jmask.nnx.grad(has_aux=True)(lambda model: (jnp.sum(model(IDS)), 7))
+    (grads, aux) = gradient(model)
+    assert aux == 7
+    assert is_row_sparse(grads["embed"]["embedding"].get_value())
 
 
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1)])

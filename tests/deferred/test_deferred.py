@@ -357,6 +357,13 @@ def test_no_row_waits_for_longer_than_the_window(window):
     assert_close(tx.catch_up(table, state)[0], dense)
 
 
+def test_a_table_without_rows():
+    tx, params = jmask.deferred(ADAM), {"none": jnp.zeros((0, 3)), "some": START}
+    ids = {"none": np.zeros(0, int), "some": [1]}
+    params, state = tx.catch_up(params, tx.init(params), ids)
+    assert_close(tx.catch_up(params, state)[0], {"none": jnp.zeros((0, 3)), "some": START})
+
+
 def test_longer_than_the_window_is_nan():
     tx, table = jmask.deferred(ADAM, window=4), START
     state = tx.init(table)

@@ -139,6 +139,10 @@ EDGES = """
     jax.vmap(lambda row, i: row.at[i].add(1)[::-1])(X, jnp.array([0, 1])) |
         [[8.0, 3.0, None, 6.0], [7.0, None, 3.0, None]]
     [repr(ROW.at)[:16], repr(ROW.at[1])[:23]] | ["At(MaskedTensor(", "Positions(MaskedTensor("]
+    [int(masked(3)), len(ROW), X.nbytes, ROW.get_mask()] | [3, 4, 40, [T, F, T, T]]
+    jnm.diff(ROW, n=0) | [5.0, None, 3.0, 8.0]
+    jnm.array_equal(jnp.ones(2), jnp.ones(3)) | F
+    jnm.cumsum(jnp.ones(3), where=np.array([T, F, T])) | [1.0, 1.0, 2.0]
     [list(row) for row in X] | [[5.0, None, 3.0, 8.0], [None, 2.0, None, 7.0]]
     jnm.pad(ROW[:2], 1, constant_values=7) | [7.0, 5.0, None, 7.0]
     jnm.pad(ROW[:2], 1, "empty") | [None, 5.0, None, None]

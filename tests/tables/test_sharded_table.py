@@ -243,6 +243,25 @@ def test_any_ids(shape, layout, hashed):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("what", ["ids", "table", "both"])
+def test_vmapped_lookups(what):
+    """A vmap over ids alone is one lookup still."""
+    ids = np.random.default_rng(3).integers(0, V, (3, 8))
+    axes = (None if what == "ids" else 0, None if what == "table" else 0)
+
+    def loss(table, ids):
+        table = table if what == "ids" else jnp.stack([table, 2 * table, jnp.sin(table)])
+        rows = jax.vmap(jmask.embedding_lookup, axes)(table, ids if axes[1] == 0 else ids[0])
+        return jnp.sum(jnp.sin(rows))
+
+    table = sharded(numbers(), "8 devices")
+    given = jax.device_put(ids, NamedSharding(mesh_of(8, axes="explicit"), P()))
+    found = jax.jit(jmask.grad(loss))(table, given)
+    wanted = jax.grad(loss)(jnp.pad(numbers(), ((0, len(table) - V), (0, 0))), jnp.asarray(ids))
+    assert isinstance(found, jmask.RowSparse) or what != "ids"
+    np.testing.assert_allclose(jmask.todense(found), wanted, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["bool", "int8", "bfloat16", "complex64"])
 def test_dtypes(dtype):
     x = (np.asarray(numbers()) * (3 + 2j if dtype == "complex64" else 3)).astype(dtype)
