@@ -168,6 +168,7 @@ def test_control_tables_are_seen():
 
 STACKED_UPDATES = {
     **{name: OPTIMIZERS[name] for name in ("sgd", "adam", "optax.adamw", "adam per row")},
+    **{name: OPTIMIZERS[name] for name in ("averaged optax.adam", "optax.adan")},
     "with averages": optax.chain(OPTIMIZERS["rowwise adagrad"], jmask.ema(0.5)),
 }
 
