@@ -175,7 +175,8 @@ def compare(program, values):
     if not isinstance(gradient, jmask.RowSparse):
         return
     # The same step of the same rows as an array: what is known of them changes nothing.
-    rows = jmask.RowSparse(gradient.indices, gradient.values, gradient.shape)
+    values, leading = gradient.values, gradient.leading
+    rows = jmask.RowSparse(gradient.indices, values, gradient.shape, leading=leading)
     for tx, table_after in zip(OPTIMIZERS, new, strict=True):
         after = stepped(tx, rows, table)
         # A gradient of 0 up to rounding has a sign, and so has the first step of Adam.
