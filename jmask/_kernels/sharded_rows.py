@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import ad, batching
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmask._base.array_types import fewer, is_known, trailing
@@ -86,6 +86,16 @@ class Exchange(NamedTuple):
         capacity = math.ceil(share + 5 * math.sqrt(share) + 8)
         pays = count >= tuning.EXCHANGED_IDS and 2 * capacity <= entries
         return cls(shards, batch, capacity) if pays else None
+
+    @classmethod
+    def of_sums(cls, ids: IdVector, values: RowArray) -> "Exchange | None":
+        """Return the exchange for sums over rows, which may be made on any device, or None."""
+        mesh = explicit_mesh(ids, values)
+        if mesh is None or any(spec_of(values)[1:]):
+            return None
+        types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        axes = tuple(name for name, kind in types if kind == AxisType.Explicit)
+        return cls.of(Shards(mesh, axes, ()), ids)
 
     @property
     def alike(self) -> tuple[str, ...]:
@@ -382,18 +392,18 @@ def _routed(
 
 
 def summed_over_rows(
-    table: TableArray, ids: IdVector, values: RowArray, function: ArraysFunction
+    exchange: Exchange, ids: IdVector, values: RowArray, count: int, function: ArraysFunction
 ) -> list[jax.Array]:
-    """Return sums over the rows of a gradient that goes to its shards, equal ids summed.
+    """Return sums over the rows of a gradient of `count` rows, equal ids summed.
 
     There is no room for all of them: each round of the exchange adds what it brings.
 
     Args:
         function: (rows (k, *row)) -> their sums, to which rows of zeros add nothing.
     """
-    shards = Shards.of(table)
-    exchange, size = Exchange.of(shards, ids), table.shape[0] // shards.count
-    assert exchange is not None
+    shards, size = exchange.shards, -(-count // exchange.shards.count)
+    if shards.count * size != count:  # else XLA finds the same rows in what comes to a table
+        ids = jnp.where(ids < count, ids, np.asarray(shards.count * size, ids.dtype))
     row = jax.ShapeDtypeStruct((1, *values.shape[1:]), values.dtype)
     like: list[Shaped] = jax.eval_shape(function, row)
 
@@ -409,6 +419,8 @@ def summed_over_rows(
     where = (entry(exchange.batch),)
     out: list[Spec] = [()] * len(like)
     in_rounds = functools.partial(shards.run, own, specs=[where, where], out=out)
-    definition = lambda ids, values: function(routed(table, ids, values)[1])
+    definition = lambda ids, values: function(
+        coalesce_rows(ids, values, shards.count * size)[1]
+    )
     totals: list[jax.Array] = with_derivative_of(definition, in_rounds)(ids, values)
     return totals

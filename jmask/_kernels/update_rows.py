@@ -380,7 +380,7 @@ def _in_one_round(x: RowUpdate) -> list[jax.Array]:
         new = dataclasses.replace(x, tables=tables, values=rows, scalars=scalars)
         pairs = zip(_in_one_round(new), x.tables, strict=True)
         return [y.reshape(old.shape) for y, old in pairs]
-    if len(x.tables) == 1 or x.update.fused is None:  # no scatter of several arrays
+    if len(x.tables) == 1:
         return _fused(x)
 
     def one_round(

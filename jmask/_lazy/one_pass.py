@@ -237,7 +237,7 @@ def _sums_in_rounds(leaf: Leaf, parts: Parts, table: int) -> dict[Var, jax.Array
     the gradient has in each.
     """
     eqns = parts.reduced.get(table, [])
-    if leaf.goes_to is None or not eqns:
+    if leaf.exchange is None or not eqns:
         return None
     operands = [v for eqn in eqns for v in eqn.invars]
     chosen, needed = needed_for(operands, parts.equations[table])
@@ -253,7 +253,8 @@ def _sums_in_rounds(leaf: Leaf, parts: Parts, table: int) -> dict[Var, jax.Array
         parts.run([*chosen, *eqns], values, {table: rows.shape[0]})
         return [values[v] for v in wanted]
 
-    totals = summed_over_rows(leaf.goes_to, leaf.value.row_ids(), leaf.value.values, sums)
+    g = leaf.value
+    totals = summed_over_rows(leaf.exchange, g.row_ids(), g.values, g.shape[0], sums)
     return dict(zip(wanted, totals, strict=True))
 
 
@@ -321,7 +322,7 @@ def _combiner(
     made = [v for e in equations for v in e.outvars if v in parts.from_gradient]
     first: Combiner | None = None
     # What is made of a gradient that goes to its shards in rounds is made of what they bring.
-    is_made_first = not by_rows and leaves[table].goes_to is None
+    is_made_first = not by_rows and leaves[table].exchange is None
     for source in (gradient, *(made if is_made_first else ())):
         chosen, needed = needed_for(wanted, equations, source)
         scalars = [v for v in needed if v not in table_of and v not in constants]

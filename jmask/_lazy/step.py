@@ -32,6 +32,7 @@ from jmask._base.row_ids import hide
 from jmask._base.shardings import automatically, explicit_mesh, spec_of, varying_axes
 from jmask._base.types import Argument, Gradient, PyTree, PyTreeDef, RowArray, Shape, Table
 from jmask._kernels.rows import gather_unique_rows, ids_after_reading, set_rows
+from jmask._kernels.sharded_rows import Exchange
 from jmask._kernels.stochastic_rounding import stochastic_round
 from jmask._lazy import row_local
 from jmask._lazy.checks import (
@@ -49,7 +50,7 @@ from jmask._lazy.state_rows import check_nothing_held_back, once_a_step, rows_of
 from jmask._tables.rows_at import (
     add_to_dense,
     as_one_table,
-    goes_in_rounds,
+    exchange_for,
     routed_to_shards,
     shape_of,
 )
@@ -130,10 +131,10 @@ class Leaf:
     homes: tuple[jax.Array, ...] = ()
 
     @functools.cached_property
-    def goes_to(self) -> jax.Array | None:
-        """An array to whose shards many rows of the gradient go, in rounds; None if none do."""
+    def exchange(self) -> Exchange | None:
+        """How many rows of the gradient go to the shards of their table in rounds, or None."""
         home = next((x for x in self.homes if any(spec_of(x)[:1])), None)
-        return None if home is None or not goes_in_rounds(home, self.value) else home
+        return None if home is None else exchange_for(home, self.value)
 
     @functools.cached_property
     def routed_value(self) -> Argument:

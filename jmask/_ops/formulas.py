@@ -12,11 +12,13 @@ the reciprocal of 1e38 is subnormal, for which it takes 0.
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_nonzero, joint_dtype, wide
 from jmask._base.types import (
@@ -50,15 +52,43 @@ from jmask._tensors.storage import as_dense, stored_values
 Axes = tuple[int, ...]
 
 
+def _limit_and_power(dtype: DTypeLike) -> tuple[float, float]:
+    """Return up to which number squares exist, and a power of two for those that are larger."""
+    # In float32: numbers beyond 2**51 times 2**-80, those below 2**-51 times 2**80.
+    bits = jnp.finfo(dtype).maxexp
+    return 2.0 ** (2 * bits // 5), 2.0 ** (5 * bits // 8)
+
+
 def factor_for(greatest: jax.Array) -> jax.Array:
     """Return the power of two that brings entries up to `greatest` to where squares exist."""
     # A constant: the derivative of a norm does not depend on what it is computed with.
     greatest = lax.stop_gradient(greatest)
-    # In float32: numbers beyond 2**51 times 2**-80, those below 2**-51 times 2**80.
-    bits = jnp.finfo(greatest.dtype).maxexp
-    limit, power = 2.0 ** (2 * bits // 5), 2.0 ** (5 * bits // 8)
+    limit, power = _limit_and_power(greatest.dtype)
     small = jnp.where(greatest < 1 / limit, power, 1)
     return jnp.where(greatest > limit, 1 / power, small).astype(greatest.dtype)
+
+
+def sums_of_squares(size: jax.Array) -> list[jax.Array]:
+    """Return three sums of squares, of entries >= 0 that are small, large, or neither.
+
+    Small ones are multiplied by the power of two before, large ones divided by it.
+    """
+    limit, power = _limit_and_power(size.dtype)
+    is_small, is_large = size < 1 / limit, size > limit
+    chosen = (is_small, power), (is_large, 1 / power), (~(is_small | is_large), 1)
+    return [jnp.sum(jnp.square(jnp.where(are, size, 0) * factor)) for are, factor in chosen]
+
+
+def root_of_sums(sums: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Return what `sums_of_squares` has in one sum, and the root of it; 0 has derivative 0."""
+    small, large, others = sums
+    _, power = _limit_and_power(small.dtype)
+    every = large * power * power + (others + small / power / power)
+    with_large = large + others / power / power
+    with_others = others + small / power / power
+    root = where_nonzero(jnp.sqrt)
+    without_large = jnp.where(others != 0, root(with_others), root(small) / power)
+    return every, jnp.where(large != 0, root(with_large) * power, without_large)
 
 
 def squared(x: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """Arithmetic on whole gradients, leaf by leaf: `jmask.tree`, whose page says what it is for."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -17,7 +18,8 @@ from jmask._base.shardings import (
 )
 from jmask._base.types import Function, PyTree, Scalar, Table, Tensor
 from jmask._base.validation import abstract_leaf, check_flag, check_leaves, shown
-from jmask._ops.formulas import factor_for, where_nonzero
+from jmask._kernels.sharded_rows import Exchange, summed_over_rows
+from jmask._ops.formulas import root_of_sums, sums_of_squares
 from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, as_tensor, is_tensor
 from jmask._tensors.methods import library
 from jmask._tensors.row_sparse import is_row_sparse
@@ -153,16 +155,12 @@ def norm(tree: PyTree, squared: bool = False) -> jax.Array:
     """
     check_flag("squared", squared)
     check_leaves("tree", tree)
-    sizes = [_sizes(x) for x in jax.tree.leaves(tree, is_leaf=is_tensor)]
-    greatest = total = jnp.zeros((), joint_dtype(jnp.float32, *sizes))
-    for size in sizes:
-        greatest = jnp.maximum(greatest, jnp.max(size, initial=0).astype(total.dtype))
-    factor = factor_for(greatest)
-    for size in sizes:
-        total += jnp.sum(jnp.square(size * factor.astype(size.dtype))).astype(total.dtype)
-    if squared:
-        return total / factor / factor
-    return where_nonzero(lambda x: jnp.sqrt(x) / factor)(total)
+    leaves = jax.tree.leaves(tree, is_leaf=is_tensor)
+    sums = [_sums_of_squares(x) for x in leaves or [jnp.zeros(0)]]
+    dtype = joint_dtype(jnp.float32, *(x for x, *_ in sums))
+    add = lambda *parts: functools.reduce(jnp.add, [x.astype(dtype) for x in parts])
+    every, root = root_of_sums(list(map(add, *sums)))
+    return every if squared else root
 
 
 def psum(tree: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
@@ -286,11 +284,21 @@ def _add_leaves(x: Tensor, y: Tensor) -> Tensor:
     return library().numpy.add(x, y)
 
 
-def _sizes(x: Tensor) -> jax.Array:
-    """Return the absolute values of the entries, in float32 at least."""
-    x = as_masked_tensor(x.flat().widened() if is_row_sparse(x) else as_tensor(x))
-    size = jnp.abs(jnp.where(x.valid, stored_values(x), 0))
-    return size.astype(joint_dtype(size, jnp.float32))
+def _sums_of_squares(x: Tensor) -> Sequence[jax.Array]:
+    """Return `sums_of_squares` of the entries of a tensor, in float32 at least."""
+
+    def sums(values: jax.Array) -> list[jax.Array]:
+        size = jnp.abs(values)
+        return sums_of_squares(size.astype(joint_dtype(size, jnp.float32)))
+
+    if is_row_sparse(x):
+        x = x.flat().widened()
+        ids = x.row_ids()
+        exchange = Exchange.of_sums(ids, x.values) if x.order == "any" else None
+        if exchange is not None:
+            return summed_over_rows(exchange, ids, x.values, x.shape[0], sums)
+    x = as_masked_tensor(as_tensor(x))
+    return sums(jnp.where(x.valid, stored_values(x), 0))
 
 
 def _refuse_others(x: Tensor, argument: str) -> None:

@@ -42,7 +42,7 @@ from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.state_rows import check_state_type, one_step
 from jmask._ops.formulas import shortened
 from jmask._optim.row_rule import check_numbers
-from jmask._tables.rows_at import goes_in_rounds
+from jmask._tables.rows_at import exchange_for
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values, with_stored_values
@@ -233,10 +233,12 @@ def _with_check(x: Gradient, table: jax.Array | None) -> tuple[Gradient, jax.Arr
 
     Rows that go to the shards of their table in rounds are summed there, and stay as they are.
     """
-    if is_row_sparse(x) and x.leading == 1 and table is not None and goes_in_rounds(table, x):
-        count = lambda rows: [jnp.sum(~jnp.isfinite(rows), dtype=jnp.int32)]
-        (bad,) = summed_over_rows(table, x.row_ids(), x.values, count)
-        return x, bad > 0
+    if is_row_sparse(x) and x.leading == 1 and table is not None:
+        exchange = exchange_for(table, x)
+        if exchange is not None:
+            number = lambda rows: [jnp.sum(~jnp.isfinite(rows), dtype=jnp.int32)]
+            (bad,) = summed_over_rows(exchange, x.row_ids(), x.values, x.shape[0], number)
+            return x, bad > 0
     x = coalesced(x)
     return x, jnp.any(_not_finite(x))
 

@@ -40,12 +40,12 @@ def routed_to_shards(table: jax.Array, gradient: RowSparse) -> RowSparse:
     return gradient.with_leaves(hide(ids), values, order="routed")
 
 
-def goes_in_rounds(table: jax.Array, gradient: RowSparse) -> bool:
-    """Decide whether so many rows go to the shards of a table that no device has them all."""
+def exchange_for(table: jax.Array, gradient: RowSparse) -> Exchange | None:
+    """Return how many rows go to the shards of a table, none of which gets all; or None."""
     shards = Shards.of(table)
     if any(shards.columns) or not _is_to_be_sent(shards, gradient):
-        return False
-    return Exchange.of(shards, gradient.row_ids()) is not None
+        return None
+    return Exchange.of(shards, gradient.row_ids())
 
 
 def _is_to_be_sent(shards: Shards, gradient: RowSparse) -> bool:

@@ -281,6 +281,33 @@ def test_what_large_batches_move(n, times, optimizer):
     assert memory.temp_size_in_bytes <= (4 + CROSSINGS[optimizer]) * batches * share
 
 
+norm_of = jax.jit(lambda table, ids: jmask.tree.norm(jmask.grad(loss)(table, ids)))
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("layout", LAYOUTS_OF_MANY)
+@pytest.mark.usefixtures("exchanged")
+def test_a_norm_of_many_rows(layout, batch):
+    """Of what equal ids sum to, also where the shards do not divide the rows."""
+    x = np.random.default_rng(2).normal(size=(4000, 8)).astype(np.float32)
+    ids = BATCHES[batch](np.random.default_rng(3)).astype(np.int32)
+    found = norm_of(jnp.asarray(x[:3999]), batch_of(ids, layout))
+    found_of_shards = norm_of(sharded(x, layout), batch_of(ids, layout))
+    for rows, norm in ((x[:3999], found), (x, found_of_shards)):
+        assert_close(norm, norm_of(jnp.asarray(rows), jnp.asarray(ids)), rtol=1e-5)
+
+
+def test_what_a_norm_moves():
+    """The rows once, after their lookup, and no device has more than its share of them."""
+    table = sharded(jnp.zeros((40_000, 64)), "8 devices")
+    ids, share = batch_of(np.zeros(2**17, np.int32), "8 devices"), 2**14 * 64 * 4
+    compiled = norm_of.lower(table, ids).compile()
+    moved = collectives(compiled)
+    assert sum(size for kind, size in moved if kind == "all-to-all") <= 1.2 * 2 * share
+    assert sum(size for kind, size in moved if kind != "all-to-all") < share / 50
+    assert compiled.memory_analysis().temp_size_in_bytes <= 6 * share
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "clipped optax.adam"])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.usefixtures("exchanged")
