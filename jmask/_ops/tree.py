@@ -286,19 +286,27 @@ def _add_leaves(x: Tensor, y: Tensor) -> Tensor:
 
 def _sums_of_squares(x: Tensor) -> Sequence[jax.Array]:
     """Return `sums_of_squares` of the entries of a tensor, in float32 at least."""
-
-    def sums(values: jax.Array) -> list[jax.Array]:
-        size = jnp.abs(values)
-        return sums_of_squares(size.astype(joint_dtype(size, jnp.float32)))
-
     if is_row_sparse(x):
         x = x.flat().widened()
         ids = x.row_ids()
         exchange = Exchange.of_sums(ids, x.values) if x.order == "any" else None
         if exchange is not None:
-            return summed_over_rows(exchange, ids, x.values, x.shape[0], sums)
+            return _squares_in_rounds(exchange, x.shape[0], ids, x.values)
     x = as_masked_tensor(as_tensor(x))
-    return sums(jnp.where(x.valid, stored_values(x), 0))
+    return _squares(jnp.where(x.valid, stored_values(x), 0))
+
+
+# In one program, so that outside of jit it is compiled once.
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _squares_in_rounds(
+    exchange: Exchange, count: int, ids: jax.Array, values: jax.Array
+) -> Sequence[jax.Array]:
+    return summed_over_rows(exchange, ids, values, count, _squares)
+
+
+def _squares(values: jax.Array) -> list[jax.Array]:
+    size = jnp.abs(values)
+    return sums_of_squares(size.astype(joint_dtype(size, jnp.float32)))
 
 
 def _refuse_others(x: Tensor, argument: str) -> None:
