@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jmask._base.array_types import trailing, wide
+from jmask._base.array_types import fewer, trailing, wide
 from jmask._base.row_ids import Order, id_dtype
 from jmask._base.shardings import Shards, end_to_end, sharding_of_rows
 from jmask._base.types import Function, KeyPath, Numbers, PyTree, PyTreeDef, Shape
@@ -38,7 +38,9 @@ from jmask._deferred.measured import (
 )
 from jmask._deferred.missed_steps import Form, Step, advanced, caught_up
 from jmask._embedding.lookup import checked_integers
+from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.rows import gather_rows, gather_unique_rows, ids_after_reading, set_rows
+from jmask._kernels.sharded_rows import looked_up
 from jmask._lazy.checks import (
     Fit,
     check_transformation,
@@ -254,7 +256,7 @@ def _noted(
     form: Form, table: TableState, clock: jax.Array, leaf: Leaf, step: Step | None
 ) -> tuple[Leaf, TableState]:
     """Return the gradient, nan where rows were not caught up, and what is kept of a table."""
-    g, last = leaf.routed_value, table.last
+    g, last = leaf.value, table.last
     if leaf.table is None:  # all rows take the step
         g = jnp.where(jnp.any(last != clock), jnp.nan, g).astype(g.dtype)
         slot = (clock + 1) % table.lines.shape[0]
@@ -262,7 +264,8 @@ def _noted(
         kept = (jnp.full_like(last, clock + 1), lines, table.carry.at[slot].set(0))
         return dataclasses.replace(leaf, value=g), TableState(*kept, table.swept)
     flat, ids = last.reshape(g.row_count, *g.row[:-1]), g.row_ids()
-    since = gather_unique_rows(flat, ids, g.order)
+    is_sharded = bool(Shards.of(flat).rows)
+    since = looked_up(flat, ids) if is_sharded else gather_unique_rows(flat, ids, g.order)
     # Padding reads any row.
     behind = (since != clock) & trailing(ids < g.row_count, flat.ndim)
     values = jnp.where(trailing(behind, g.values.ndim), jnp.nan, g.values)
@@ -313,7 +316,10 @@ def _caught_up(
             each = -(-count // (lines.shape[0] - 1))
             more = (swept.astype(dtype) + jnp.arange(each, dtype=dtype)) % count
             ids = jnp.concatenate([ids.astype(dtype), more])
-            flat = _caught_up_at(form, lines, clock, ids, flat, "any")
+            if shards.rows:
+                flat = _caught_up_here(form, lines, clock, ids, flat, shards.count)
+            else:
+                flat = _caught_up_at(form, lines, clock, ids, flat, "any")
             swept = ((swept + each) % count).astype(jnp.int32)
         return [*(x.reshape(y.shape) for x, y in zip(flat, arrays, strict=True)), swept]
 
@@ -321,6 +327,31 @@ def _caught_up(
     given, out = [(), (), *specs], [*specs, ()]
     *new, last, swept = shards.run(on_block, shared, ids, *arrays, specs=given, out=out)
     return new, table._replace(last=last, swept=swept)
+
+
+def _caught_up_here(
+    form: Form,
+    lines: jax.Array,
+    clock: jax.Array,
+    ids: jax.Array,
+    arrays: list[jax.Array],
+    shards: int,
+) -> list[jax.Array]:
+    """Do as `_caught_up_at`, where most ids (n,) are V: of rows that other shards have.
+
+    A block has little more than a share of the ids, and there are as many as it takes.
+    """
+    rows, n = arrays[-1].shape[0], ids.shape[0]
+    unique, _ = unique_slots(ids, fewer(n, rows), rows)
+    size = min(2 * -(-n // shards), unique.shape[0])
+    unique = jnp.pad(unique, (0, -unique.shape[0] % size), constant_values=rows)
+    number = jnp.sum(unique < rows, dtype=jnp.int32)
+
+    def block(i: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
+        part = lax.dynamic_slice(unique, (i * size,), (size,))
+        return _caught_up_at(form, lines, clock, part, arrays, "sorted")
+
+    return lax.fori_loop(0, -(-number // size), block, arrays)
 
 
 def _caught_up_at(

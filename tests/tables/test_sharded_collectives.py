@@ -17,6 +17,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -306,6 +307,21 @@ def test_what_a_norm_moves():
     assert sum(size for kind, size in moved if kind == "all-to-all") <= 1.2 * 2 * share
     assert sum(size for kind, size in moved if kind != "all-to-all") < share / 50
     assert compiled.memory_analysis().temp_size_in_bytes <= 6 * share
+
+
+@pytest.mark.dtype_promotion
+def test_what_deferred_rows_take():
+    """A device catches up its own rows of the batch, in blocks, and updates no others."""
+    table = sharded(jnp.zeros((160_000, 64)), "8 devices")
+    ids, share = batch_of(np.zeros(2**17, np.int32), "8 devices"), 2**14 * 64 * 4
+    tx = jmask.deferred(optax.adam(0.1))
+    state = tx.init(table)
+    for step in (tx.catch_up, lambda t, state, ids: training_step(loss, tx)(t, state, ids)[:2]):
+        program = jax.jit(step, donate_argnums=(0, 1)).lower(table, state, ids).compile()
+        memory, moved = program.memory_analysis(), collectives(program)
+        assert memory.alias_size_in_bytes >= 3 * table.nbytes / 8
+        assert memory.temp_size_in_bytes <= 8 * share
+        assert sum(size for kind, size in moved if kind != "all-to-all") < share / 4
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "clipped optax.adam"])
