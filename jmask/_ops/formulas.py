@@ -75,20 +75,23 @@ def sums_of_squares(size: jax.Array) -> list[jax.Array]:
     """
     limit, power = _limit_and_power(size.dtype)
     is_small, is_large = size < 1 / limit, size > limit
-    chosen = (is_small, power), (is_large, 1 / power), (~(is_small | is_large), 1)
-    return [jnp.sum(jnp.square(jnp.where(are, size, 0) * factor)) for are, factor in chosen]
+    scaled = size * jnp.where(is_small, power, jnp.where(is_large, 1 / power, 1))
+    chosen = is_small, is_large, ~(is_small | is_large)
+    return [jnp.sum(jnp.square(jnp.where(are, scaled, 0))) for are in chosen]
 
 
 def root_of_sums(sums: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Return what `sums_of_squares` has in one sum, and the root of it; 0 has derivative 0."""
     small, large, others = sums
     _, power = _limit_and_power(small.dtype)
-    every = large * power * power + (others + small / power / power)
-    with_large = large + others / power / power
-    with_others = others + small / power / power
+    # No constants: XLA multiplies two of them first, and the square of this power is infinite.
+    up, down = jnp.where(large != 0, power, 1), jnp.where(small != 0, power, 1)
+    with_large = large + others / up / up
+    with_others = others + small / down / down
     root = where_nonzero(jnp.sqrt)
-    without_large = jnp.where(others != 0, root(with_others), root(small) / power)
-    return every, jnp.where(large != 0, root(with_large) * power, without_large)
+    without_large = jnp.where(others != 0, root(with_others), root(small) / down)
+    every = large * up * up + with_others
+    return every, jnp.where(large != 0, root(with_large) * up, without_large)
 
 
 def squared(x: jax.Array) -> jax.Array:
