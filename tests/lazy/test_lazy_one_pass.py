@@ -27,10 +27,7 @@ pytestmark = pytest.mark.dtype_promotion
 
 ROOT = Path(__file__).parents[2]
 # Their state does not depend on what it was where it is read, or is chosen by a condition.
-IN_SEVERAL_PASSES = {
-    "adan", "novograd", "optimistic_gradient_descent", "optimistic_adam_v2",
-    "apply_if_finite(adam(0.1), 3)",
-}  # fmt: skip
+IN_SEVERAL_PASSES = {"novograd", "apply_if_finite(adam(0.1), 3)"}
 # Deprecated, in need of the value of the loss, and one that does nothing.
 LEFT_OUT = ("optimistic_adam", "polyak_sgd", "set_to_zero()")
 LIFTED = {
