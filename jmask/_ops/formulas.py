@@ -84,12 +84,15 @@ def root_of_sums(sums: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Return what `sums_of_squares` has in one sum, and the root of it; 0 has derivative 0."""
     small, large, others = sums
     _, power = _limit_and_power(small.dtype)
-    # No constants: XLA multiplies two of them first, and the square of this power is infinite.
-    up, down = jnp.where(large != 0, power, 1), jnp.where(small != 0, power, 1)
-    with_large = large + others / up / up
-    with_others = others + small / down / down
+    # No constants and no quotients: XLA multiplies two factors or two divisors first, and the
+    # square of this power is infinite.
+    if_any = lambda sums, factor: jnp.where(sums == 0, 1, factor).astype(small.dtype)
+    up, down = if_any(large, power), if_any(large, 1 / power)
+    with_large = large + others * down * down
+    from_small = if_any(small, 1 / power)
+    with_others = others + small * from_small * from_small
     root = where_nonzero(jnp.sqrt)
-    without_large = jnp.where(others != 0, root(with_others), root(small) / down)
+    without_large = jnp.where(others != 0, root(with_others), root(small) * from_small)
     every = large * up * up + with_others
     return every, jnp.where(large != 0, root(with_large) * up, without_large)
 

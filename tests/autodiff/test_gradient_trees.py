@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from jax.sharding import AxisType, PartitionSpec
 
 import jmask
@@ -63,6 +63,25 @@ def test_sum_mean_scale_norm(x, y, scalar, shape):
     for outcome in both_ways(results, a, b, scalar):
         jax.tree.map(close, densified(outcome), expected)
         assert all(isinstance(x, jmask.RowSparse) for x in outcome["operators"])
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(-37, 37), st.floats(-37, 37))
+@example(0, 17, 15)
+@example(0, -15, -16)
+def test_norms_of_entries_of_all_sizes(seed, exponent, other):
+    """Also where squares do not exist in float32, and where a few of the entries are larger."""
+    sizes = 10.0 ** np.array([exponent] * 5 + [other] * 3)
+    x = jnp.asarray(np.random.default_rng(seed).normal(size=8) * sizes, jnp.float32)
+    y = np.asarray(x, np.float64)
+    y[abs(y) < np.finfo(np.float32).tiny] = 0
+    norm = np.sqrt((y**2).sum())
+    assume(np.finfo(np.float32).tiny < norm < np.finfo(np.float32).max)
+    for value, gradient in both_ways(jax.value_and_grad(lambda x: jmask.tree.norm([x])), x):
+        np.testing.assert_allclose(value, norm, 1e-6)
+        np.testing.assert_allclose(gradient, y / norm, 1e-6, 1e-6)
+    for squared in both_ways(functools.partial(jmask.tree.norm, squared=True), [x]):
+        with np.errstate(over="ignore"):
+            np.testing.assert_allclose(squared, np.float32(norm**2), 1e-6, 1e-37)
 
 
 loss = lambda table, ids: jnp.sum(jnp.tanh(table[ids]) ** 2)
