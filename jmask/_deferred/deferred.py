@@ -27,7 +27,15 @@ from jax import lax
 from jmask._base.array_types import fewer, trailing, wide
 from jmask._base.row_ids import Order, id_dtype
 from jmask._base.shardings import Shards, end_to_end, sharding_of_rows
-from jmask._base.types import Function, KeyPath, Numbers, PyTree, PyTreeDef, Shape
+from jmask._base.types import (
+    ArrayFunction,
+    Function,
+    KeyPath,
+    Numbers,
+    PyTree,
+    PyTreeDef,
+    Shape,
+)
 from jmask._base.validation import checked_integer, leaf_name, named_parts
 from jmask._deferred.measured import (
     FormOrReason,
@@ -304,20 +312,25 @@ def _caught_up(
             return [*arrays, swept]
         flat, dtype = [x.reshape(count, *x.shape[len(kept) :]) for x in arrays], id_dtype(count)
 
-        def block(i: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
+        def in_blocks(ids_of: ArrayFunction, blocks: Numbers) -> list[jax.Array]:
+            def block(i: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
+                return _caught_up_at(form, lines, clock, ids_of(i), arrays, "sorted")
+
+            return lax.fori_loop(0, blocks, block, flat)
+
+        def all_ids(i: jax.Array) -> jax.Array:
             first = jnp.minimum(jnp.asarray(i, dtype) * size, count - size)
-            ids = first + jnp.arange(size, dtype=dtype)
-            return _caught_up_at(form, lines, clock, ids, arrays, "sorted")
+            return first + jnp.arange(size, dtype=dtype)
 
         if ids is None:
-            flat = lax.fori_loop(0, -(-count // size), block, flat)
+            flat = in_blocks(all_ids, -(-count // size))
         else:
             ids = shards.local(ids, count)
             each = -(-count // (lines.shape[0] - 1))
             more = (swept.astype(dtype) + jnp.arange(each, dtype=dtype)) % count
             ids = jnp.concatenate([ids.astype(dtype), more])
             if shards.rows:
-                flat = _caught_up_here(form, lines, clock, ids, flat, shards.count)
+                flat = in_blocks(*_blocks_of_own(ids, count, shards.count))
             else:
                 flat = _caught_up_at(form, lines, clock, ids, flat, "any")
             swept = ((swept + each) % count).astype(jnp.int32)
@@ -329,29 +342,17 @@ def _caught_up(
     return new, table._replace(last=last, swept=swept)
 
 
-def _caught_up_here(
-    form: Form,
-    lines: jax.Array,
-    clock: jax.Array,
-    ids: jax.Array,
-    arrays: list[jax.Array],
-    shards: int,
-) -> list[jax.Array]:
-    """Do as `_caught_up_at`, where most ids (n,) are V: of rows that other shards have.
+def _blocks_of_own(ids: jax.Array, rows: int, shards: int) -> tuple[ArrayFunction, jax.Array]:
+    """Return the ids of block i as a function, and how many blocks there are.
 
-    A block has little more than a share of the ids, and there are as many as it takes.
+    Most of the ids (n,) are V, of rows that other shards have; only the last block has some.
     """
-    rows, n = arrays[-1].shape[0], ids.shape[0]
+    n = ids.shape[0]
     unique, _ = unique_slots(ids, fewer(n, rows), rows)
     size = min(2 * -(-n // shards), unique.shape[0])
     unique = jnp.pad(unique, (0, -unique.shape[0] % size), constant_values=rows)
     number = jnp.sum(unique < rows, dtype=jnp.int32)
-
-    def block(i: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
-        part = lax.dynamic_slice(unique, (i * size,), (size,))
-        return _caught_up_at(form, lines, clock, part, arrays, "sorted")
-
-    return lax.fori_loop(0, -(-number // size), block, arrays)
+    return lambda i: lax.dynamic_slice(unique, (i * size,), (size,)), -(-number // size)
 
 
 def _caught_up_at(
