@@ -73,10 +73,8 @@ def sums_of_squares(size: jax.Array) -> list[jax.Array]:
 
     Small ones are multiplied by the power of two before, large ones divided by it.
     """
-    limit, power = _limit_and_power(size.dtype)
-    is_small, is_large = size < 1 / limit, size > limit
-    scaled = size * jnp.where(is_small, power, jnp.where(is_large, 1 / power, 1))
-    chosen = is_small, is_large, ~(is_small | is_large)
+    factor = factor_for(size)
+    scaled, chosen = size * factor, (factor > 1, factor < 1, factor == 1)
     return [jnp.sum(jnp.square(jnp.where(are, scaled, 0))) for are in chosen]
 
 

@@ -217,10 +217,10 @@ def _mean(like: Gradient, kept: Accumulated, divisor: jax.Array) -> Gradient:
     x: Table = kept.values
     if kept.ids is not None:
         ids, values = rows_in_any_order(kept.ids, kept.values)
-        x = RowSparse.from_rows(ids, values, like.shape, coalesced=False)
         if is_row_sparse(like):
-            x = like.with_leaves(hide(ids), values, order="any")
-        x = x.widened()
+            x = like.with_leaves(hide(ids), values, order="any").widened()
+        else:
+            x = RowSparse.from_rows(ids, values, like.shape, coalesced=False).widened()
     inverse = (1 / divisor.astype(wide(real_dtype(x.dtype)))).astype(x.dtype)
     x = with_stored_values(x, stored_values(x) * inverse)
     if kept.valid is None:
