@@ -26,7 +26,7 @@ from tests.stored_tables import bits, of_lines
 pytestmark = pytest.mark.dtype_promotion
 
 ROOT = Path(__file__).parents[2]
-# Their state does not depend on what it was where it is read, or is chosen by a condition.
+# Something is chosen by a condition, a state or all of a step.
 IN_SEVERAL_PASSES = {"novograd", "apply_if_finite(adam(0.1), 3)"}
 # Deprecated, in need of the value of the loss, and one that does nothing.
 LEFT_OUT = ("optimistic_adam", "polyak_sgd", "set_to_zero()")
