@@ -267,7 +267,7 @@ def _sum(eqn: JaxprEqn, name: str, args: Sequence[Argument], which: int) -> Look
         return known._replace(weight=weight)
 
     def bag_of(ids: jax.Array) -> BagSum:
-        return BagSum(x.table.array, ids, None, described().weight, None, bags, 0)
+        return BagSum(x.table.array, ids, None, described().weight, bags, 0)
 
     def result() -> jax.Array:
         known = described()

@@ -152,7 +152,7 @@ def sparse_product(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Sums |
             bag = bag * np.int32(shape[d]) + at[d].astype(jnp.int32)
         ids, bag = jnp.where(inside, ids, padding), jnp.where(inside, bag, bags)
         weight = jnp.broadcast_to(data, entries).astype(wide(aval.dtype)).reshape(-1)
-        return BagSum(table, ids.reshape(-1), bag.reshape(-1), weight, None, bags, 0)
+        return BagSum(table, ids.reshape(-1), bag.reshape(-1), weight, bags, 0)
 
     return Sums(table, bags, math.prod(entries), aval, call)
 

@@ -200,9 +200,7 @@ def embedding_bag(
             # Rows that are read and added block by block.
             flat = (-1,) if bags.ids is not None else (number, -1)
             weight = None if weights is None else weights.reshape(flat)
-            result = bag_sum(
-                table, positions.reshape(flat), bags.ids, weight, None, number, fill
-            )
+            result = bag_sum(table, positions.reshape(flat), bags.ids, weight, number, fill)
             result = result.reshape(*bags.shape, *table.shape[1:])
         else:
             rows = rows_of(Reads(positions, None, outside if fills_in else None)).astype(dtype)

@@ -162,7 +162,7 @@ def rows_at(rows: Rows, entries: jax.Array) -> RowArray:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["table", "positions", "bag_of_entry", "weights", "valid"],
+    data_fields=["table", "positions", "bag_of_entry", "weights"],
     meta_fields=["bags", "fill"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -182,15 +182,12 @@ class BagSum:
     bag_of_entry: jax.Array | None
     # Of the entries, of the same shape, in the dtype of the sums; None for ones.
     weights: jax.Array | None
-    # A boolean; where it is False all sums begin with nan. None for True.
-    valid: jax.Array | None
     bags: int  # how many, > 0
     fill: float  # 0 or nan
 
-    def start(self) -> jax.Array:
+    def zeros(self) -> jax.Array:
         """Return the sums (bags, *row) of nothing."""
-        zeros = jnp.zeros((self.bags, *self.table.shape[1:]), wide(self.table.dtype))
-        return zeros if self.valid is None else jnp.where(self.valid, zeros, jnp.nan)
+        return jnp.zeros((self.bags, *self.table.shape[1:]), wide(self.table.dtype))
 
     def by_parts(self, linear: bool = False) -> jax.Array:
         """Return the sums by definition; if `linear`, in operations that JAX can transpose."""
@@ -209,12 +206,11 @@ class BagSum:
         weights = self.weights
         if self.bag_of_entry is not None:
             rows = _weighted(rows, weights)
-            return add_rows(self.start(), self.bag_of_entry, rows)
+            return add_rows(self.zeros(), self.bag_of_entry, rows)
         if weights is None:
-            total = jnp.sum(rows, 1, dtype=rows.dtype)
-        else:  # a product that XLA's CPU compiler would write out to sum it is a `dot` instead
-            total = jnp.einsum("bl,bl...->b...", weights, rows, precision=lax.Precision.HIGHEST)
-        return total if self.valid is None else self.start() + total
+            return jnp.sum(rows, 1, dtype=rows.dtype)
+        # A product that XLA's CPU compiler would write out to sum it is a `dot` instead.
+        return jnp.einsum("bl,bl...->b...", weights, rows, precision=lax.Precision.HIGHEST)
 
     def in_one_list(self) -> jax.Array:
         """Return the sums by definition, of rows (n, *row) that are masked and weighted so.
@@ -250,7 +246,7 @@ class BagSum:
             rows = _weighted(rows, None if weights is None else part(weights))
             return add_rows(sums, part(bag_of_entry), rows)
 
-        return lax.fori_loop(0, blocks, block, self.start())
+        return lax.fori_loop(0, blocks, block, self.zeros())
 
 
 def is_bag_sum(
@@ -302,7 +298,7 @@ def _derivative(
     x, along = tree.unflatten(primals), tree.unflatten(tangents)
     terms = []
     if not isinstance(along.table, ad.Zero):
-        moved = dataclasses.replace(x, table=along.table, valid=None, fill=0)
+        moved = dataclasses.replace(x, table=along.table, fill=0)
         terms.append(moved.by_parts(linear=True))
     if x.weights is None or isinstance(along.weights, ad.Zero):
         sums = BAG_SUM(x)[0]
@@ -310,7 +306,7 @@ def _derivative(
         # The derivative by the weights needs the rows themselves: they are read once for both.
         rows = x.rows()
         sums = x.combined(rows)
-        moved = dataclasses.replace(x, weights=along.weights, valid=None)
+        moved = dataclasses.replace(x, weights=along.weights)
         terms.append(moved.combined(rows))
     return [sums], [sum(terms[1:], terms[0]) if terms else jnp.zeros_like(sums)]
 

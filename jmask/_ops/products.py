@@ -128,7 +128,7 @@ def _product(a: Operand, b: Operand, dtype: DTypeLike, sparse: bool) -> Argument
     # A bag sum is in its table's own wide dtype.
     is_wide = wide(table.dtype) == dtype
     if not sparse and is_wide and is_bag_sum(table, positions, weights, bags):
-        return bag_sum(table, positions, a.rows, weights, None, bags, 0)
+        return bag_sum(table, positions, a.rows, weights, bags, 0)
     terms = weights[:, None] * _rows_at(table, positions, dtype)
     if sparse:
         return RowSparse(a.rows, terms, (bags, *terms.shape[1:])).coalesce()

@@ -70,7 +70,7 @@ def test_the_sums(seed, size, equal, weighted, fill, row, dtype):
     given_arrays = table.at[(0,) * table.ndim].set(jnp.inf).astype(dtype), *others
     with pytest.MonkeyPatch.context() as patch:
         in_blocks_of(size, patch)
-        found = jax.jit(lambda: bag_sum(*given_arrays, None, BAGS, fill))()
+        found = jax.jit(lambda: bag_sum(*given_arrays, BAGS, fill))()
     np.testing.assert_allclose(found, model(*given_arrays, fill), rtol=1e-5, atol=1e-5)
 
 
@@ -81,7 +81,7 @@ def test_derivatives_are_those_of_the_definition(monkeypatch, form, weighted):
     table, positions, bag, weights = problem(3, form != "ragged", weighted)
 
     def loss(sums, table, weights):
-        return jnp.sum(jnp.sin(sums(table, positions, bag, weights, None, BAGS, 0)))
+        return jnp.sum(jnp.sin(sums(table, positions, bag, weights, BAGS, 0)))
 
     def both(sums):
         numbers = (1, 2) if weighted else 1
@@ -92,24 +92,13 @@ def test_derivatives_are_those_of_the_definition(monkeypatch, form, weighted):
     assert_close(both(bag_sum), both(by_parts), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("few", [0, 10**5])
-@pytest.mark.parametrize("equal", [False, True])
-def test_all_is_nan_where_bags_are_not_valid(monkeypatch, equal, few):
-    in_blocks_of(5, monkeypatch)
-    monkeypatch.setattr(tuning, "SMALL_ROWS", few)
-    arrays = problem(5, equal, False)
-    sums = jax.jit(lambda valid: bag_sum(*arrays, valid, BAGS, 0))
-    np.testing.assert_allclose(sums(True), model(*arrays, 0), rtol=1e-5, atol=1e-5)
-    assert np.isnan(sums(False)).all()
-
-
 @pytest.mark.of_cpus
 def test_rows_are_read_once_and_not_written():
     """Bags of 5 are summed for two users of the sums, by one loop."""
     width, bags = 64, 2000
 
     def squares(table, ids):
-        sums = bag_sum(table, ids, None, None, None, bags, 0)
+        sums = bag_sum(table, ids, None, None, bags, 0)
         return jnp.sum(sums * sums), 2 * sums
 
     table = jax.ShapeDtypeStruct((10**5, width), jnp.float32)
