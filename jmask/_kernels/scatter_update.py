@@ -12,7 +12,6 @@ padding. On GPUs, for which XLA makes such a scatter a loop over the rows, one a
 under vmap and where derivatives are taken, the same is done by gather, compute, scatter.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -45,8 +44,9 @@ def update_elementwise(
 ) -> RowUpdate:
     """Make the update that applies `combiner` to the rows `ids`, in one pass if XLA allows.
 
-    `combiner(*table entries, grad entry, *scalars)` returns new table entries, elementwise.
-    Rows of equal ids are summed first; rows that are not in `ids` keep their bits.
+    `combiner(*table entries, grad entry, *scalars)` returns new table entries, elementwise. It
+    closes over no traced array. Rows of equal ids are summed first; rows that are not in `ids`
+    keep their bits.
     """
     dtypes = [x.dtype for x in tables]
     others = [jnp.asarray(x) for x in scalars]
@@ -56,21 +56,17 @@ def update_elementwise(
 
     entries = [jax.ShapeDtypeStruct((), x.dtype) for x in (*tables, grad, *others)]
     program = jax.make_jaxpr(cast)(*entries)
-    captures = bool(program.consts)  # as a traced hyperparameter
     # XLA refuses a scatter of several precisions; of a loop in it XLA aborts.
     alike = len({x.dtype for x in entries}) == 1 and only_arithmetic(program.jaxpr)
-    if alike and len(others) < len(tables) and not captures:
-        update = _one_scatter(program)
-    else:
-        update = Update(_by_parts(cast), captures=captures)
-    if not captures:
-        update = dataclasses.replace(update, kernel=_by_kernel(program, update))
+    definition = _by_parts(program)
+    fused = _one_scatter(program) if alike and len(others) < len(tables) else None
+    update = Update(definition, fused, _by_kernel(program, fused or definition))
     return RowUpdate(update, tables, ids, grad, others, order)
 
 
-def _by_parts(combiner: Combiner) -> Form:
+def _by_parts(program: ClosedJaxpr) -> Form:
     """Make the definition: what a single scatter computes, in three operations."""
-    rule = entry_by_entry(combiner)
+    rule = entry_by_entry(lambda *entries: evaluate(program, *entries))
 
     def update(x: RowUpdate) -> list[jax.Array]:
         old = [gather_unique_rows(table, x.ids, x.order) for table in x.tables]
@@ -83,7 +79,7 @@ def _by_parts(combiner: Combiner) -> Form:
     return update
 
 
-def _one_scatter(program: ClosedJaxpr) -> Update:
+def _one_scatter(program: ClosedJaxpr) -> Form:
     def scattered(x: RowUpdate) -> list[jax.Array]:
         grad = x.rows
         rows = [jnp.broadcast_to(y, grad.shape) for y in (grad, *x.scalars)]
@@ -93,10 +89,10 @@ def _one_scatter(program: ClosedJaxpr) -> Update:
         operands = *x.tables, ids[:, None], *rows
         return _scatter_rows_p.bind(*operands, program=program, is_sorted=x.is_sorted)
 
-    return Update(_by_parts(lambda *entries: evaluate(program, *entries)), scattered)
+    return scattered
 
 
-def _by_kernel(program: ClosedJaxpr, update: Update) -> Form:
+def _by_kernel(program: ClosedJaxpr, otherwise: Form) -> Form:
     """Return the update as a kernel for TPUs, where there is one."""
 
     def updated(call: RowUpdate) -> list[jax.Array]:
@@ -104,7 +100,7 @@ def _by_kernel(program: ClosedJaxpr, update: Update) -> Form:
         rows = [grad, *(jnp.broadcast_to(x, grad.shape) for x in others if x.ndim)]
         scalars = [x for x in others if not x.ndim]
         if not choice.accepts(tables, ids, rows, scalars, program.jaxpr):
-            return update.fastest(call)
+            return otherwise(call)
         is_scalar = [not x.ndim for x in others]
         count = len(tables)
 

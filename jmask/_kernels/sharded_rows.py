@@ -340,14 +340,17 @@ def sent_to_shards(
 
 
 # In one program, so that outside of jit it is compiled once.
-@functools.partial(jax.jit, inline=True)
-def routed(table: TableArray, ids: IdVector, values: RowArray) -> tuple[IdVector, RowArray]:
-    """Bring the rows of a gradient to the shards that they live on, equal ids summed.
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def routed(
+    shards: Shards, count: int, ids: IdVector, values: RowArray
+) -> tuple[IdVector, RowArray]:
+    """Bring the rows of a gradient of `count` rows to the shards that they live on.
+
+    Rows of equal ids are summed.
 
     Returns ids (S m,) and values, where m is min(n, V / S): entries [s m, (s + 1) m) belong to
     shard s, where they are. They are sorted there, and unique but for padding.
     """
-    shards, count = Shards.of(table), table.shape[0]
     by_all_gather = functools.partial(_routed, shards, count, None)
     exchange = Exchange.of(shards, ids)
     if exchange is None:

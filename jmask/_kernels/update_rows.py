@@ -29,7 +29,7 @@ from jmask._base.array_types import sum_dtype
 from jmask._base.lowering import CallPrimitive, switched_on
 from jmask._base.row_ids import Order
 from jmask._base.shardings import Shards, entry, spec_of, varying_alike
-from jmask._base.types import IdVector, PyTree, TableArray
+from jmask._base.types import Function, IdVector, PyTree, TableArray
 from jmask._kernels import tuning
 from jmask._kernels._tpu import choice, row_updates
 from jmask._kernels.coalesce import are_large, coalesce_rows, in_order, summed_where_first
@@ -51,14 +51,16 @@ Form = Callable[["RowUpdate"], list[jax.Array]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Update:
-    """A function of the rows of a gradient, in one or more forms."""
+    """A function of the rows of a gradient, in one or more forms.
+
+    None closes over a traced array: JAX keeps the parameters of a primitive.
+    """
 
     definition: Form  # in operations that can be batched and differentiated
     # The same for XLA's compilers for CPUs and TPUs, if there is another form.
     fused: Form | None = None
     # The same as a kernel for one TPU, if there is one; see `_tpu.row_updates`.
     kernel: Form | None = None
-    captures: bool = False  # whether it holds tracers, which no primitive may keep
     # Whether ids need not be unique: rows of equal ids may come one at a time.
     additive: bool = False
 
@@ -116,74 +118,60 @@ def updated(x: RowUpdate) -> list[jax.Array]:
     # A state that was made under jit may be on every device: it goes to where its table is.
     main = max(x.tables, key=lambda table: any(spec_of(table)[:1]))
     shards = Shards.of(main, *x.tables, x.ids, *jax.tree.leaves(x.values))
-    if shards.mesh is not None:
-        return _on_shards(shards, main, x)
-    return _defined(x) if x.update.captures else _update_rows(x)
+    return _update_rows(x) if shards.mesh is None else _on_shards(shards, x)
 
 
-def _on_shards(shards: Shards, main: jax.Array, x: RowUpdate) -> list[jax.Array]:
+def _on_shards(shards: Shards, x: RowUpdate) -> list[jax.Array]:
     """Update tables that are sharded by their types: each device updates its own rows.
 
     What the gradient has of them crosses the network once, for all tables.
     """
     # Rows are summed where they live. With arrays of entries ids are unique already, and rows
     # that may be added one at a time are summed for an exchange alone.
-    exchange = Exchange.of(shards, x.ids)
+    exchange, count = Exchange.of(shards, x.ids), x.tables[0].shape[0]
     as_they_come = x.update.additive and exchange is None
     is_kept = as_they_come or any(map(jnp.ndim, x.scalars))
-    # What is traced outside cannot be used on each device, and a sum along a row, one number of
-    # which is kept, needs all of its columns.
-    is_per_row = any(y.shape != x.tables[0].shape for y in x.tables)
-    is_whole = x.update.captures or (any(shards.columns) and is_per_row)
-    if shards.rows and not is_kept and not is_routed(shards, x.ids, x.order):
-        if exchange is not None and not is_whole:
-            return _updated_in_rounds(exchange, main, x)
-        ids, values = routed(main, x.ids, x.rows)
-        x = dataclasses.replace(x, ids=ids, values=values, order="routed")
-    where = shards.spec[0] if is_routed(shards, x.ids, x.order) else None
-    of_rows, order = (where, *shards.columns), x.order if x.order == "any" else "unique"
+    is_sent = bool(shards.rows) and not is_kept and not is_routed(shards, x.ids, x.order)
+    # A sum along a row, one number of which is kept, needs all of its columns.
+    is_whole = any(shards.columns) and any(y.shape != x.tables[0].shape for y in x.tables)
+    order: Order = "any"
+    if is_sent and exchange is not None and not is_whole:  # each round updates the tables
+        where = entry(exchange.batch)
+    else:
+        exchange = None
+        if is_sent:
+            ids, values = routed(shards, count, x.ids, x.rows)
+            x = dataclasses.replace(x, ids=ids, values=values, order="routed")
+        where = shards.spec[0] if is_routed(shards, x.ids, x.order) else None
+        order = "any" if x.order == "any" else "unique"
+    of_rows = (where, *shards.columns)
     if is_whole:
         ids, values = shards.put(x.ids, (where,)), shards.put(x.rows, of_rows)
         return _defined(dataclasses.replace(x, ids=ids, values=values))
 
-    def updated_here(
+    def here(
         tables: list[jax.Array], ids: IdVector, values: jax.Array, *scalars: jax.Array
     ) -> list[jax.Array]:
-        places = shards.local(ids, tables[0].shape[0])
-        return updated(RowUpdate(x.update, tables, places, values, scalars, order))
+        def take(places: IdVector, rows: jax.Array, tables: list[jax.Array]) -> list[jax.Array]:
+            return updated(RowUpdate(x.update, tables, places, rows, scalars, order))
 
-    specs = [shards.spec, (where,), of_rows]
-    specs += [of_rows if jnp.ndim(y) else () for y in x.scalars]
-    tables, out = list(x.tables), [shards.spec] * len(x.tables)
-    return shards.run(updated_here, tables, x.ids, x.rows, *x.scalars, specs=specs, out=out)
-
-
-def _updated_in_rounds(exchange: Exchange, main: jax.Array, x: RowUpdate) -> list[jax.Array]:
-    """Update tables with what comes to their shards, round by round of an exchange."""
-    shards, batch = exchange.shards, entry(exchange.batch)
-    place = [table is main for table in x.tables].index(True)
+        size = tables[0].shape[0]
+        if exchange is None:
+            return take(shards.local(ids, size), values, tables)
+        return sent_to_shards(exchange, ids, values, size, take, tables)
 
     def routed_first(
         tables: list[jax.Array], ids: IdVector, values: jax.Array, *scalars: jax.Array
     ) -> list[jax.Array]:
-        ids, values = routed(tables[place], ids, values)
-        whole = RowUpdate(x.update, tables, ids, values, scalars, "routed")
-        return _on_shards(shards, tables[place], whole)
+        ids, values = routed(shards, count, ids, values)
+        return _on_shards(shards, RowUpdate(x.update, tables, ids, values, scalars, "routed"))
 
-    def updated_here(
-        tables: list[jax.Array], ids: IdVector, values: jax.Array, *scalars: jax.Array
-    ) -> list[jax.Array]:
-        def take(places: IdVector, rows: jax.Array, tables: list[jax.Array]) -> list[jax.Array]:
-            return updated(RowUpdate(x.update, tables, places, rows, scalars, "any"))
-
-        size = tables[0].shape[0]
-        return sent_to_shards(exchange, ids, values, size, take, tables)
-
-    specs = [shards.spec, (batch,), (batch, *shards.columns)] + [()] * len(x.scalars)
+    specs = [shards.spec, (where,), of_rows]
+    specs += [of_rows if jnp.ndim(y) else () for y in x.scalars]
     out = [shards.spec] * len(x.tables)
-    in_rounds = functools.partial(shards.run, updated_here, specs=specs, out=out)
-    update = with_derivative_of(routed_first, in_rounds)
-    tables: list[jax.Array] = update(list(x.tables), x.ids, x.rows, *x.scalars)
+    run: Function = functools.partial(shards.run, here, specs=specs, out=out)
+    run = run if exchange is None else with_derivative_of(routed_first, run)
+    tables: list[jax.Array] = run(list(x.tables), x.ids, x.rows, *x.scalars)
     return tables
 
 

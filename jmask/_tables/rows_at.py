@@ -34,9 +34,10 @@ def from_the_end(ids: Numbers, rows: int) -> Ids:
 
 def routed_to_shards(table: jax.Array, gradient: RowSparse) -> RowSparse:
     """Return a gradient of which each shard has its own rows, if a table is sharded by type."""
-    if not _is_to_be_sent(Shards.of(table), gradient):
+    shards = Shards.of(table)
+    if not _is_to_be_sent(shards, gradient):
         return gradient
-    ids, values = routed(table, gradient.row_ids(), gradient.values)
+    ids, values = routed(shards, table.shape[0], gradient.row_ids(), gradient.values)
     return gradient.with_leaves(hide(ids), values, order="routed")
 
 
