@@ -30,7 +30,6 @@ from jmask._base.shardings import end_to_end, explicit_mesh, varying_axes
 from jmask._base.side_table import SideTable
 from jmask._base.types import (
     Argument,
-    ArrayFunction,
     Arrays,
     DType,
     PyTreeDef,
@@ -39,7 +38,7 @@ from jmask._base.types import (
     Shaped,
 )
 from jmask._kernels import tuning
-from jmask._kernels.rows import Gather, add_rows, gather_rows, rows_or_fill
+from jmask._kernels.rows import add_rows, gather_rows, rows_or_fill
 
 
 @jax.tree_util.register_dataclass
@@ -191,14 +190,11 @@ class BagSum:
 
     def by_parts(self, linear: bool = False) -> jax.Array:
         """Return the sums by definition; if `linear`, in operations that JAX can transpose."""
-        read = Gather.plain if linear else Gather.__call__
-        return self.combined(self.rows(read))
+        return self.combined(self.rows(linear))
 
-    def rows(self, read: ArrayFunction = Gather.__call__) -> jax.Array:
+    def rows(self, linear: bool = False) -> jax.Array:
         """Return the rows (*entries, *row) in float32 at least, without their weights."""
-        fills, batch = lax.GatherScatterMode.FILL_OR_DROP, self.positions.ndim
-        gather = Gather.rows_of(self.table.shape, fills, batch, fill_value=self.fill)
-        rows = read(gather, self.table, self.positions[..., None])
+        rows = rows_or_fill(self.table, self.positions, self.fill, plain=linear)
         return rows.astype(wide(self.table.dtype))
 
     def combined(self, rows: jax.Array) -> jax.Array:

@@ -98,21 +98,16 @@ class Gather:
         numbers = lax.GatherDimensionNumbers(offsets, (0,), (0,))
         return cls(numbers, (1, *row), mode, fill_value, indices_are_sorted)
 
-    def __call__(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
-        """Gather, the fast way if there is one."""
-        fast = functools.partial(_vectorized, self)
-        return self._placed(
-            fast if self.is_slow_copy(operand) else self._gather, operand, indices
-        )
-
-    def plain(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
-        """Return the one operation."""
-        return self._placed(self._gather, operand, indices)
-
-    def _placed(
-        self, gather: ArrayFunction, operand: jax.Array, indices: jax.Array
+    def __call__(
+        self, operand: jax.Array, indices: jax.Array, *, plain: bool = False
     ) -> jax.Array:
-        """Return the result of `gather`: rows that are where their indices are."""
+        """Gather, the fast way if there is one; or by the one operation, if `plain`.
+
+        Rows lie where their indices do.
+        """
+        gather: ArrayFunction = self._gather
+        if not plain and self.is_slow_copy(operand):
+            gather = functools.partial(_vectorized, self)
         count, spec = indices.shape[-1], spec_of(indices)
         first, columns = spec_of(operand)[:count], spec_of(operand)[count:]
         are_rows = self.slice_sizes == (*(1,) * count, *operand.shape[count:])
@@ -147,7 +142,7 @@ class Gather:
         bits = BITS[operand.dtype.itemsize]
         fill = np.asarray(np.nan if self.fill_value is None else self.fill_value, operand.dtype)
         gather = dataclasses.replace(self, fill_value=fill.view(bits).item())
-        rows = gather.plain(lax.bitcast_convert_type(operand, bits), indices)
+        rows = gather(lax.bitcast_convert_type(operand, bits), indices)
         entries = [d for d in range(rows.ndim) if d not in self.dimension_numbers.offset_dims]
         ids = indices[..., 0]
         zeros = (
@@ -176,11 +171,12 @@ def zero_of(number: jax.Array) -> jax.Array:
 
 
 def _on_a_cpu(operand: jax.Array, indices: jax.Array, *, gather: Gather) -> list[jax.Array]:
+    plain = functools.partial(gather, plain=True)
     if not indices.size:
-        return [gather.plain(operand, indices)]
+        return [plain(operand, indices)]
 
     def never_taken(operand: jax.Array, indices: jax.Array) -> jax.Array:
-        rows = jax.eval_shape(gather.plain, operand, indices)
+        rows = jax.eval_shape(plain, operand, indices)
         return typed_like(jnp.zeros(rows.shape, rows.dtype), rows)
 
     is_taken = zero_of(indices.reshape(-1)[0]) == 0
@@ -189,12 +185,12 @@ def _on_a_cpu(operand: jax.Array, indices: jax.Array, *, gather: Gather) -> list
 
 def _shapes(operand: ShapedArray, indices: Shaped, *, gather: Gather) -> list[Shaped]:
     shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (operand, indices))
-    rows = jax.eval_shape(gather.plain, *shapes)
+    rows = jax.eval_shape(functools.partial(gather, plain=True), *shapes)
     return [operand.update(shape=rows.shape, weak_type=False)]
 
 
 SLOW_COPY = primitive(
-    "jmask_gather", lambda *arrays, gather: [gather.plain(*arrays)], shapes=_shapes
+    "jmask_gather", lambda *arrays, gather: [gather(*arrays, plain=True)], shapes=_shapes
 )
 """A gather that `is_slow_copy`: the parameter `gather` of an operand and indices."""
 lower(SLOW_COPY, _on_a_cpu, platform="cpu")
@@ -229,15 +225,17 @@ def gather_rows(table: TableArray, ids: IdVector, *, coalesced: bool = False) ->
     return gather(table, ids[:, None])
 
 
-def rows_or_fill(table: TableArray, ids: IdArray, fill: Scalar | None = 0) -> jax.Array:
+def rows_or_fill(
+    table: TableArray, ids: IdArray, fill: Scalar | None = 0, *, plain: bool = False
+) -> jax.Array:
     """Gather `table[ids]` (*ids, *row); padding ids read `fill`, None for nan, and no row.
 
-    The table has rows, and its derivative none for padding.
+    The table has rows, and its derivative none for padding. If `plain`, it is one operation.
     """
     # Not `table.at[ids].get(...)`: like `jnp.where`, it drops what has no entries, and JAX then
     # gives a table that is looked up for nothing a gradient of dense zeros.
     gather = Gather.rows_of(table.shape, _DROP, ids.ndim, fill_value=fill)
-    return gather(table, ids[..., None])
+    return gather(table, ids[..., None], plain=plain)
 
 
 def ids_after_reading(ids: IdVector, rows: RowArray) -> IdVector:
