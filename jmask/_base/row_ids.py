@@ -28,7 +28,7 @@ from jax.extend.random import define_prng_impl
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_known, shapes_from
-from jmask._base.types import DType, IdArray, Ids
+from jmask._base.types import Argument, DType, IdArray, Ids
 
 INT32_MAX = np.iinfo(np.int32).max
 
@@ -162,14 +162,15 @@ def positions_of(number: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
 def widen(ids: Ids, rows: int) -> IdArray:
     """Cast integer ids to `id_dtype(rows)`; what does not fit becomes padding.
 
-    Unlike a plain cast this never wraps an id onto another row: 2**32 + 3 is not row 3.
+    Unlike a plain cast this never wraps an id onto another row: 2**32 + 3 is not row 3. Those
+    of NumPy may be wider than JAX holds, of 64 bits while x64 is disabled.
     """
-    dtype = id_dtype(rows)
-    limits = jnp.iinfo(ids.dtype)
+    dtype, limits = id_dtype(rows), jnp.iinfo(ids.dtype)
+    where: Argument = np.where if isinstance(ids, np.ndarray) else jnp.where
     if limits.max > np.iinfo(dtype).max:
-        ids = jnp.where(ids > np.array(rows, ids.dtype), np.array(rows, ids.dtype), ids)
+        ids = where(ids > np.array(rows, ids.dtype), np.array(rows, ids.dtype), ids)
     if limits.min < np.iinfo(dtype).min:
-        ids = jnp.where(ids < 0, np.array(-1, ids.dtype), ids)
+        ids = where(ids < 0, np.array(-1, ids.dtype), ids)
     return lax.convert_element_type(ids, dtype)
 
 

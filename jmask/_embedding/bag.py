@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._base.array_types import joint_dtype, sum_dtype, trailing
-from jmask._base.row_ids import canonical
+from jmask._base.row_ids import canonical, widen
 from jmask._base.shardings import with_whole_rows
 from jmask._base.types import DType, Function, Ids, Numbers, Scalar
 from jmask._base.validation import (
@@ -51,7 +51,6 @@ from jmask._embedding.lookup import (
     is_padding,
     looked_up_rows,
     missing,
-    narrowed,
     reads_of,
     rows_read,
     shape_of_rows,
@@ -348,7 +347,7 @@ def _bags(
     starts: Ids
     valid = None
     if isinstance(offsets, jax.core.Tracer):
-        starts = narrowed(offsets, count + 1)
+        starts = widen(offsets, count + 1)
         ascending = (starts[1:] >= starts[:-1]).all()
         valid = ascending & (starts[:1] == 0).all() & (starts[-1:] <= count).all()
     else:

@@ -20,7 +20,7 @@ from jax.experimental.sparse import JAXSparse
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import fewer, real_dtype, trailing, wide
-from jmask._base.row_ids import COLUMNS, canonical, id_dtype, position_of, widen
+from jmask._base.row_ids import COLUMNS, canonical, position_of, widen
 from jmask._base.shardings import Shards, explicit_mesh, on_every_device, spec_of
 from jmask._base.types import Argument, HostArray, Ids, Numbers, Scalar, Shape, Table
 from jmask._base.validation import (
@@ -86,7 +86,7 @@ def reads_of(ids: Ids, absent: Ids | None, mode: str, shape: Shape, hashed: bool
             raise ValueError(
                 f"`mode` 'clip' has no row to clip to in a table of shape {shape}."
             )
-        positions = jnp.clip(narrowed(ids, rows), 0, max(rows - 1, 0))
+        positions = jnp.clip(widen(ids, rows), 0, max(rows - 1, 0))
         positions = positions if absent is None else jnp.where(absent, rows, positions)
     else:
         positions = rows_read(ids, absent, rows)
@@ -133,22 +133,12 @@ def _refusing(ids: Ids, absent: Ids | None, shape: Shape) -> jax.Array:
 
 def rows_read(ids: Ids, absent: Ids | None, rows: int) -> jax.Array:
     """Return the rows that ids read, `rows` where they read none or are absent."""
-    ids = narrowed(ids, rows)
+    ids = widen(ids, rows)
     ids = ids if absent is None else jnp.where(absent, rows, ids)
     if explicit_mesh(ids) is not None:
         return canonical(ids, rows)
     # Flat, as ids of a gradient are: XLA then sees that these are the same.
     return canonical(ids.reshape(-1), rows).reshape(ids.shape)
-
-
-def narrowed(ids: Ids, rows: int) -> jax.Array:
-    """Cast integers to `id_dtype(rows)`; below 0 stays below, above `rows` above.
-
-    NumPy integers may be wider than JAX holds (64 bits while x64 is disabled).
-    """
-    if isinstance(ids, np.ndarray):
-        return jnp.asarray(clipped(ids, -1, rows).astype(id_dtype(rows)))
-    return widen(ids, rows)
 
 
 def clipped(ids: HostArray, low: int, high: int) -> HostArray:

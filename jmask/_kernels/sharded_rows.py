@@ -123,24 +123,23 @@ class Exchange(NamedTuple):
         return [share(ids, padding), *map(share, values)]
 
 
-class Outbox(NamedTuple):
-    """Hold what a device sends to each shard in one round."""
-
-    entries: jax.Array  # (S, capacity): of its ids; m, the number of all, for none
-    places: jax.Array  # (S, capacity): of their rows on the shard, R for none
-
-
 def _in_rounds(
     exchange: Exchange,
     ids: IdVector,
     size: int,
-    send: Callable[[Outbox, _Carried], _Carried],
+    send: Callable[[jax.Array, jax.Array, _Carried], _Carried],
     carried: _Carried,
 ) -> _Carried:
     """Send ids (m,), which are sorted and unique, with padding last, until none is left.
 
     All devices send an id in the same round: it ends, for each shard, before the first id that
     some device has no room for.
+
+    Args:
+        size: the number of rows of a shard.
+        send: (entries, places, carried) -> carried: what a device sends to each shard in a
+            round. entries (S, capacity) are of its ids, and m for none; places (S, capacity)
+            are of their rows on the shard, and `size` for none.
     """
     first, count = jnp.arange(exchange.shards.count, dtype=ids.dtype) * size, ids.shape[0]
     capacity, below = exchange.capacity, _numbers_below(ids)
@@ -160,8 +159,7 @@ def _in_rounds(
         is_sent = entries < end[:, None]
         places = ids.at[entries].get(mode="fill", fill_value=0) - first[:, None]
         places = jnp.where(is_sent, places, size).astype(id_dtype(size))
-        outbox = Outbox(jnp.where(is_sent, entries, count), places)
-        return end, limit, send(outbox, carried)
+        return end, limit, send(jnp.where(is_sent, entries, count), places, carried)
 
     state = below(first), jnp.zeros(first.shape, id_dtype(size)), carried
     return lax.while_loop(lambda state: jnp.any(state[1] < size), one, state)[2]
@@ -250,11 +248,11 @@ def _lookup(table: TableArray, ids: IdArray) -> list[jax.Array]:
         slots = fewer(own.shape[0], rows)
         unique, slot_of_entry = unique_slots(own, slots, rows)
 
-        def send(outbox: Outbox, rows: RowArray) -> RowArray:
-            places = _swapped(shards, outbox.places)
+        def send(entries: jax.Array, places: jax.Array, rows: RowArray) -> RowArray:
+            places = _swapped(shards, places)
             sent = gather_rows(block, places.reshape(-1)).reshape(*places.shape, *row)
             received = _swapped(shards, sent).reshape(-1, *row)
-            return set_rows(rows, outbox.entries.reshape(-1), received, "unique")
+            return set_rows(rows, entries.reshape(-1), received, "unique")
 
         zeros = jnp.zeros((slots, *row), block.dtype)
         found = _in_rounds(exchange, unique, size, send, zeros)
@@ -328,10 +326,10 @@ def sent_to_shards(
     unique, sums = coalesce_rows(ids, values, rows)
     others = entry([axis for axis in exchange.batch if axis not in shards.rows])
 
-    def send(outbox: Outbox, carried: _Carried) -> _Carried:
-        places = _swapped(shards, outbox.places).reshape(-1)
-        sent = gather_rows(sums, outbox.entries.reshape(-1))
-        received = _swapped(shards, sent.reshape(*outbox.entries.shape, *sums.shape[1:]))
+    def send(entries: jax.Array, places: jax.Array, carried: _Carried) -> _Carried:
+        places = _swapped(shards, places).reshape(-1)
+        sent = gather_rows(sums, entries.reshape(-1))
+        received = _swapped(shards, sent.reshape(*entries.shape, *sums.shape[1:]))
         received = received.reshape(-1, *sums.shape[1:])
         places, rows = all_gathered(others, places, received)
         return take(places, rows, carried)
