@@ -9,16 +9,15 @@ does not depend on how a sort breaks ties; float16 and bfloat16 are summed in fl
 rounded once.
 """
 
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.array_types import fewer, is_known, sum_dtype
+from jmask._base.array_types import fewer, sum_dtype
 from jmask._base.shardings import with_whole_rows
-from jmask._base.types import IdVector, RowArray, Shaped
+from jmask._base.types import IdVector, RowArray
 from jmask._kernels import tuning
 from jmask._kernels.rows import add_rows, entries_of, gather_rows, set_rows, sorted_with
 
@@ -34,32 +33,10 @@ def coalesce_rows(ids: IdVector, values: RowArray, rows: int) -> tuple[IdVector,
     if slots == 0:
         return ids[:0], values[:0]
     wide = sum_dtype(values.dtype)
-    zeros = lambda: jnp.zeros((slots, *values.shape[1:]), wide)
-
-    def rows_as_they_come(ids: IdVector, values: RowArray) -> tuple[IdVector, RowArray]:
-        slot_ids, slot_of_entry = unique_slots(ids, slots, rows)
-        sums = add_rows(zeros(), slot_of_entry, values.astype(wide))
-        return slot_ids, sums.astype(values.dtype)
-
-    def rows_in_order(ids: IdVector, values: RowArray) -> tuple[IdVector, RowArray]:
-        runs = Runs.of(*in_stable_order(ids))
-        slot = jnp.where(runs.ids < rows, runs.slots(), slots)
-        ordered = gather_rows(values, runs.entries).astype(wide)
-        sums = zeros().at[slot].add(ordered, mode="drop", indices_are_sorted=True)
-        return runs.distinct(slots, rows), sums.astype(values.dtype)
-
-    if not are_large(values):
-        return rows_as_they_come(ids, values)
-    slot_ids, summed = lax.platform_dependent(
-        ids, values, tpu=rows_in_order, default=rows_as_they_come
-    )
-    return slot_ids, summed
-
-
-def are_large(values: Shaped) -> bool:
-    """Decide whether rows are too many to be summed by one scatter on a TPU."""
-    bytes_of_rows = math.prod(values.shape) * values.dtype.itemsize
-    return is_known(bytes_of_rows) and bytes_of_rows >= tuning.LARGE_SUMS
+    slot_ids, slot_of_entry = unique_slots(ids, slots, rows)
+    zeros = jnp.zeros((slots, *values.shape[1:]), wide)
+    sums = add_rows(zeros, slot_of_entry, values.astype(wide))
+    return slot_ids, sums.astype(values.dtype)
 
 
 # --- which ids there are ------------------------------------------------------------------
@@ -97,14 +74,6 @@ def in_order(ids: IdVector) -> tuple[jax.Array, jax.Array]:
 
     on_cpus = in_one_array if ids.dtype == jnp.int32 else stably
     return lax.platform_dependent(ids, entries_of(ids), cpu=on_cpus, default=sorted_with)
-
-
-def in_stable_order(ids: IdVector) -> tuple[jax.Array, jax.Array]:
-    """Sort ids (n,), stably, in the form of TPUs; return them and the entry of each, int32."""
-    # With the entry as a second key equal ids stay in order, as XLA makes a sort stable itself:
-    # by an iota as one more key.
-    ordered, entries = lax.sort((ids, entries_of(ids)), num_keys=2, is_stable=False)
-    return ordered, entries
 
 
 def to_entries(entries: jax.Array, *numbers: jax.Array) -> list[jax.Array]:
@@ -168,7 +137,9 @@ def summed_where_first(ids: IdVector, values: RowArray, rows: int) -> tuple[IdVe
     Returns ids (n,), `rows` but for the first entry of each id, and values (n, *row).
     """
     count, entries = ids.shape[0], entries_of(ids)
-    runs = Runs.of(*in_stable_order(ids))
+    # With the entry as a second key equal ids stay in order, as XLA makes a sort stable itself:
+    # by an iota as one more key.
+    runs = Runs.of(*lax.sort((ids, entries), num_keys=2, is_stable=False))
     again = ~runs.starts & (runs.ids < rows)
     # The place at which the run of each begins.
     start = lax.cummax(jnp.where(runs.starts, entries, 0))

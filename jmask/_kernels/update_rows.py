@@ -25,14 +25,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.array_types import sum_dtype
+from jmask._base.array_types import is_known, sum_dtype
 from jmask._base.lowering import CallPrimitive, switched_on
 from jmask._base.row_ids import Order
 from jmask._base.shardings import Shards, entry, spec_of, varying_alike
 from jmask._base.types import Function, IdVector, PyTree, TableArray
 from jmask._kernels import tuning
 from jmask._kernels._tpu import choice, row_updates
-from jmask._kernels.coalesce import are_large, coalesce_rows, in_order, summed_where_first
+from jmask._kernels.coalesce import coalesce_rows, in_order, summed_where_first
 from jmask._kernels.gathered_rows import GatheredRows, Rows, rows_at
 from jmask._kernels.rows import add_rows, is_of_numbers, is_routed, zero_of
 from jmask._kernels.sharded_rows import (
@@ -220,8 +220,10 @@ _update_rows = CallPrimitive("jmask_update_rows", _defined, lambda x: list(x.tab
 
 def _on_a_tpu(x: RowUpdate) -> list[jax.Array]:
     choice.warn_if_copied(x.tables[0].shape, x.tables[0].dtype)
+    size = math.prod(x.values.shape) * x.values.dtype.itemsize
+    is_large = is_known(size) and size >= tuning.LARGE_SUMS
     # XLA's scatters gain from sorted ids where tables are small, and the kernel never does.
-    if x.order == "any" and are_large(x.values) and choice.accepts(x.tables[:1], x.ids, []):
+    if x.order == "any" and is_large and choice.accepts(x.tables[:1], x.ids, []):
         ids, rows = summed_where_first(x.ids, x.rows, x.tables[0].shape[0])
         x = dataclasses.replace(x, ids=ids, values=rows, order="unique")
     return (x.update.kernel or x.update.fastest)(x.coalesced())

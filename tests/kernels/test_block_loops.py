@@ -171,10 +171,8 @@ def as_on(request, monkeypatch):
 
 @pytest.mark.usefixtures("as_on")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("large", [False, True])
-def test_rows_summed_into_slots(monkeypatch, large, dtype):
+def test_rows_summed_into_slots(dtype):
     """Bit by bit as one after the other, in whatever form; and the slot of each id."""
-    monkeypatch.setattr(tuning, "LARGE_SUMS", 0 if large else 2**24)
     for rows, count, row in BATCHES:
         ids, values = batch(rows, count, row, dtype)
         expected = sums_in_order(ids, values, rows)
