@@ -333,35 +333,33 @@ def _bags(
             "bags of `ids` (n,) are given by `offsets` (with `include_last_offset`) or by "
             "`segment_ids` (with `num_segments`): give one of them."
         )
-    if segment_ids is not None:
-        return _bags_of_segments(ids, segment_ids, num_segments, mode)
-    if offsets is None:
+    if offsets is None and segment_ids is None:  # lines of ids
         if ids.ndim < 2:
             raise ValueError(
                 f"`ids` of shape {ids.shape} are no bags yet: give `offsets` or `segment_ids` "
                 "with `ids` (n,), or `ids` (b, L), each line a bag."
             )
         return Bags(ids.shape[:-1])
-    offsets = checked_offsets(offsets, ids, include_last_offset, mode)
-    count, number = ids.shape[0], offsets.shape[0] - bool(include_last_offset)
-    starts: Ids
-    valid = None
-    if isinstance(offsets, jax.core.Tracer):
-        starts = widen(offsets, count + 1)
-        ascending = (starts[1:] >= starts[:-1]).all()
-        valid = ascending & (starts[:1] == 0).all() & (starts[-1:] <= count).all()
-    else:
-        starts = np.asarray(offsets).astype(np.int32)
-    left_out = np.arange(count, dtype=np.int32) >= starts[-1] if include_last_offset else None
-    bag_of_entry = canonical(row_of_each(starts, count), number)
-    if valid is not None:  # otherwise there are no entries, and no derivatives
-        bag_of_entry = jnp.where(valid, bag_of_entry, number)
-    return Bags((number,), bag_of_entry, left_out, valid)
 
+    if offsets is not None:
+        offsets = checked_offsets(offsets, ids, include_last_offset, mode)
+        count, number = ids.shape[0], offsets.shape[0] - bool(include_last_offset)
+        starts: Ids
+        left_out: Ids | None = None
+        valid = None
+        if isinstance(offsets, jax.core.Tracer):
+            starts = widen(offsets, count + 1)
+            ascending = (starts[1:] >= starts[:-1]).all()
+            valid = ascending & (starts[:1] == 0).all() & (starts[-1:] <= count).all()
+        else:
+            starts = np.asarray(offsets).astype(np.int32)
+        if include_last_offset:
+            left_out = np.arange(count, dtype=np.int32) >= starts[-1]
+        bags = canonical(row_of_each(starts, count), number)
+        if valid is not None:  # otherwise there are no entries, and no derivatives
+            bags = jnp.where(valid, bags, number)
+        return Bags((number,), bags, left_out, valid)
 
-def _bags_of_segments(
-    ids: Ids, segment_ids: Numbers, num_segments: int | None, mode: str
-) -> Bags:
     segment_ids = checked_integers(segment_ids, "segment_ids", mode)
     if ids.ndim != 1 or segment_ids.shape != ids.shape:
         raise ValueError(
