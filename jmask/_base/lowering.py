@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -38,7 +39,12 @@ class _Alike(Primitive):
 
 
 def primitive(
-    name: str, definition: ArraysFunction, shapes: Function, kind: type[Primitive] = _Alike
+    name: str,
+    definition: ArraysFunction,
+    shapes: Function,
+    kind: type[Primitive] = _Alike,
+    *,
+    is_lookup: bool = False,
 ) -> Primitive:
     """Make a primitive with several results, and hashable parameters that are given by name.
 
@@ -47,6 +53,8 @@ def primitive(
             that no lowering is registered for.
         shapes: the abstract results, of abstract operands.
         kind: `Primitive`, if each result varies as an operand does.
+        is_lookup: whether its operands are a table and ids of any shape. Under vmap over ids
+            alone it is one lookup still.
     """
     made = kind(name)
     made.multiple_results = True
@@ -64,6 +72,9 @@ def primitive(
     def batched(
         operands: Sequence[jax.Array], dims: Sequence[int | None], **how: Argument
     ) -> tuple[Sequence[jax.Array], list[int]]:
+        if is_lookup and dims[0] is None and dims[1] is not None:
+            table, ids = operands
+            return made.bind(table, jnp.moveaxis(ids, dims[1], 0), **how), [0]
         # The definition is made of operations that have batching rules; the forms for devices
         # (a scatter with a combiner, a kernel) have none.
         mapped = jax.vmap(functools.partial(definition, **how), in_axes=tuple(dims))

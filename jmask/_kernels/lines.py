@@ -17,16 +17,13 @@ Both are exact: bits are moved, nothing is added; one bit pattern of nan, which 
 of the bits of its line, and written with the line that was read and has new entries set in it.
 """
 
-import functools
 import math
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray
-from jax.interpreters import batching
 
 from jmask._base.array_types import is_complex, wide
 from jmask._base.lowering import lower, primitive
@@ -84,23 +81,9 @@ def _shapes(lines: ShapedArray, ids: Shaped, *, width: int) -> list[Shaped]:
     return [lines.update(shape=(*ids.shape, width), weak_type=False)]
 
 
-LOOKUP = primitive("jmask_rows_of_lines", _by_definition, _shapes)
+LOOKUP = primitive("jmask_rows_of_lines", _by_definition, _shapes, is_lookup=True)
 """Rows (*n, width) of lines (L, 128) by canonical ids (*n,), zeros for padding."""
 lower(LOOKUP, _with_lines, platform="tpu")
-
-
-def _batched(
-    operands: Sequence[jax.Array], dims: Sequence[int | None], *, width: int
-) -> tuple[Sequence[jax.Array], list[int]]:
-    lines, ids = operands
-    if dims[0] is None:  # other ids of the same lines
-        assert dims[1] is not None
-        return LOOKUP.bind(lines, jnp.moveaxis(ids, dims[1], 0), width=width), [0]
-    mapped = jax.vmap(functools.partial(_by_definition, width=width), in_axes=tuple(dims))
-    return mapped(lines, ids), [0]
-
-
-batching.primitive_batchers[LOOKUP] = _batched
 
 
 def rows_of_lines(lines: TableArray, ids: IdArray, width: int) -> jax.Array:

@@ -10,7 +10,7 @@ computes and writes where the row lives: parameters and state never move.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -272,17 +272,8 @@ def _shapes(table: ShapedArray, ids: ShapedArray) -> list[Shaped]:
     return [table.update(shape=shape, sharding=there, weak_type=False)]
 
 
-LOOKUP = primitive("jmask_lookup_on_shards", _lookup, _shapes)
+LOOKUP = primitive("jmask_lookup_on_shards", _lookup, _shapes, is_lookup=True)
 """Rows (*n, *row) of a table and ids (*n,), V for padding, which gives zeros."""
-
-
-def _batched_lookup(
-    operands: Sequence[jax.Array], dims: Sequence[int | None]
-) -> tuple[list[jax.Array], list[int]]:
-    (table, ids), (table_dim, ids_dim) = operands, dims
-    if table_dim is None and ids_dim is not None:  # it is one lookup still
-        return LOOKUP.bind(table, jnp.moveaxis(ids, ids_dim, 0)), [0]
-    return jax.vmap(_lookup, in_axes=tuple(dims))(table, ids), [0]
 
 
 def _derivative(primals: Arrays, tangents: Arrays) -> Arrays:
@@ -299,7 +290,6 @@ def _transposed(cotangents: Argument, table: Argument, ids: IdArray) -> list[Arg
     return [add_rows(zeros, *rows_in_any_order(ids, rows)), None]
 
 
-batching.primitive_batchers[LOOKUP] = _batched_lookup
 ad.primitive_jvps[LOOKUP], ad.primitive_transposes[LOOKUP] = _derivative, _transposed
 
 

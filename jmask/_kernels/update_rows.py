@@ -239,8 +239,10 @@ def _on_one_gpu(x: RowUpdate) -> list[jax.Array]:
         valid = lax.expand_dims(x.ids < x.tables[0].shape[0], range(1, rows.ndim))
         x = dataclasses.replace(x, values=jnp.where(valid, rows, jnp.zeros_like(rows)))
     # A scatter of several tables is one kernel since jaxlib 0.12, and a loop over rows before.
-    is_one_kernel = jax.__version_info__ >= (0, 12) and switched_on()
-    return _behind_a_barrier(x) if is_one_kernel else _defined(x)
+    if jax.__version_info__ < (0, 12) or not switched_on():
+        return _defined(x)
+    first, *others = x.tables  # behind a barrier equal arrays are two: see below
+    return _fused(dataclasses.replace(x, tables=[first, *lax.optimization_barrier(others)]))
 
 
 def _on_one_cpu(x: RowUpdate) -> list[jax.Array]:
@@ -351,12 +353,6 @@ def _plan(ids: IdVector, rows: int, size: int) -> list[jax.Array]:
 # its first step. A scatter that is passed an array twice is then wrong: its GPU compiler
 # (jaxlib 0.12.0) writes both results into one buffer, its CPU compiler (0.10.0 to 0.12.0) gives
 # them the wrong ones. tests/lazy/test_lazy_one_pass.py runs the smallest program that shows it.
-
-
-def _behind_a_barrier(x: RowUpdate) -> list[jax.Array]:
-    """Do an update as `_fused`: arrays behind a barrier are two, on GPUs."""
-    first, *others = x.tables
-    return _fused(dataclasses.replace(x, tables=[first, *lax.optimization_barrier(others)]))
 
 
 def _in_one_round(x: RowUpdate) -> list[jax.Array]:
