@@ -14,11 +14,12 @@ import sys
 import sysconfig
 import traceback
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 import jax
+
+from jmask._base.side_table import SideTable
 
 _T = TypeVar("_T")
 
@@ -29,8 +30,8 @@ _collected: contextvars.ContextVar["list[Fallback] | None"] = contextvars.Contex
 # `warnings.warn_explicit` keeps its once-per-place memory in the registry it is given.
 Registry = dict[str | tuple[str, type[Warning], int], int]
 _registry: Registry = {}
-# Dense gradients that were returned as such, by their address.
-_expected: "weakref.WeakValueDictionary[int, jax.Array]" = weakref.WeakValueDictionary()
+# Dense gradients that were returned as such.
+_expected = SideTable[bool]()
 # Bytes of a table that is worth a word where all of it is computed on.
 LARGE = 2**20
 _LIBRARIES = tuple(
@@ -138,12 +139,12 @@ def report_fallback(message: str, place: Place | None = None, remedy: str = "") 
 
 def expect_dense(x: jax.Array) -> None:
     """Note that `x`, the dense gradient of a table, came from jmask: no more is to be said."""
-    _expected[id(x)] = x
+    _expected.note(x, True)
 
 
 def is_expected_dense(x: jax.Array) -> bool:
     """Decide whether `x` itself was noted by `expect_dense`."""
-    return _expected.get(id(x)) is x
+    return bool(_expected.of(x))
 
 
 def place_among(lines: Iterable[tuple[str, int]]) -> Place | None:
