@@ -171,22 +171,15 @@ class Forward:
             args = [array(a) if self._reading_of_few(a) else a for a in args]
         if any(isinstance(a, View) for a in args):
             made_views = views_of(self.eqns, name, args)
-            if made_views is None and name in COMPUTING:
-                sizes = [self._table_size(a) for a in args]
-                small = max(sizes) // 8
-                if 0 < min(sizes) <= small:
-                    # A parameter that scales a table is dense, and rows of the table are read.
-                    pairs = zip(args, sizes, strict=True)
-                    args = [array(a) if size <= small else a for a, size in pairs]
-                    made_views = views_of(self.eqns, name, args)
+            if made_views is not None and name in ("slice", "dynamic_slice"):
+                whole = window_lookup(eqn, name, args)
+                return [dataclasses.replace(made_views[0], whole=whole)]
             if made_views is not None:
-                if name in ("slice", "dynamic_slice"):
-                    whole = window_lookup(eqn, name, args)
-                    return [dataclasses.replace(made_views[0], whole=whole)]
                 return made_views
 
         # 5. Anything else needs arrays.
-        return self._bound(eqn, name, [array(a) for a in args])
+        tables = frozenset[int]().union(*(a.tables for a in args if isinstance(a, View)))
+        return self._bound(eqn, name, [array(a, beside=tables) for a in args])
 
     def _bound(self, eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> list[Argument]:
         """Run an equation as it is, but that rows are gathered the fast way."""
@@ -214,19 +207,22 @@ class Forward:
             self.needs.append(need)
         return abstract
 
-    def array(self, x: Argument, is_constant: bool = False) -> Argument:
+    def array(
+        self, x: Argument, is_constant: bool = False, beside: frozenset[int] = frozenset()
+    ) -> Argument:
         """Return a view as an array: of its rows if they are few, else it needs all of tables.
 
-        No gradient is taken of a constant. What several equations need is made once.
+        No gradient is taken of a constant. What several equations need is made once. `beside`
+        are the tables of all operands of the equation that needs it.
         """
         if not isinstance(x, View):
             return x
         made = self.taps.made
         if (x, is_constant) not in made:
-            made[x, is_constant] = self._made(x, is_constant)
+            made[x, is_constant] = self._made(x, is_constant, beside)
         return made[x, is_constant]
 
-    def _made(self, x: View, is_constant: bool) -> Argument:
+    def _made(self, x: View, is_constant: bool, beside: frozenset[int]) -> Argument:
         abstract = jax.ShapeDtypeStruct(x.shape, x.dtype)
         few = self._reading_of_few(x) if is_constant else None
         if few is not None:
@@ -239,8 +235,9 @@ class Forward:
             if lookup is not None:
                 return self._looked_up(lookup, abstract, of=x)
             eqns = x.computed_by or self.eqns
-            # What scales a larger table goes first: rows of that may be read in the next round.
-            sizes = {t: math.prod(self.leaves[t].shape) for t in x.tables}
+            # What scales a larger table goes first: rows of that may be read in the next round,
+            # where a dense parameter is an array.
+            sizes = {t: math.prod(self.leaves[t].shape) for t in x.tables | beside}
             small = {t for t, size in sizes.items() if 8 * size <= max(sizes.values())}
             for t in x.tables:
                 waits = bool(small) and t not in small
