@@ -134,12 +134,7 @@ def grad(
     if f is None:
         return functools.partial(grad, **options)
 
-    @functools.wraps(f)
-    def grad_of_f(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        value, gradient = run(*args, **kwargs)
-        return (gradient, value[1]) if has_aux else gradient
-
-    return grad_of_f
+    return autodiff.without_value(run, f, has_aux)
 
 
 # Of the context in which nnx knows the nodes inside of a function as those outside of it.

@@ -151,7 +151,7 @@ def value_and_grad(
                 zeros: PyTree, others: dict[int, jax.Array]
             ) -> tuple[jax.Array, PyTree]:
                 taps, inputs = Taps(program.taps, zeros), enumerate(arrays)
-                loss, *rest = program.run([others.get(i, x) for i, x in inputs], taps)
+                (loss, *rest), _ = program.run([others.get(i, x) for i, x in inputs], taps)
                 return loss, (rest, taps.record)
 
             # 3. JAX differentiates: in the taps, and in each leaf that is no table.
@@ -216,11 +216,17 @@ def grad(
         >>> jmask.grad(lambda t: jnp.sum(t[jnp.array([1, 1])] ** 2))(jnp.ones((3, 2)))
         RowSparse(float32[3, 2], nse=2)
     """
-    # The value orders reads and writes of tables in a step, whether it is returned or not.
-    run = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
+    return without_value(
+        value_and_grad(fun, argnums, has_aux, holomorphic, allow_int), fun, has_aux
+    )
 
+
+def without_value(run: Function, fun: Function, has_aux: bool) -> Function:
+    """Return `run`, a `value_and_grad` of `fun`, without the value; `aux` stays."""
+
+    # The value orders reads and writes of tables in a step, whether it is returned or not.
     @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
-    def grad_of_fun(*args: P.args, **kwargs: P.kwargs) -> PyTree:
+    def grad_of_fun(*args: PyTree, **kwargs: PyTree) -> PyTree:
         value, gradient = run(*args, **kwargs)
         return (gradient, value[1]) if has_aux else gradient
 
@@ -257,7 +263,9 @@ class LossProgram:
         for number, parameters in self._parameters.items():
             check_argument(fun, number, parameters)
         self._has_aux = has_aux
-        self._checked = checked_loss(self._parameter_function(), list(models), has_aux)
+        # Of a model that holds functions or flags the function gets a copy anyway.
+        whole = [n for n, model in models.items() if not model.others]
+        self._checked = checked_loss(fun, whole, has_aux)
         self.leaves = Leaves(list(self._parameters.values()))
         self._structure: PyTreeDef
         self._static: dict[int, PyTree] = {}
@@ -277,12 +285,9 @@ class LossProgram:
         self.taps: PyTree = []
         dense = self.tables
         while dense:
-            taps, found = Taps(), list[Need]()
-            self.run(avals, taps, found)
-            needs: dict[int, list[Need]] = {i: [] for i in self.tables}
-            for need in found:
-                if need.table in needs:
-                    needs[need.table].append(need)
+            taps, needs = Taps(), {i: list[Need]() for i in self.tables}
+            for need in self.run(avals, taps)[1]:
+                needs[need.table].append(need)
             self.taps = taps.record
             self.needs |= needs
             dense = {i for i in self.tables if not self._is_sparse(i, needs[i])}
@@ -300,22 +305,11 @@ class LossProgram:
             if is_read and source is None and v is not loss and not is_opaque(aval_of(v))
         ]
 
-    def _parameter_function(self) -> Function:
-        """Return the loss as a function that takes, for each model, its parameters alone."""
-        if not any(model.others for model in self._models.values()):
-            return self._fun
-
-        @functools.wraps(self._fun)
-        def parameter_function(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            models = {n: m.with_parameters(args[n]) for n, m in self._models.items()}
-            return self._fun(*(models.get(i, x) for i, x in enumerate(args)), **kwargs)
-
-        return parameter_function
-
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         # All other arguments are closed over, so they may be anything, as in JAX.
-        new = dict(zip(self._models, self.leaves.rebuilt(arrays), strict=True))
-        args = (new.get(i, x) for i, x in enumerate(self._args))
+        trees = zip(self._models.items(), self.leaves.rebuilt(arrays), strict=True)
+        models = {n: model.with_parameters(tree) for (n, model), tree in trees}
+        args = (models.get(i, x) for i, x in enumerate(self._args))
         result = self._checked(*args, **self._kwargs)
         results, self._structure = jax.tree.flatten(result)
         is_static = [not isinstance(x, jax.core.Tracer) for x in results]
@@ -340,13 +334,12 @@ class LossProgram:
                 "branches of a `cond`: call todense where `x` is, or with masked_grad=True."
             ) from error
 
-    def run(
-        self, inputs: Sequence[Argument], taps: Taps, needs: list[Need] | None = None
-    ) -> list[jax.Array]:
-        """Return all outputs of the program; a trial notes what it needs of tables."""
+    def run(self, inputs: Sequence[Argument], taps: Taps) -> tuple[list[jax.Array], list[Need]]:
+        """Return all outputs of the program, and of a trial what it needs of tables."""
         views = [view_of_table(i, x) if i in self.tables else x for i, x in enumerate(inputs)]
-        forward = Forward(self._avals, taps, self._needed, [] if needs is None else needs)
-        return forward.arrays((self.jaxpr, self._consts), views, self._wanted)
+        forward = Forward(self._avals, taps, self._needed)
+        outs = forward.arrays((self.jaxpr, self._consts), views, self._wanted)
+        return outs, forward.needs
 
     def _is_sparse(self, number: int, needs: Sequence[Need]) -> bool:
         """Decide by its uses whether the gradient of an input is rows."""
