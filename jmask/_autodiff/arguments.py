@@ -28,7 +28,6 @@ from jmask._base.shardings import explicit_mesh, varying_axes
 from jmask._base.types import (
     Argument,
     Function,
-    Gradient,
     Options,
     PyTree,
     PyTreeDef,
@@ -47,7 +46,7 @@ from jmask._base.validation import (
 from jmask._kernels.gathered_rows import GATHERED
 from jmask._kernels.rows import BITS, plus_zero, zero_after_reading, zero_of
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, with_values_of
-from jmask._tensors.row_sparse import is_row_sparse
+from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.specified import placeholder_of, with_placeholder, without_placeholder
 from jmask._tensors.storage import (
     is_sparse,
@@ -358,40 +357,37 @@ batching.primitive_batchers[_TOGETHER] = lambda arrays, dims, **how: (
 
 
 def after_reading(
-    loss: jax.Array, beside: list[jax.Array], gradients: PyTree
-) -> tuple[list[jax.Array], PyTree]:
+    loss: jax.Array,
+    beside: dict[int, jax.Array],
+    dense: dict[int, jax.Array],
+    sparse: dict[int, RowSparse],
+) -> tuple[dict[int, jax.Array], dict[int, jax.Array], dict[int, RowSparse]]:
     """Make ids of gradients depend on the loss, and on `beside`, which `aux` has of tables.
 
     Returns:
         `beside` and the gradients.
     """
-    each = jax.tree.leaves(gradients, is_leaf=is_row_sparse)
-    if not isinstance(loss, jax.core.Tracer) or not any(map(is_row_sparse, each)):
-        return beside, gradients
-    leaves, tree = jax.tree.flatten(gradients)
+    if not isinstance(loss, jax.core.Tracer) or not sparse:
+        return beside, dense, sparse
     # Rows that are not written out (`GATHERED`) are left out: those the update computes.
-    places = [
-        i
-        for i, x in enumerate(leaves)
-        if isinstance(x, jax.core.Tracer)
-        and jnp.issubdtype(x.dtype, jnp.inexact)
-        and GATHERED.of(x) is None
-    ]
-    count, given = len(beside), [leaves[i] for i in places]
-    loss, *computed = _TOGETHER.bind(loss, *beside, *given, beside=count)
-    for i, x in zip(places, computed[count:], strict=True):
-        leaves[i] = x
-    gradients, zero = jax.tree.unflatten(tree, leaves), zero_after_reading(loss)
+    rows = {i: x.values for i, x in sparse.items() if GATHERED.of(x.values) is None}
+    tree: PyTreeDef
+    arrays, tree = jax.tree.flatten((beside, dense, rows))
+    loss, *arrays = _TOGETHER.bind(loss, *arrays, beside=len(beside))
+    beside, dense, rows = tree.unflatten(arrays)
+    zero = zero_after_reading(loss)
 
-    def ordered(gradient: Gradient) -> Gradient:
-        if zero is None or not is_row_sparse(gradient):
-            return gradient
+    def ordered(gradient: RowSparse, values: jax.Array) -> RowSparse:
         leaf = gradient.index_leaf
-        if not isinstance(leaf, jax.core.Tracer) or varying_axes(loss) - varying_axes(leaf):
-            return gradient
-        if explicit_mesh(leaf) != explicit_mesh(loss):
-            return gradient
-        waiting = plus_zero(jax.random.key_data(leaf), zero)
-        return gradient.with_leaves(wrap(waiting), gradient.values)
+        is_constant = not isinstance(leaf, jax.core.Tracer)
+        is_elsewhere = explicit_mesh(leaf) != explicit_mesh(loss)
+        if (
+            zero is None
+            or is_constant
+            or is_elsewhere
+            or varying_axes(loss) - varying_axes(leaf)
+        ):
+            return gradient.with_leaves(leaf, values)
+        return gradient.with_leaves(wrap(plus_zero(jax.random.key_data(leaf), zero)), values)
 
-    return computed[:count], jax.tree.map(ordered, gradients, is_leaf=is_row_sparse)
+    return beside, dense, {i: ordered(x, rows.get(i, x.values)) for i, x in sparse.items()}

@@ -165,16 +165,14 @@ def value_and_grad(
 
                 # 4. The cotangents of a table's taps are the rows of its gradient.
                 sparse = gradients_of_tables(arrays, program.taps, ids, cotangents)
+
+                # 5. All reads of the tables come before what writes them.
+                beside = {k: rest[k] for k in program.beside}
+                beside, dense, sparse = after_reading(loss, beside, dense, sparse)
             every = [(dense | sparse).get(i) for i in range(len(arrays))]
             pairs = zip(models.values(), program.leaves.gradients(every), strict=True)
             gradients = tuple(m.gradient(x) for m, x in pairs)
-
-        # 5. All reads of the tables come before what writes them.
-        beside = [rest[k] for k in program.beside]
-        beside, gradients = after_reading(loss, beside, gradients)
-        for k, x in zip(program.beside, beside, strict=True):
-            rest[k] = x
-        value = program.result(rest)
+            value = program.result([beside.get(k, x) for k, x in enumerate(rest)])
         return value, gradients if isinstance(argnums, Sequence) else gradients[0]
 
     return value_and_grad_of_fun
