@@ -109,9 +109,9 @@ def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Argument], lookup: Lookup) 
     if name not in WINDOWS or not isinstance(x, TableView) or plan[0].kind != "rows":
         return None
     windows = windows_of(eqn, name, args)
-    fill, mesh = windows.fill, jax.sharding.get_abstract_mesh()
-    if mesh.manual_axes or explicit_mesh(aval) is not None:
+    if jax.sharding.get_abstract_mesh().manual_axes or explicit_mesh(aval) is not None:
         return None
+    fill = windows.fill
     if not (
         windows.are_rows()
         and x.ndim > 1
@@ -123,9 +123,7 @@ def rows_of(eqn: JaxprEqn, name: str, args: Sequence[Argument], lookup: Lookup) 
 
     def run_there(taps: Taps) -> jax.Array:
         # Where they are needed axes may be explicit that are automatic where they are read.
-        if jax.sharding.get_abstract_mesh() == mesh:
-            return run(taps)
-        with jax.sharding.use_abstract_mesh(mesh):
+        with eqn.ctx.manager:
             return run(taps)
 
     def described() -> Entries:

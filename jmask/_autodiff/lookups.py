@@ -59,6 +59,7 @@ from jmask._kernels.lines import LOOKUP as ROWS_OF_LINES
 from jmask._kernels.lines import is_packed
 from jmask._kernels.rows import SLOW_COPY, Gather, slow_copy_of
 from jmask._kernels.sharded_rows import LOOKUP
+from jmask._tensors.storage import row_of_each
 
 # --- sums of rows -------------------------------------------------------------------------
 
@@ -76,8 +77,8 @@ class Sums:
     def lookup(self, result: Callable[[], jax.Array]) -> Lookup:
         """Return the sums that `result` computes of a table, with their tap."""
         assert isinstance(self.x, TableView)
-        tap = self.x.tap((self.bags, *self.x.shape[1:]), self.entries, dtype=self.aval.dtype)
-        tap = dataclasses.replace(tap, kind="bags")
+        shape, dtype = (self.bags, *self.x.shape[1:]), self.aval.dtype
+        tap = self.x.tap(shape, self.entries, dtype=dtype, kind="bags")
 
         def ids() -> tuple[IdVector, jax.Array, jax.Array | None]:
             """Return id, bag and weight of each entry, (entries,); None for weights of 1."""
@@ -136,9 +137,7 @@ def sparse_product(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Sums |
     def places() -> list[jax.Array]:
         """Return the index of each entry along each dimension."""
         if not is_coo:  # entries before the first row or after the last one are padding
-            number = lax.iota(pointers[0].dtype, indices.shape[0])
-            row = jnp.searchsorted(pointers[0], number, side="right").astype(jnp.int32) - 1
-            return [row, indices]
+            return [row_of_each(pointers[0], indices.shape[0]), indices]
         along = [lax.broadcasted_iota(indices.dtype, entries, d) for d in range(batched)]
         return along + [jnp.broadcast_to(indices[..., d], entries) for d in range(stored)]
 
@@ -341,8 +340,7 @@ def lookup_of(
     if name == LOOKUP.name:
         return with_tap(_sharded_tap(x, ids.shape, aval), result, lambda: ids)
     width, rows = aval.shape[-1], math.prod(ids.shape)
-    tap = dataclasses.replace(x.tap((rows, width), rows, 2), width=width)
-    return with_tap(tap, result, lambda: ids.reshape(-1))
+    return with_tap(x.tap((rows, width), rows, width=width), result, lambda: ids.reshape(-1))
 
 
 def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup | None:
@@ -438,8 +436,7 @@ def _lookup_on_shards(eqn: JaxprEqn, x: View, ids: jax.Array) -> Lookup | None:
 
 def _sharded_tap(x: TableView, ids: Shape, aval: Argument) -> Tap:
     """Return the tap of rows that are sharded as the type of the result says."""
-    tap = x.tap(tuple(aval.shape), math.prod(ids))
-    return dataclasses.replace(tap, ids=len(ids), like=aval)
+    return x.tap(tuple(aval.shape), math.prod(ids), ids=len(ids), like=aval)
 
 
 def is_of_lines(eqn: JaxprEqn, name: str, x: View) -> bool:

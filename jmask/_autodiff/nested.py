@@ -30,6 +30,7 @@ from jmask._base.forms import (
     REMATS,
     Opened,
     aval_of,
+    bodies_of,
     branches_of,
     called,
     is_recomputed_apart,
@@ -88,14 +89,12 @@ class Needed:
 
     def _inputs(self, eqn: JaxprEqn, flags: Flags) -> list[bool]:
         name = name_of(eqn)
-        if name in (*PLAIN_CALLS, *REMATS):
-            return self._of(called(eqn)[0], flags)
-        if name == "cond":
-            branches = [self._of(branch, flags) for branch, _ in branches_of(eqn)]
-            return [False, *map(any, zip(*branches, strict=True))]
-        if name == "scan":
-            return self._of(scan_of(eqn).body[0], self.outputs_of_scan(eqn, flags))
-        return [True] * len(eqn.invars)
+        if name not in (*PLAIN_CALLS, *REMATS, "cond", "scan"):
+            return [True] * len(eqn.invars)
+        wanted = self.outputs_of_scan(eqn, flags) if name == "scan" else flags
+        each = [self._of(body, wanted) for body, _ in bodies_of(eqn)]
+        of_bodies = [any(flags) for flags in zip(*each, strict=True)]
+        return [False] * (len(eqn.invars) - len(of_bodies)) + of_bodies
 
     def outputs_of_scan(self, eqn: JaxprEqn, flags: Flags) -> list[bool]:
         """Return which outputs of its body a scan needs, all the way around."""

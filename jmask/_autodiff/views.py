@@ -23,7 +23,7 @@ from jmask._autodiff.taps import NONE, Tap, Taps
 from jmask._base.array_types import trailing
 from jmask._base.row_ids import id_dtype, most_rows, numbered
 from jmask._base.shardings import explicit_mesh, flattened, on_this_mesh, varying_axes
-from jmask._base.types import Argument, ArrayFunction, DType, PyTree, Shape
+from jmask._base.types import Argument, ArrayFunction, DType, Options, PyTree, Shape
 from jmask._kernels.rows import Gather
 from jmask._kernels.sharded_rows import looked_up
 
@@ -116,10 +116,10 @@ class TableView(View):
     array: Argument = None  # its value; of a trial its abstract value
     width: int | None = None  # of the lines of a packed table in another shape, (V, width)
 
-    def tap(self, shape: Shape, rows: int, leading: int = 1, dtype: DType | None = None) -> Tap:
+    def tap(self, shape: Shape, rows: int, leading: int = 1, **more: Argument) -> Tap:
         """Return a tap of this shape for so many rows."""
-        dtype, leading = dtype or self.dtype, 2 if self.width else leading
-        return Tap(self.number, leading, shape, dtype, rows, width=self.width)
+        known: Options = {"dtype": self.dtype, "width": self.width} | more
+        return Tap(self.number, 2 if known["width"] else leading, shape, rows=rows, **known)
 
     def tap_of_rows(self, leading: int, entries: Shape) -> Tap:
         """Return the tap of rows that `leading` dimensions number."""
