@@ -189,6 +189,12 @@ class Forward:
             return [gather_of(eqn)(*args)]
         if name in ("jit", "pjit") and any(map(_is_slow, within(called(eqn)[0].eqns))):
             return self.run(called(eqn), args, [True] * len(eqn.outvars))
+        if name in ("pvary", "pcast"):
+            # Of branches that share a tap the rows may vary already.
+            types = map(varying_axes, (aval_of(eqn.outvars[0]), aval_of(eqn.invars[0])))
+            added = frozenset.difference(*types)
+            if added and added <= varying_axes(args[0]):
+                return list(args)
         return bound_to_differentiate(eqn, args)
 
     def _looked_up(

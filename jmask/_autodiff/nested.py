@@ -7,7 +7,8 @@
 |              | stack; each tap has one more dimension, for the rounds                      |
 | cond, switch | go into each branch; all branches share taps, as many as one of them needs. |
 |              | Branches by platform (`lax.platform_dependent`) are branches, too           |
-| shard_map    | go in if the table is on every device; each device has taps of its own      |
+| shard_map    | go in if the table is on every device; each device has taps of its own for  |
+|              | rows that differ from one to the other                                      |
 """
 
 import dataclasses
@@ -42,7 +43,7 @@ from jmask._base.forms import (
 )
 from jmask._base.jaxprs import forwarded
 from jmask._base.row_ids import id_dtype
-from jmask._base.shardings import on_every_device, varying_axes, varying_over
+from jmask._base.shardings import on_every_device, varying_axes
 from jmask._base.types import Argument, ArrayFunction, Atom, PyTree
 
 if TYPE_CHECKING:  # it runs these rules
@@ -323,7 +324,7 @@ def _padded(forward: "Forward", shared: Tap, ids_of_taps: Sequence[jax.Array]) -
     ids = [on_every_device(x).reshape(-1) for x in ids_of_taps]
     missing = shared.rows - sum(x.shape[0] for x in ids)
     ids.append(jnp.full((missing,), rows, id_dtype(rows)))
-    return jnp.concatenate([varying_over(shared.varies, x) for x in ids])
+    return jnp.concatenate([shared.varying(x) for x in ids])
 
 
 # --- shard_map ----------------------------------------------------------------------------
@@ -334,7 +335,6 @@ def _shard_map(
 ) -> list[Argument]:
     form, taps = shard_map_of(eqn), forward.taps
     axes = frozenset(form.how["axis_names"])
-    devices = math.prod(form.how["mesh"].shape[axis] for axis in axes)
     # Of a table that is whole on every device rows are looked up there; others are arrays.
     tables = {
         i: x for i, x in enumerate(args) if isinstance(x, TableView) and form.in_specs[i] == P()
@@ -348,16 +348,20 @@ def _shard_map(
         with_views = [views.get(i, x) for i, x in enumerate(inputs)]
         return forward.arrays(form.body, with_views, flags, taps=inside), inside.record
 
+    def axes_of(tap: Tap) -> tuple[str, ...]:
+        """Return the axes over which rows differ: all of them, if types do not say."""
+        return tuple(sorted(tap.varies & axes if form.how["check_vma"] else axes))
+
     def on_all_devices(tap: Tap) -> Tap:
+        devices = math.prod(form.how["mesh"].shape[axis] for axis in axes_of(tap))
         shape = devices * tap.shape[0], *tap.shape[1:]
-        rows, varies = devices * tap.rows, tap.varies - axes
-        return dataclasses.replace(tap, shape=shape, rows=rows, varies=varies)
+        return dataclasses.replace(tap, shape=shape, rows=devices * tap.rows)
 
     if taps.is_trial:
         _, record = body(None, *_in_trial(inputs, form.body[0]))
         outs, record = [aval_of(v) for v in eqn.outvars], jax.tree.map(on_all_devices, record)
     else:
-        by_device = lambda tap: P(*(None,) * len(tap.batch), tuple(sorted(axes)))
+        by_device = lambda tap: P(*(None,) * len(tap.batch), axes_of(tap))
         places = jax.tree.map(by_device, specs)
         outs, record = jax.shard_map(
             body,

@@ -83,7 +83,7 @@ class Tap:
     # None).
     kind: Literal["rows", "bags"] = "rows"
     ids: int = 1  # the number of dimensions of the ids
-    varies: frozenset[str] = frozenset()  # the axes of a `shard_map` over which it differs
+    varies: frozenset[str] = frozenset()  # the axes of `shard_map`s over which it differs
     like: Shaped | None = None  # the abstract rows, whose sharding it has, or None
     batch: Shape = ()  # the lengths of the loops that it is in, outermost first
     # Of packed tables, how many entries of a line a row has; `leading` is 2 then.
@@ -116,8 +116,12 @@ class Tap:
 
     def zeros(self) -> jax.Array:
         """Return the array in which JAX differentiates."""
-        shape = *self.batch, *self.shape
-        return varying_over(self.varies, self.in_shape(jnp.zeros(shape, self.dtype)))
+        return self.varying(self.in_shape(jnp.zeros((*self.batch, *self.shape), self.dtype)))
+
+    def varying(self, x: jax.Array) -> jax.Array:
+        """Return an array that differs as it does, over axes that this is inside of."""
+        inside = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+        return varying_over(self.varies & inside, x)
 
     def in_shape(self, x: jax.Array) -> jax.Array:
         """Return an array in the shape of all rounds, sharded as the rows are."""

@@ -13,11 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import (
-    export,
-    lax,  # noqa: F401 (of the table)
-)
+from jax import export, lax
 from jax.experimental.sparse import BCOO
+from jax.sharding import PartitionSpec as P
 
 import jmask
 from jmask._base.forms import within
@@ -201,6 +199,26 @@ def test_nothing_is_kept_of_a_call(name, monkeypatch):
             del gradient, copied
             gc.collect()
             assert alive() is None
+
+
+# Of a table that all devices have: rows that each reads by itself, and rows that all read.
+ON_DEVICES = functions("t, ids", globals())("""
+    psum(jnp.sin(t[ids] * t[:2])); psum(jnp.sin(t[ids])) + jnp.sum(t[ALL] ** 2);
+    psum(lax.scan(lambda c, i: (jnp.cos(c + t[i]), c), t[0], ALL[:2])[1] * t[ids]);
+    psum(lax.cond(t[0, 0] > 0, lambda: t[ids], lambda: jnp.sin(t[ALL[:2]]) + 0 * t[ids]));
+    psum(jax.checkpoint(lambda t: jnp.sin(t[3:5] + t[ids]))(t)); jnp.sum(jnp.sin(t[ALL]));
+    psum(jmask.embedding_bag(t, ids[:, None])) + jnp.sum(jmask.embedding_bag(t, ALL[None]))
+""")
+ALL = jnp.array([1, 2, 1])
+psum = lambda x: lax.psum(jnp.sum(x), "x")
+
+
+@pytest.mark.parametrize("name", ON_DEVICES)
+def test_rows_that_all_devices_read(name):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    where = {"mesh": mesh, "in_specs": (P(), P("x")), "out_specs": P()}
+    loss = jax.shard_map(ON_DEVICES[name], **where)
+    assert is_row_sparse(check(loss, TABLE, jnp.array([1, 2, 4, 1])))
 
 
 # --- arguments and results ----------------------------------------------------------------
