@@ -8,7 +8,6 @@ flax nnx (any object that is a pytree) writes to itself: the function gets a cop
 batch statistics nobody sees.
 """
 
-import functools
 import inspect
 from collections.abc import Mapping, Sequence
 
@@ -109,33 +108,33 @@ def check_argument(fun: Function, number: int, argument: PyTree) -> None:
         )
 
 
-def checked_loss(fun: Function, numbers: Sequence[int], has_aux: bool) -> Function:
-    """Return `fun` with errors if its result is no scalar, or if it writes to an argument."""
-
-    @functools.wraps(fun, assigned=())
-    def checked(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        # Nobody expects to see what is written to containers: they are copied.
-        plain = (Mapping, list, tuple, jax.Array)
-        objects = {n: args[n] for n in numbers if not isinstance(args[n], plain)}
-        before = {n: jax.tree.leaves(x) for n, x in objects.items()}
-        result = fun(*args, **kwargs)
-        for number, leaves in before.items():
-            after = jax.tree.leaves(objects[number])
-            if any(old is not new for old, new in zip(leaves, after, strict=False)):
-                _check_not_written(fun, number, args, kwargs)
-        if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-            raise TypeError(
-                "with has_aux=True `fun` must return a two-element tuple (loss, aux), got "
-                f"{shown(result)}."
-            )
-        _check_scalar(result[0] if has_aux else result)
-        return result
-
-    return checked
+def checked_result(
+    fun: Function,
+    args: Sequence[PyTree],
+    kwargs: Options,
+    numbers: Sequence[int],
+    has_aux: bool,
+) -> PyTree:
+    """Call `fun`; refuse a result that is no scalar, and writes to numbered arguments."""
+    # Nobody expects to see what is written to containers: they are copied.
+    plain = (Mapping, list, tuple, jax.Array)
+    before = {n: jax.tree.leaves(args[n]) for n in numbers if not isinstance(args[n], plain)}
+    result = fun(*args, **kwargs)
+    for number, leaves in before.items():
+        after = jax.tree.leaves(args[number])
+        if any(old is not new for old, new in zip(leaves, after, strict=False)):
+            _check_not_written(fun, number, args, kwargs)
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(
+            "with has_aux=True `fun` must return a two-element tuple (loss, aux), got "
+            f"{shown(result)}."
+        )
+    _check_scalar(result[0] if has_aux else result)
+    return result
 
 
 def _check_not_written(
-    fun: Function, number: int, args: tuple[PyTree, ...], kwargs: Options
+    fun: Function, number: int, args: Sequence[PyTree], kwargs: Options
 ) -> None:
     """Raise TypeError if `fun` changes an argument: what it writes would be lost.
 

@@ -23,7 +23,7 @@ from jmask._autodiff.arguments import (
     argument_name,
     argument_positions,
     check_argument,
-    checked_loss,
+    checked_result,
 )
 from jmask._autodiff.forward import Forward, Need
 from jmask._autodiff.nested import Needed
@@ -261,9 +261,6 @@ class LossProgram:
         for number, parameters in self._parameters.items():
             check_argument(fun, number, parameters)
         self._has_aux = has_aux
-        # Of a model that holds functions or flags the function gets a copy anyway.
-        whole = [n for n, model in models.items() if not model.others]
-        self._checked = checked_loss(fun, whole, has_aux)
         self.leaves = Leaves(list(self._parameters.values()))
         self._structure: PyTreeDef
         self._static: dict[int, PyTree] = {}
@@ -307,8 +304,10 @@ class LossProgram:
         # All other arguments are closed over, so they may be anything, as in JAX.
         trees = zip(self._models.items(), self.leaves.rebuilt(arrays), strict=True)
         models = {n: model.with_parameters(tree) for (n, model), tree in trees}
-        args = (models.get(i, x) for i, x in enumerate(self._args))
-        result = self._checked(*args, **self._kwargs)
+        args = [models.get(i, x) for i, x in enumerate(self._args)]
+        # Of a model that holds functions or flags the function gets a copy anyway.
+        whole = [n for n, model in self._models.items() if not model.others]
+        result = checked_result(self._fun, args, self._kwargs, whole, self._has_aux)
         results, self._structure = jax.tree.flatten(result)
         is_static = [not isinstance(x, jax.core.Tracer) for x in results]
         self._static = {i: x for i, x in enumerate(results) if is_static[i]}

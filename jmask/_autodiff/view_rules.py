@@ -230,12 +230,9 @@ def broadcasted(x: View, shape: Shape, dimensions: Sequence[int]) -> View:
     if math.prod(x.shape) == math.prod(shape):
         return x if x.shape == shape else reshaped(x, shape)
 
-    def reading(p: Positions) -> Reading | None:
+    def reading(p: Positions) -> Reading:
         count, lead = p.count, len(p.entries)
-        inside = [d < count for d in dimensions]
-        k = sum(inside)
-        if not all(inside[:k]):
-            return None
+        k = sum(d < count for d in dimensions)  # they are in ascending order
 
         def at() -> tuple[list[jax.Array], Valid]:
             along = zip((p.along[d] for d in dimensions[:k]), x.shape, strict=False)
@@ -315,12 +312,8 @@ def _broadcast(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View]:
     return [broadcasted(xs[0], _shape(eqn), dimensions)]
 
 
-def _tile(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
-    (x,), repeats = xs, tuple(parameter(eqn, "reps"))
-    # As `numpy.tile`: repeats are of the last dimensions.
-    repeats = (1,) * (x.ndim - len(repeats)) + repeats
-    if len(repeats) > x.ndim:
-        return None
+def _tile(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View]:
+    (x,), repeats = xs, parameter(eqn, "reps")
     pairs = [n for pair in zip(repeats, x.shape, strict=True) for n in pair]
     copies = broadcasted(x, tuple(pairs), range(1, len(pairs), 2))
     return [reshaped(copies, _shape(eqn))]
