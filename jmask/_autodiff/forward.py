@@ -46,7 +46,7 @@ from jmask._autodiff.views import (
 from jmask._base.array_types import is_known
 from jmask._base.forms import PLAIN_CALLS, Opened, aval_of, called, name_of, within
 from jmask._base.jaxprs import bound, bound_to_differentiate, read
-from jmask._base.shardings import varying_axes
+from jmask._base.shardings import varying_axes, varying_over
 from jmask._base.types import Argument, Shaped
 
 # The user's line in a fallback warning must not be a line of this library.
@@ -189,12 +189,9 @@ class Forward:
             return [gather_of(eqn)(*args)]
         if name in ("jit", "pjit") and any(map(_is_slow, within(called(eqn)[0].eqns))):
             return self.run(called(eqn), args, [True] * len(eqn.outvars))
-        if name in ("pvary", "pcast"):
-            # Of branches that share a tap the rows may vary already.
-            types = map(varying_axes, (aval_of(eqn.outvars[0]), aval_of(eqn.invars[0])))
-            added = frozenset.difference(*types)
-            if added and added <= varying_axes(args[0]):
-                return list(args)
+        if name == "pvary":  # of branches that share a tap the rows may vary already
+            pairs = zip(eqn.outvars, args, strict=True)
+            return [varying_over(varying_axes(aval_of(v)), x) for v, x in pairs]
         return bound_to_differentiate(eqn, args)
 
     def _looked_up(
