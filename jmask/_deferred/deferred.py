@@ -60,7 +60,7 @@ from jmask._lazy.checks import (
 from jmask._lazy.lazy import noticing_dense_tables
 from jmask._lazy.one_pass import OnePassTransformation, applied
 from jmask._lazy.state_rows import check_state_type, rows_of_state
-from jmask._lazy.step import Leaf, step_of
+from jmask._lazy.step import Leaf, step_of, written_in_rows
 from jmask._tables.rows_at import shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
 
@@ -281,7 +281,8 @@ def _noted(
     lines, carry = advanced(form, table.lines, table.carry, clock, step)
     ids = ids_after_reading(ids, since)
     flat = set_rows(flat, ids, jnp.full(behind.shape, clock + 1), g.order)
-    new = TableState(flat.reshape(last.shape), lines, carry, table.swept)
+    last = written_in_rows(flat.reshape(last.shape), last)
+    new = TableState(last, lines, carry, table.swept)
     return dataclasses.replace(leaf, value=g.with_values(values)), new
 
 

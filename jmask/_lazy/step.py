@@ -17,6 +17,7 @@ import functools
 import itertools
 import math
 import operator
+import weakref
 from collections.abc import Sequence
 from typing import Literal
 
@@ -30,6 +31,7 @@ from jmask._base.array_types import added, has_8_bits, is_narrow, joint_dtype, w
 from jmask._base.jaxprs import evaluate, lifted, origins
 from jmask._base.row_ids import hide
 from jmask._base.shardings import automatically, explicit_mesh, spec_of, varying_axes
+from jmask._base.side_table import SideTable
 from jmask._base.types import Argument, Gradient, PyTree, PyTreeDef, RowArray, Shape, Table
 from jmask._kernels.rows import gather_unique_rows, ids_after_reading, set_rows
 from jmask._kernels.sharded_rows import Exchange
@@ -46,7 +48,7 @@ from jmask._lazy.checks import (
     with_wide_rows,
 )
 from jmask._lazy.row_local import RowLocal, RowWise
-from jmask._lazy.state_rows import check_nothing_held_back, once_a_step, rows_of_state
+from jmask._lazy.state_rows import check_nothing_held_back, rows_of_state
 from jmask._tables.rows_at import (
     add_to_dense,
     as_one_table,
@@ -164,11 +166,13 @@ class Leaf:
 
     def as_given(self, new: Table) -> Table:
         """Return what `value` becomes, of a stack in the shape that was given."""
-        if self.inner_row is None:
-            return new
         if is_row_sparse(new):
-            return new.stacked_as(self.given)
-        return jnp.reshape(new, self.given.shape)
+            return new if self.inner_row is None else new.stacked_as(self.given)
+        old = self.value
+        if self.inner_row is not None:
+            old = self.given
+            new = jnp.reshape(new, old.shape)
+        return new if self.table is None else written_in_rows(new, old)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,22 +298,13 @@ class LazyStep:
         if all(leaf.table is None for leaf in self.gradients):
             return self
         shapes, tables = [x.inner_shape for x in self.leaves], [x.table for x in self.leaves]
-        of_shapes = [(x.shape, x.dtype, x.weak_type) for x in shapes]
-        others = [(i, id(x)) for i, x in self.others.items()]
-        key = (self.inner.update, self.trees, *of_shapes, *tables, *others)
-
-        def proof() -> tuple[RowLocal, object]:
-            is_rows = lambda leaf: leaf.kind == "gradient" and leaf.table is not None
-            inputs = [0 if is_rows(leaf) else None for leaf in self.leaves]
-            is_row_wise = isinstance(self.inner, RowWise)
-            # JAX keeps for a while what it has traced; it need not keep arrays.
-            leaves = [Leaf(None, leaf.kind, leaf.table) for leaf in self.leaves]
-            flat_update = dataclasses.replace(self, leaves=leaves).flat_update
-            args = flat_update, shapes, tables, inputs
-            program = row_local.proved(*args, is_row_wise=is_row_wise)
-            return program, self.others  # kept so that no other object gets the same `id`
-
-        program = once_a_step(key, proof)[0]
+        is_rows = lambda leaf: leaf.kind == "gradient" and leaf.table is not None
+        inputs = [0 if is_rows(leaf) else None for leaf in self.leaves]
+        # JAX keeps for a while what it has traced; it need not keep arrays.
+        leaves = [Leaf(None, leaf.kind, leaf.table) for leaf in self.leaves]
+        flat_update = dataclasses.replace(self, leaves=leaves).flat_update
+        is_row_wise = isinstance(self.inner, RowWise)
+        program = row_local.proved(flat_update, shapes, tables, inputs, is_row_wise=is_row_wise)
         new = program.program.out_avals
         for leaf, x, y in zip(self.leaves, shapes, new, strict=False):
             is_number = leaf.kind == "state" and leaf.table is None
@@ -415,6 +410,25 @@ def with_row(rows: RowArray, row: Shape) -> RowArray:
     return rows if rows.shape[1:] == row else jnp.reshape(rows, (rows.shape[0], *row))
 
 
+# --- arrays that a step changes in rows of the gradient alone -------------------------------
+#
+# Guards ask for them: a step of padding, in which there are no rows, has left all else of them.
+
+_BEFORE = SideTable["weakref.ref[jax.Array]"]()
+
+
+def written_in_rows(new: jax.Array, old: jax.Array) -> jax.Array:
+    """Note that an array is another one with rows of the gradient written; return it."""
+    _BEFORE.note(new, weakref.ref(old))
+    return new
+
+
+def is_written_in_rows(new: object, old: object) -> bool:
+    """Decide whether `new` is `old`, or was noted as `old` with rows written."""
+    before = _BEFORE.of(new)
+    return new is old or (before is not None and before() is old)
+
+
 # --- applied, where the gradient is valid -----------------------------------------------
 
 
@@ -456,7 +470,7 @@ def with_updates(params: PyTree, updates: PyTree, key: jax.Array | None = None) 
         else:
             step = update
         if is_row_sparse(step):
-            return add_to_dense(param, step, leaf_key)
+            return written_in_rows(add_to_dense(param, step, leaf_key), param)
         param = jnp.asarray(param)
         if leaf_key is None or not is_narrow(param.dtype):
             return added(param, step).astype(param.dtype)

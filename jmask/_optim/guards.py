@@ -8,7 +8,7 @@ max_row_norm(1)         rows of the table, in the same way
 A step that is not taken is a step of padding: it has no control flow, and copies no table.
 
     gradient        ids become padding, all values zero
-    state           arrays that a step without rows changes: jnp.where(take, new, old)
+    state           arrays that are not written in rows alone: jnp.where(take, new, old)
 """
 
 import functools
@@ -19,10 +19,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.extend.core import Var
 
 from jmask._base.array_types import added, fewer, joint_dtype, trailing, wide
-from jmask._base.fallback import collected
 from jmask._base.row_ids import hide
 from jmask._base.shardings import varying_axes
 from jmask._base.types import Function, Gradient, PyTree, PyTreeDef, Scalar
@@ -39,7 +37,8 @@ from jmask._lazy.checks import (
 )
 from jmask._lazy.lazy import advising_lazy, apply_gradients, lazy, noticed_as
 from jmask._lazy.one_pass import OnePassTransformation
-from jmask._lazy.state_rows import check_state_type, one_step
+from jmask._lazy.state_rows import check_state_type
+from jmask._lazy.step import is_written_in_rows
 from jmask._ops.formulas import shortened
 from jmask._optim.row_rule import check_numbers
 from jmask._tables.rows_at import exchange_for
@@ -72,7 +71,6 @@ def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide)
         decide: see `Guard`.
     """
 
-    @one_step()
     def step(gradients, state, params, extra):
         """Return updates and state; without extra arguments new parameters and state."""
         # --- all guards decide, the outermost first
@@ -89,36 +87,19 @@ def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide)
         gradients = noticed_as(gradients, _at_leaves(lambda x: _kept(take, x), gradients))
 
         # --- the step of what they guard, of padding where it is not taken
-        def taken(gradients: PyTree, old: PyTree) -> tuple[PyTree, PyTree]:
-            """Return updates, or None where they are applied, and what `old` becomes."""
-            if extra is None:
-                return None, apply_gradients(tx, gradients, old[1], old[0])
-            with advising_lazy("inner", gradients, old):
-                return tx.update(gradients, old, params, **extra)
+        def selected(new: jax.Array, old: jax.Array) -> jax.Array:
+            # Padding has changed no row of a table: it is not copied.
+            return new if is_written_in_rows(new, old) else _where(take, new, old)
 
-        old = (params, state) if extra is None else state
-        updates, new = taken(gradients, old)
-
-        # --- what padding changes is as it was
-        # Arrays that a step without rows returns as they came, but for reshapes, are tables: a
-        # padded gradient changes no row of them.
-        bare = _at_leaves(_without_rows, gradients)
-        with collected():
-            jaxpr = jax.make_jaxpr(lambda old: taken(bare, old)[1])(old).jaxpr
-        reshapes = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reshape")
-        made_of = {eqn.outvars[0]: eqn.invars[0] for eqn in reshapes}
-        structure: PyTreeDef
-        leaves, structure = jax.tree.flatten(new)
-        selected = []
-        arrays = zip(jaxpr.invars, jaxpr.outvars, leaves, jax.tree.leaves(old), strict=True)
-        for x, v, y, z in arrays:
-            while isinstance(v, Var) and v in made_of:
-                v = made_of[v]
-            selected.append(y if v is x else _where(take, y, z))
-        new = structure.unflatten(selected)
-        # -0.0 changes nothing: -0.0 + 0.0 would be 0.0.
-        steps = _at_leaves(lambda x: _kept(take, x, -0.0), updates)
-        result, state = new if extra is None else (steps, new)
+        if extra is None:
+            new, new_state = apply_gradients(tx, gradients, state, params)
+            result = jax.tree.map(selected, new, params)
+        else:
+            with advising_lazy("inner", gradients, state):
+                updates, new_state = tx.update(gradients, state, params, **extra)
+            # -0.0 changes nothing: -0.0 + 0.0 would be 0.0.
+            result = _at_leaves(lambda x: _kept(take, x, -0.0), updates)
+        state = jax.tree.map(selected, new_state, state)
         for outer in reversed(states):
             state = outer._replace(inner_state=state)
         return result, state
@@ -152,11 +133,6 @@ def _kept(keep: jax.Array, x: Gradient, zero: float = 0.0) -> Gradient:
     ids = jnp.where(keep, x.flat().row_ids(), x.row_count)
     in_order = not keep.ndim or x.order == "routed"
     return x.with_leaves(hide(ids), values, order=x.order if in_order else "any")
-
-
-def _without_rows(x: Gradient) -> Gradient:
-    has_rows = is_row_sparse(x.storage if isinstance(x, MaskedTensor) else x)
-    return jax.tree.map(lambda leaf: leaf[:0], x) if has_rows else x
 
 
 def _where(take: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
