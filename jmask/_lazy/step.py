@@ -129,24 +129,22 @@ class Leaf:
     valid: jax.Array | None = None
     inner_row: Shape | None = None  # of a stack, a row as `inner` sees it: (1, D)
     given: Argument = None  # of a stack, what it was before it became one table
-    # Of a gradient, arrays of its table: their types say which shards have which rows.
-    homes: tuple[jax.Array, ...] = ()
+    # Of a gradient, an array of its table whose type says which shards have which rows, if any.
+    home: jax.Array | None = None
 
     @functools.cached_property
     def exchange(self) -> Exchange | None:
         """How many rows of the gradient go to the shards of their table in rounds, or None."""
-        home = next((x for x in self.homes if any(spec_of(x)[:1])), None)
-        return None if home is None else exchange_for(home, self.value)
-
-    @functools.cached_property
-    def routed_value(self) -> Argument:
-        """The gradient, of which each shard has its own rows. One pass routes as it updates."""
-        return functools.reduce(lambda g, x: routed_to_shards(x, g), self.homes, self.value)
+        return None if self.home is None else exchange_for(self.home, self.value)
 
     @functools.cached_property
     def coalesced_value(self) -> Argument:
-        """The gradient, its rows of equal ids summed. One pass needs it at times."""
-        return coalesced(self.routed_value)
+        """The gradient, its rows of equal ids summed, each where its shard is.
+
+        One pass needs it at times: it routes rows to their shards as it updates them.
+        """
+        home, rows = self.home, self.value
+        return coalesced(rows if home is None else routed_to_shards(home, rows))
 
     @property
     def inner_shape(self) -> jax.ShapeDtypeStruct:
@@ -219,22 +217,20 @@ class LazyStep:
         pairs = [(x.flat(), None) if is_row_sparse(x) else gradient_and_valid(x) for x in given]
         gradients, valid = [x for x, _ in pairs], [x for _, x in pairs]
         # The parameter says which shards have which rows; where it is not given, the state.
-        homes: dict[int | None, list[jax.Array]] = {
-            i: [] for i, x in enumerate(given) if is_row_sparse(x) and i not in stacks
-        }
+        homes: dict[int, jax.Array] = {}
         arrays: list[tuple[int | None, jax.Array]] = [*enumerate(param_leaves)]
         arrays += [(i, x) for (i, _), x in zip(owners, states, strict=True)]
         for i, x in arrays:
-            if i in homes:
-                homes[i].append(x)
+            if i is not None and is_row_sparse(given[i]) and any(spec_of(x)[:1]):
+                homes.setdefault(i, x)
 
         def leaf(x: Argument, kind: Kind, i: int | None, row: Shape = ()) -> Leaf:
             if i is None:
                 return Leaf(x, kind)
             table = i if is_row_sparse(gradients[i]) else None
             if i not in stacks:
-                of_gradient = homes.get(i, []) if kind == "gradient" else []
-                return Leaf(x, kind, table, valid[i], homes=tuple(of_gradient))
+                home = homes.get(i) if kind == "gradient" else None
+                return Leaf(x, kind, table, valid[i], home=home)
             like, table_row = stacks[i], flat[i].shape[1:]
             if kind == "gradient":
                 return Leaf(x, kind, table, None, table_row, like)
