@@ -30,7 +30,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Var
 
 from jmask._base.array_types import (
     added,
@@ -51,8 +51,8 @@ from jmask._kernels.rows import add_rows, gather_unique_rows, ids_after_reading,
 from jmask._kernels.scatter_update import entry_by_entry, update_elementwise
 from jmask._kernels.sharded_rows import summed_over_rows
 from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows, updated
-from jmask._lazy.open_rows import Dimension, with_sizes
-from jmask._lazy.row_local import RowLocal
+from jmask._lazy.open_rows import Dimension, params_with_sizes
+from jmask._lazy.row_local import RowLocal, axes_of_rows
 from jmask._lazy.step import (
     LazyStep,
     Leaf,
@@ -76,12 +76,17 @@ class OnePassTransformation(optax.GradientTransformationExtraArgs):
 
 def applied(step: LazyStep, params: PyTree) -> tuple[PyTree, PyTree]:
     """Return new parameters and state, in one pass over the rows where there is one."""
-    way = _in_one_pass(step)
-    if way is None:
+    parts = _taken_apart(step)
+    combiners: dict[int, Combiner] = {}
+    if parts is not None:
+        for table in parts.proof.rows:
+            combiner = _combiner(step, parts, table, by_rows=table in parts.proof.by_rows)
+            if combiner is not None:
+                combiners[table] = combiner
+    if parts is None or len(combiners) < len(parts.proof.rows):
         updates, state = step.update()
         return with_updates(params, updates), state
-    proof, parts, outputs, combiners = way
-    leaves, jaxpr = step.leaves, proof.program.jaxpr
+    leaves, proof, jaxpr = step.leaves, parts.proof, parts.proof.program.jaxpr
 
     # --- before the pass: what does not depend on rows, or on the gradient alone
     sources = {table: c.source for table, c in combiners.items()}
@@ -91,15 +96,15 @@ def applied(step: LazyStep, params: PyTree) -> tuple[PyTree, PyTree]:
     for of_table in sums.values():
         known |= of_table or {}
     eqns = [eqn for eqn in jaxpr.eqns if known.keys().isdisjoint(eqn.outvars)]
-    shared = [v for eqn in eqns for v in eqn.outvars if v not in parts.table_of]
+    shared = [v for eqn in eqns for v in eqn.outvars if v not in proof.owners]
     before, needed = needed_for([*shared, *computed], eqns)
     for v, leaf in zip(jaxpr.invars, leaves, strict=True):
         if leaf.table is None:
             known[v] = leaf.value
         elif v in needed:
             known[v] = leaf.to_inner(stored_values(leaf.coalesced_value))
-    tables = {parts.table_of[v] for v in needed if v in parts.table_of}
-    parts.run(before, known, {i: leaves[i].coalesced_value.nse for i in tables})
+    tables = {proof.owners[v] for v in needed if v in proof.owners}
+    _run(before, known, {proof.rows[i]: leaves[i].coalesced_value.nse for i in tables})
 
     # --- the pass
     results: dict[int, Table] = {}
@@ -113,7 +118,7 @@ def applied(step: LazyStep, params: PyTree) -> tuple[PyTree, PyTree]:
             c = c._replace(is_linear=False)
         new = _updated_tables(c, [leaves[i] for i in c.places], gradient, scalars)
         results.update((i, leaves[i].as_given(x)) for i, x in zip(c.places, new, strict=True))
-    for i, (leaf, output) in enumerate(zip(leaves, outputs, strict=False)):
+    for i, (leaf, output) in enumerate(zip(leaves, parts.outputs, strict=False)):
         if leaf.table is None and leaf.kind == "state":
             results[i] = keep_valid(read(known, output), leaf.value, leaf.valid)
         elif leaf.table is None and leaf.kind == "param":
@@ -124,72 +129,32 @@ def applied(step: LazyStep, params: PyTree) -> tuple[PyTree, PyTree]:
     return param_tree.unflatten(of_kind("param")), state_tree.unflatten(of_kind("state"))
 
 
-def _in_one_pass(
-    step: LazyStep,
-) -> tuple[RowLocal, "Parts", list[Atom], dict[int, "Combiner"]] | None:
-    """Return a proved program, its parts, what leaves become, and a combiner of each table."""
-    proof, values = step.proof, [x.value for x in step.leaves]
-    # Outside jit a scatter with the optimizer inside would be compiled anew in each step.
-    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(values))
-    if proof is None or not is_traced or any(values[i].nse == 0 for i in proof.rows):
-        return None
-    parts, new = _taken_apart(proof), proof.program.jaxpr.outvars
-    if parts is None:
-        return None
-    outputs = [*new, *new[: len(step.gradients)]]  # a parameter takes that of its gradient
-    places: dict[int | None, list[int]] = {}  # of what is replaced, parameters first
-    for i, leaf in sorted(enumerate(step.leaves), key=lambda x: x[1].kind != "param"):
-        if leaf.kind != "gradient":
-            places.setdefault(leaf.table, []).append(i)
-    combiners: dict[int, Combiner] = {}
-    for table in proof.rows:
-        by_rows = table in proof.by_rows
-        combiner = _combiner(step, proof, parts, table, places[table], outputs, by_rows)
-        if combiner is None:
-            return None
-        combiners[table] = combiner
-    return proof, parts, outputs, combiners
-
-
 # --- the update, taken apart -------------------------------------------------------------
 
 
 class Parts(NamedTuple):
-    """The variables of an update that hold rows or entries of tables.
+    """The equations of a proved update, by what they compute."""
 
-    JAX keeps the functions that an update is made of, and so all that they close over. They
-    close over these parts in place of the proof, whose constants may be traced arrays.
-    """
-
-    table_of: dict[Var, int]  # whose rows or entries a variable has; no others depend on rows
-    from_gradient: set[Var]  # those that are made of the gradient alone
+    proof: RowLocal
+    outputs: list[Atom]  # what each leaf becomes; of a parameter, what is added to it
+    from_gradient: set[Var]  # rows or entries that are made of a gradient alone
     # Of each table what is computed over its gradient and shared.
     reduced: dict[int, list[JaxprEqn]]
     equations: dict[int, list[JaxprEqn]]  # that make rows or entries of each table
     arithmetic: dict[Var, tuple[int, JaxprEqn]]  # that makes a shared variable, by its place
     constants: dict[Var, Argument]  # shared numbers that are the same in each step
-    rows: Mapping[int, Dimension]  # the open number of rows of each table
-    nothing: Jaxpr  # of no equations
-
-    def run(
-        self, eqns: Sequence[JaxprEqn], values: dict[Var, Argument], sizes: Mapping[int, int]
-    ) -> None:
-        """Add results of equations to `values`: of so many rows of tables, or of entries."""
-        numbers = {self.rows[i]: size for i, size in sizes.items()}
-
-        def rule(eqn: JaxprEqn, values: list[jax.Array]) -> Sequence[jax.Array]:
-            if eqn.primitive.name in ARITHMETIC:
-                return bound(eqn, values)
-            if not numbers and self.table_of.keys() & {*eqn.outvars}:
-                return values[:1]  # a fill: an entry of it is the number
-            (sized,) = with_sizes(self.nothing.replace(eqns=[eqn]), numbers).eqns
-            return bound(sized, values)
-
-        run(eqns, values, rule)
 
 
-def _taken_apart(proof: RowLocal) -> Parts | None:
-    """Return the parts of an update, or None if it computes something shared of old rows."""
+def _taken_apart(step: LazyStep) -> Parts | None:
+    """Return the parts of an update, or None if one pass cannot do it.
+
+    It does not where something shared is computed of old rows. Outside jit a scatter with the
+    optimizer inside would be compiled anew in each step.
+    """
+    proof, values = step.proof, [x.value for x in step.leaves]
+    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(values))
+    if proof is None or not is_traced or any(values[i].nse == 0 for i in proof.rows):
+        return None
     jaxpr, owners = proof.program.jaxpr, proof.owners
     from_gradient = {jaxpr.invars[i] for i in proof.rows}
     reduced: dict[int, list[JaxprEqn]] = {}
@@ -217,17 +182,23 @@ def _taken_apart(proof: RowLocal) -> Parts | None:
         for v, x in proof.known.items()
         if x is not None and not aval_of(v).ndim
     }
-    nothing = jaxpr.replace(constvars=[], invars=[], eqns=[], outvars=[])
-    return Parts(
-        table_of=owners,
-        from_gradient=from_gradient,
-        reduced=reduced,
-        equations=equations,
-        arithmetic=arithmetic,
-        constants=constants,
-        rows=proof.rows,
-        nothing=nothing,
-    )
+    outputs = [*jaxpr.outvars, *jaxpr.outvars[: len(step.gradients)]]
+    return Parts(proof, outputs, from_gradient, reduced, equations, arithmetic, constants)
+
+
+def _run(
+    eqns: Sequence[JaxprEqn], values: dict[Var, Argument], numbers: Mapping[Dimension, int]
+) -> None:
+    """Add results of equations to `values`: of so many rows of tables, or of entries."""
+
+    def rule(eqn: JaxprEqn, values: list[jax.Array]) -> Sequence[jax.Array]:
+        if eqn.primitive.name in ARITHMETIC:
+            return bound(eqn, values)
+        if not numbers and any(map(axes_of_rows, eqn.outvars)):
+            return values[:1]  # a fill: an entry of it is the number
+        return bound(eqn.replace(params=params_with_sizes(eqn, numbers)), values)
+
+    run(eqns, values, rule)
 
 
 def _sums_in_rounds(leaf: Leaf, parts: Parts, table: int) -> dict[Var, jax.Array] | None:
@@ -247,10 +218,11 @@ def _sums_in_rounds(leaf: Leaf, parts: Parts, table: int) -> dict[Var, jax.Array
     if len(inputs) != 1 or not are_sums:
         return None
     (gradient,), wanted = inputs, [eqn.outvars[0] for eqn in eqns]
+    constants, dimension = parts.constants, parts.proof.rows[table]
 
     def sums(rows: jax.Array) -> list[jax.Array]:
-        values: dict[Var, Argument] = parts.constants | {gradient: rows}
-        parts.run([*chosen, *eqns], values, {table: rows.shape[0]})
+        values: dict[Var, Argument] = constants | {gradient: rows}
+        _run([*chosen, *eqns], values, {dimension: rows.shape[0]})
         return [values[v] for v in wanted]
 
     g = leaf.value
@@ -282,15 +254,7 @@ class Combiner(NamedTuple):
     read_first: frozenset[int]
 
 
-def _combiner(
-    step: LazyStep,
-    proof: RowLocal,
-    parts: Parts,
-    table: int,
-    places: list[int],
-    outputs: Sequence[Atom],
-    by_rows: bool,
-) -> Combiner | None:
+def _combiner(step: LazyStep, parts: Parts, table: int, *, by_rows: bool) -> Combiner | None:
     """Return how to compute new rows of a table, or None if it takes more than one pass.
 
     Of its gradient, and then the values made of that alone (clipped by a norm), the first is
@@ -300,21 +264,25 @@ def _combiner(
         by_rows: whether to compute with rows that are gathered, as for what is more than
             arithmetic on entries.
     """
-    leaves, table_of, constants = step.leaves, parts.table_of, parts.constants
-    jaxpr, read_first = proof.program.jaxpr, frozenset(step.read_first.values())
-    inputs, new = [jaxpr.invars[i] for i in places], [outputs[i] for i in places]
+    leaves, table_of, constants = step.leaves, parts.proof.owners, parts.constants
+    dimension, jaxpr = parts.proof.rows[table], parts.proof.program.jaxpr
+    read_first = frozenset(step.read_first.values())
+    of_table = [i for i, x in enumerate(leaves) if x.table == table and x.kind != "gradient"]
+    places = sorted(of_table, key=lambda i: leaves[i].kind != "param")  # parameters first
+    inputs, new = [jaxpr.invars[i] for i in places], [parts.outputs[i] for i in places]
     wanted = [v for v in new if isinstance(v, Var)]  # all of them: no literal has rows
 
     def evaluated(
         chosen: Sequence[JaxprEqn], given: Sequence[Var], *arrays: jax.Array
     ) -> list[jax.Array]:
-        # JAX keeps what calls this: it closes over no array that is traced.
+        # JAX keeps what calls this: it closes over no array that is traced, as a constant of
+        # the proof may be.
         values: dict[Var, Argument] = constants | dict(zip(given, arrays, strict=True))
         if not by_rows:
-            parts.run(chosen, values, {})
+            _run(chosen, values, {})
             return [values[v] for v in wanted]
         values |= {v: with_row(values[v], aval_of(v).shape[1:]) for v in given if v in table_of}
-        parts.run(chosen, values, {table: arrays[0].shape[0]})
+        _run(chosen, values, {dimension: arrays[0].shape[0]})
         old = zip(wanted, arrays, strict=False)
         return [with_row(values[v], x.shape[1:]) for v, x in old]
 
@@ -345,7 +313,7 @@ def _combiner(
         first = first or way
     # Only where rows are gathered can a write be made to come after a read.
     if not by_rows and not read_first.isdisjoint(places):
-        return _combiner(step, proof, parts, table, places, outputs, by_rows=True)
+        return _combiner(step, parts, table, by_rows=True)
     return first
 
 

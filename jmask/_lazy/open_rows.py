@@ -85,46 +85,52 @@ _CALLED = weakref.WeakKeyDictionary()
 def with_sizes(jaxpr: Jaxpr, numbers: Mapping[Dimension, int]) -> Jaxpr:
     """Return a jaxpr for arrays whose open dimensions have these sizes."""
     variables: dict[Var, Var] = {}
-    known: Mapping[Argument, int] = numbers
-
-    def size(x: Argument) -> Argument:
-        if not export.is_symbolic_dim(x):
-            return x
-        if x in known:  # of most arrays: to divide takes 30 us
-            return known[x]
-        for dimension, number in numbers.items():
-            if isinstance(times := x // dimension, int) and times * dimension == x:
-                return times * number
-        raise NotRowLocalError(f"it makes an array of {x} rows")
 
     def var(v: Var) -> Var:
         if v not in variables:
-            shape = getattr(v.aval, "shape", None)
-            sized = v.aval if shape is None else v.aval.update(shape=tuple(map(size, shape)))
-            variables[v] = Var(sized)
+            aval, shape = v.aval, getattr(v.aval, "shape", None)
+            if shape is not None:
+                aval = aval.update(shape=tuple(_sized(x, numbers) for x in shape))
+            variables[v] = Var(aval)
         return variables[v]
 
     def atoms(atoms: Sequence[Atom]) -> list[Atom]:
         return [v if isinstance(v, Literal) else var(v) for v in atoms]
 
-    def parameter_of(x: Argument) -> Argument:
-        if isinstance(x, ClosedJaxpr) and not x.consts:  # which may be traced
-            sized = _CALLED.setdefault(x.jaxpr, {})
-            key = tuple(numbers.items())
-            if key not in sized:
-                sized[key] = ClosedJaxpr(with_sizes(x.jaxpr, numbers), ())
-            return sized[key]
-        if isinstance(x, ClosedJaxpr):
-            return ClosedJaxpr(with_sizes(x.jaxpr, numbers), x.consts)
-        return with_sizes(x, numbers) if isinstance(x, Jaxpr) else size(x)
-
     def at_sizes(eqn: JaxprEqn) -> JaxprEqn:
-        is_one = lambda x: type(x) not in (tuple, list)
-        sized = functools.partial(jax.tree.map, parameter_of, is_leaf=is_one)
-        params = {name: sized(x) for name, x in eqn.params.items()}
         invars, outvars = atoms(eqn.invars), list(map(var, eqn.outvars))
+        params = params_with_sizes(eqn, numbers)
         return eqn.replace(invars=invars, outvars=outvars, params=params)
 
     constants, inputs = list(map(var, jaxpr.constvars)), list(map(var, jaxpr.invars))
     eqns, outputs = list(map(at_sizes, jaxpr.eqns)), atoms(jaxpr.outvars)
     return jaxpr.replace(constvars=constants, invars=inputs, eqns=eqns, outvars=outputs)
+
+
+def params_with_sizes(eqn: JaxprEqn, numbers: Mapping[Dimension, int]) -> dict[str, Argument]:
+    """Return the parameters of an equation, and of what it calls, with these sizes."""
+    is_one = lambda x: type(x) not in (tuple, list)
+    sized = functools.partial(_sized, numbers=numbers)
+    return {name: jax.tree.map(sized, x, is_leaf=is_one) for name, x in eqn.params.items()}
+
+
+def _sized(x: Argument, numbers: Mapping[Dimension, int]) -> Argument:
+    """Return a dimension, a jaxpr or another parameter with these sizes."""
+    if isinstance(x, ClosedJaxpr) and x.consts:  # which may be traced
+        return ClosedJaxpr(with_sizes(x.jaxpr, numbers), x.consts)
+    if isinstance(x, ClosedJaxpr):
+        sized, key = _CALLED.setdefault(x.jaxpr, {}), tuple(numbers.items())
+        if key not in sized:
+            sized[key] = ClosedJaxpr(with_sizes(x.jaxpr, numbers), ())
+        return sized[key]
+    if isinstance(x, Jaxpr):
+        return with_sizes(x, numbers)
+    if not export.is_symbolic_dim(x):
+        return x
+    known: Mapping[Argument, int] = numbers
+    if x in known:  # of most arrays: to divide takes 30 us
+        return known[x]
+    for dimension, number in numbers.items():
+        if isinstance(times := x // dimension, int) and times * dimension == x:
+            return times * number
+    raise NotRowLocalError(f"it makes an array of {x} rows")
