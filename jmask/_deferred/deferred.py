@@ -52,7 +52,6 @@ from jmask._kernels.sharded_rows import looked_up
 from jmask._lazy.checks import (
     Fit,
     check_transformation,
-    dense_parameters,
     gradient_and_valid,
     is_gradient_leaf,
     with_whole_rows,
@@ -175,7 +174,7 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         return forms_for(tree, tuple(one_row_of(shape_of(x)) for x in leaves))
 
     def init(params: PyTree) -> DeferredState:
-        params = dense_parameters(params)
+        params = Fit.alone(params).params
         tree: PyTreeDef = jax.tree.structure(params)
         forms = forms_of(params)
         if not any(isinstance(form, Form) for form in forms):

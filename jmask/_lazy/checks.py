@@ -43,20 +43,19 @@ def has_gradients(tree: PyTree) -> bool:
     return any(map(is_gradient_leaf, jax.tree.leaves(tree, is_leaf=is_gradient_leaf)))
 
 
-def model_of(params: PyTree) -> Model:
-    """Return the parameters, which may be a whole model, and what else it holds."""
-    return Model(params, is_gradient_leaf)
-
-
 def is_full(x: object) -> bool:
     """Decide whether a parameter is a `RowSparse` that stores all its rows."""
     return isinstance(x, RowSparse) and x.nse >= x.row_count
 
 
-def check_parameters(params: PyTree, order: str = ORDER) -> None:
-    """Refuse parameters that are not arrays, or `RowSparse` with all rows."""
-    params = model_of(params).parameters
-    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_gradient_leaf):
+def model_of(params: PyTree, order: str = ORDER) -> Model:
+    """Return the parameters, which may be a whole model, and what else it holds.
+
+    Raises:
+        TypeError: for a parameter that is neither an array nor a `RowSparse` with all rows.
+    """
+    model = Model(params, is_gradient_leaf)
+    for path, leaf in jax.tree.leaves_with_path(model.parameters, is_leaf=is_gradient_leaf):
         if is_gradient_leaf(leaf) and not is_full(leaf):
             raise TypeError(
                 f"{leaf_name('params', path)} is a {type(leaf).__name__}: parameters must be "
@@ -69,6 +68,7 @@ def check_parameters(params: PyTree, order: str = ORDER) -> None:
             raise not_an_array(leaf_name("params", path), leaf, advice)
         if is_on_host(array):
             raise not_on_device(leaf_name("params", path))
+    return model
 
 
 def check_transformation(name: str, tx: object, order: str) -> None:
@@ -371,8 +371,18 @@ class Fit:
 
     @classmethod
     def alone(cls, params: PyTree, order: str = ORDER) -> "Fit":
-        """Return parameters without gradients."""
-        return cls((), dense_parameters(params, order), model_of(params))
+        """Return parameters without gradients: arrays, also of a `RowSparse` of all rows."""
+
+        def as_array(x: Table) -> jax.Array:
+            if not isinstance(x, RowSparse):
+                return x
+            rows = x.coalesce().flat()
+            # Written, not added to zeros: -0.0 stays.
+            zeros = jnp.zeros(rows.shape, rows.dtype)
+            return set_rows(zeros, rows.row_ids(), rows.values, "sorted").reshape(x.shape)
+
+        model = model_of(params, order)
+        return cls((), jax.tree.map(as_array, model.parameters, is_leaf=is_full), model)
 
     def dense(self, *, but_stacks: bool = False) -> PyTree:
         """Return the gradients as arrays; with `but_stacks` those of stacked tables stay."""
@@ -396,21 +406,3 @@ class Fit:
         is_leaf = lambda x: is_full(x) or x is None
         new = jax.tree.map(stored, self.model.parameters, new, is_leaf=is_leaf)
         return self.model.with_parameters(new)
-
-
-def dense_parameters(params: PyTree, order: str = ORDER) -> PyTree:
-    """Return parameters, checked, with each `RowSparse` of all rows as the array it is.
-
-    A model that holds functions becomes its parameters, with None for all else.
-    """
-    check_parameters(params, order)
-
-    def as_array(x: Table) -> jax.Array:
-        if not isinstance(x, RowSparse):
-            return x
-        rows = x.coalesce().flat()
-        # Written, not added to zeros: -0.0 stays.
-        zeros = jnp.zeros(rows.shape, rows.dtype)
-        return set_rows(zeros, rows.row_ids(), rows.values, "sorted").reshape(x.shape)
-
-    return jax.tree.map(as_array, model_of(params).parameters, is_leaf=is_full)

@@ -41,7 +41,6 @@ from jmask._lazy.checks import (
     NotRowLocalError,
     check_transformation,
     dense_gradient,
-    dense_parameters,
     has_gradients,
     is_gradient_leaf,
 )
@@ -93,7 +92,7 @@ def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExt
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
-        state = inner.init(dense_parameters(params))
+        state = inner.init(Fit.alone(params).params)
         check_nothing_held_back(state)
         return state
 

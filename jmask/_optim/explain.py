@@ -26,7 +26,7 @@ from jmask._base.fallback import Place, collected, in_bytes
 from jmask._base.types import DType, Function, KeyPath, PyTree, PyTreeDef, Shape
 from jmask._base.validation import abstract_leaf, checked_choice
 from jmask._kernels.lines import LANES, has_narrow_rows
-from jmask._lazy.checks import check_parameters, model_of
+from jmask._lazy.checks import model_of
 
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 # De-duplication is all that a lazy step adds.
@@ -166,10 +166,9 @@ def explain(
             f"`loss_fn` must be a function, got {type(loss_fn).__name__}: write "
             "jmask.explain(loss_fn, params, *batch)."
         )
-    check_parameters(params)
+    model = model_of(params)
     platform = jax.default_backend() if platform is None else platform
     checked_choice(platform, "platform", PLATFORMS)
-    model = model_of(params)
     # Shapes become tracers; all else reaches the function as it is, as under value_and_grad.
     structure: PyTreeDef
     others, structure = jax.tree.flatten((batch, kwargs))
