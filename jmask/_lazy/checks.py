@@ -80,33 +80,6 @@ def check_transformation(name: str, tx: object, order: str) -> None:
         )
 
 
-def _check_aligned(
-    updates: PyTree, params: PyTree, order: str = ORDER, *, partial: bool = False
-) -> None:
-    """Refuse gradients that do not fit their parameters; if `partial`, some may be None."""
-    is_leaf = lambda x: x is None or is_gradient_leaf(x)
-    given: list[tuple[KeyPath, Gradient | None]]
-    given = jax.tree.leaves_with_path(updates, is_leaf=is_leaf)
-    parameters: list[jax.Array | None] = jax.tree.leaves(params, is_leaf=is_leaf)
-    have: PyTreeDef = jax.tree.structure(updates, is_leaf=is_leaf)
-    expected: PyTreeDef = jax.tree.structure(params, is_leaf=is_leaf)
-    if have != expected:
-        raise ValueError(
-            f"`updates` and `params` must have the same structure, got {have} and {expected}. "
-            f"The order is {order}."
-        )
-    for (path, gradient), param in zip(given, parameters, strict=True):
-        if param is not None and gradient is not None:
-            _check_fits(path, gradient, param)
-        elif (gradient is None) != (param is None) and not partial:
-            missing = "updates" if gradient is None else "params"
-            raise ValueError(
-                f"{leaf_name(missing, path)} is None, and its counterpart is not: give the "
-                "parameter a gradient, or keep it out with optax.partition or eqx.partition. "
-                f"The order is {order}."
-            )
-
-
 def _check_fits(path: KeyPath, update: Gradient, param: jax.Array) -> None:
     """Refuse an update that its parameter, at `path` in both trees, cannot take."""
     name, like, shape = leaf_name("updates", path), shape_of(param), tuple(jnp.shape(update))
@@ -363,10 +336,35 @@ class Fit:
     def of(
         cls, gradients: PyTree, params: PyTree, order: str = ORDER, *, partial: bool = False
     ) -> "Fit":
-        """Return gradients, and parameters that they fit, or None."""
+        """Return gradients, and parameters that they fit, or None.
+
+        Args:
+            partial: whether gradients may be None where parameters are not.
+        """
         fit = dataclasses.replace(cls.alone(params, order), gradients=as_gradients(gradients))
-        if params is not None:
-            _check_aligned(fit.gradients, fit.params, order, partial=partial)
+        if params is None:
+            return fit
+        is_leaf = lambda x: x is None or is_gradient_leaf(x)
+        given: list[tuple[KeyPath, Gradient | None]]
+        given = jax.tree.leaves_with_path(fit.gradients, is_leaf=is_leaf)
+        have: PyTreeDef = jax.tree.structure(fit.gradients, is_leaf=is_leaf)
+        expected: PyTreeDef = jax.tree.structure(fit.params, is_leaf=is_leaf)
+        if have != expected:
+            raise ValueError(
+                f"`updates` and `params` must have the same structure, got {have} and "
+                f"{expected}. The order is {order}."
+            )
+        arrays: list[jax.Array | None] = jax.tree.leaves(fit.params, is_leaf=is_leaf)
+        for (path, gradient), param in zip(given, arrays, strict=True):
+            if param is not None and gradient is not None:
+                _check_fits(path, gradient, param)
+            elif (gradient is None) != (param is None) and not partial:
+                missing = "updates" if gradient is None else "params"
+                raise ValueError(
+                    f"{leaf_name(missing, path)} is None, and its counterpart is not: give the "
+                    "parameter a gradient, or keep it out with optax.partition or "
+                    f"eqx.partition. The order is {order}."
+                )
         return fit
 
     @classmethod
