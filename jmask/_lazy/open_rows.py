@@ -36,29 +36,25 @@ def open_shapes(
 
 
 @contextlib.contextmanager
-def refusing_counts(subject: str) -> Iterator[None]:
-    """Context of a trace of open shapes, which fails where code asks for the number of rows."""
-    try:
-        yield
-    except NotRowLocalError:
-        raise
-    except Exception as error:  # whatever code makes of a number that is not known
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        why = f"{subject} depends on the number of rows ({reason})"
-        raise NotRowLocalError(why) from error
-
-
-@contextlib.contextmanager
-def frames_freed() -> Iterator[None]:
+def traced_open(subject: str | None = None) -> Iterator[None]:
     """Context of a trace of open shapes, which keeps nothing that its callers hold.
 
     Where JAX asks whether a dimension is a number, it keeps the error in a local variable of
     the frame that the error's traceback holds: a cycle, which would hold all calling frames,
     and with them parameters and states, until Python collects garbage. It is new, so the
     youngest generation has it.
+
+    Args:
+        subject: what is traced; an error then says that it depends on the number of rows.
     """
     try:
         yield
+    except Exception as error:  # whatever code makes of a number that is not known
+        if subject is None or isinstance(error, NotRowLocalError):
+            raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        why = f"{subject} depends on the number of rows ({reason})"
+        raise NotRowLocalError(why) from error
     finally:
         gc.collect(0)
 

@@ -55,13 +55,7 @@ from jmask._base.forms import (
 from jmask._base.jaxprs import ARITHMETIC, inlined, interpret, needed_for, run
 from jmask._base.types import Argument, ArraysFunction, Atom, Function, Scalar
 from jmask._lazy.checks import NotRowLocalError
-from jmask._lazy.open_rows import (
-    Dimension,
-    frames_freed,
-    open_shapes,
-    refusing_counts,
-    with_sizes,
-)
+from jmask._lazy.open_rows import Dimension, open_shapes, traced_open, with_sizes
 from jmask._ops.rows import trial
 
 Known = Scalar | None
@@ -230,8 +224,7 @@ def proved(
             contexts.enter_context(jax.sharding.use_abstract_mesh(no_mesh))
         if not is_row_wise:
             dense = jax.make_jaxpr(function)(*shapes)  # what is no matter of rows raises here
-            contexts.enter_context(refusing_counts("it"))
-        contexts.enter_context(frames_freed())
+        contexts.enter_context(traced_open(None if is_row_wise else "it"))
         traced = jax.make_jaxpr(function)(*opened)
     program = _needed(traced)
     known = known_in(program, inputs)

@@ -17,7 +17,7 @@ from jmask._base.array_types import shapes_from
 from jmask._base.types import PyTree, PyTreeDef, Shape
 from jmask._base.validation import abstract_leaf, is_on_host, leaf_name, not_on_device
 from jmask._lazy.checks import ORDER, NotRowLocalError
-from jmask._lazy.open_rows import frames_freed, open_shapes, refusing_counts
+from jmask._lazy.open_rows import open_shapes, traced_open
 from jmask._tables.rows_at import shape_of
 
 _ANOTHER_STATE = "it keeps another state for a table of this size"
@@ -45,7 +45,7 @@ def rows_of_state(
     """
     as_tables = params if as_tables is None else as_tables
     rows, opened = open_shapes(as_tables, [i if x else None for i, x in enumerate(is_table)])
-    with refusing_counts("its state"), frames_freed():
+    with traced_open("its state"):
         made = shapes_from(init, param_tree.unflatten(opened))
     expected = shapes_from(init, param_tree.unflatten(params))
     structures: list[PyTreeDef] = [jax.tree.structure(x) for x in (made, expected)]
