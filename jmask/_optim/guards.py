@@ -52,12 +52,12 @@ Decide = Callable[[PyTree, PyTree, PyTree], tuple[jax.Array, PyTree, PyTree]]
 
 
 class Guard(OnePassTransformation):
-    """A transformation that takes a step of another one only where a predicate holds."""
+    """A transformation that takes a step of another one only where predicates hold."""
 
-    # (gradients, state, params) -> (whether to take a step, the gradients for it, the new state
-    # but for `inner_state`).
-    decide: Decide
-    guarded: optax.GradientTransformationExtraArgs  # the other one, which may be a guard, too
+    # Of this guard, and then of those in it: (gradients, state, params) -> (whether to take a
+    # step, the gradients for it, the new state but for `inner_state`).
+    decisions: Sequence[Decide]
+    guarded: optax.GradientTransformationExtraArgs  # the other one, which is no guard
 
 
 def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide) -> Guard:
@@ -70,20 +70,22 @@ def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide)
         init: makes a named tuple with an `inner_state`.
         decide: see `Guard`.
     """
+    decisions, tx = [decide], optax.with_extra_args_support(inner)
+    if isinstance(tx, Guard):
+        decisions, tx = [decide, *tx.decisions], tx.guarded
 
     def step(gradients, state, params, extra):
         """Return updates and state; without extra arguments new parameters and state."""
         # --- all guards decide, the outermost first
-        tx: optax.GradientTransformationExtraArgs = guard
         take = jnp.ones((), bool)
         states: list[PyTree] = []
-        while isinstance(tx, Guard):
-            wanted, gradients, new = tx.decide(gradients, state, params)
+        for decide in decisions:
+            wanted, gradients, new = decide(gradients, state, params)
             if states:  # it counts what comes to it
                 kept = functools.partial(_where, take)
                 new = jax.tree.map(kept, new, state._replace(inner_state=None))
             states.append(new)
-            take, tx, state = take & wanted, tx.guarded, state.inner_state
+            take, state = take & wanted, state.inner_state
         gradients = noticed_as(gradients, _at_leaves(lambda x: _kept(take, x), gradients))
 
         # --- the step of what they guard, of padding where it is not taken
@@ -109,7 +111,7 @@ def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide)
 
     guard = Guard(init, update)
     guard.apply_gradients = lambda grads, state, params: step(grads, state, params, None)
-    guard.decide, guard.guarded = decide, optax.with_extra_args_support(inner)
+    guard.decisions, guard.guarded = decisions, tx
     return guard
 
 
