@@ -26,6 +26,7 @@ from jmask._base.shardings import varying_axes
 from jmask._base.types import Function, Gradient, PyTree, PyTreeDef, Scalar
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.sharded_rows import summed_over_rows
+from jmask._lazy.apply import advising_lazy, apply_gradients
 from jmask._lazy.checks import (
     Fit,
     check_transformation,
@@ -35,7 +36,7 @@ from jmask._lazy.checks import (
     is_gradient_leaf,
     with_wide_rows,
 )
-from jmask._lazy.lazy import advising_lazy, apply_gradients, lazy, noticed_as
+from jmask._lazy.lazy import lazy, noticed_as
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.state_rows import check_state_type
 from jmask._lazy.step import is_written_in_rows

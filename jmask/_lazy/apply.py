@@ -1,0 +1,137 @@
+"""Apply updates to parameters, and gradients."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+import optax
+
+from jmask._base.types import Argument, PyTree, Transformation
+from jmask._kernels.stochastic_rounding import check_key
+from jmask._lazy.checks import Fit, check_transformation, has_gradients
+from jmask._lazy.state_rows import held_back
+from jmask._lazy.step import with_updates
+
+
+@jax.named_scope("jmask.apply_updates")
+def apply_updates(params: PyTree, updates: PyTree, *, key: jax.Array | None = None) -> PyTree:
+    """Apply updates as `optax.apply_updates`, sparse and masked ones too.
+
+    Stock `optax.apply_updates` does the same. This one also checks shapes by name, and
+    takes trees that optax's tree mapping does not.
+
+    Args:
+        params: a tree of arrays, or a model; None leaves are kept, and so is what is no
+            floating array in a tree that holds functions.
+        updates: updates of the same structure; a None update leaves its parameter alone.
+        key: of `jax.random`, a new one in each step. With it 16-bit parameters are rounded
+            stochastically (see `stochastic_round`), so that updates too small to change
+            them change them on average. The others are rounded to nearest as always.
+
+    Returns:
+        The updated parameters, dtypes kept.
+
+    Raises:
+        TypeError: if a parameter is sparse or masked (a `RowSparse` with all its rows is
+            taken, and returned, as one), an update is complex and its parameter is not, or
+            `key` is no key.
+        ValueError: if an update does not fit its parameter, or the structures differ.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> u = jmask.RowSparse([1], jnp.array([0.5]), (3,))
+        >>> jmask.apply_updates({"t": jnp.ones(3)}, {"t": u})
+        {'t': Array([1. , 1.5, 1. ], dtype=float32)}
+    """
+    if key is not None:
+        check_key(key)
+    fit = Fit.of(updates, params, "apply_updates(params, updates)", partial=True)
+    return fit.as_given(with_updates(fit.params, fit.gradients, key))
+
+
+@jax.named_scope("jmask.apply_gradients")
+def apply_gradients(
+    tx: Transformation,
+    grads: PyTree,
+    opt_state: PyTree,
+    params: PyTree,
+    *,
+    key: jax.Array | None = None,
+    **extra_args: PyTree,
+) -> tuple[PyTree, PyTree]:
+    """Take one optimizer step: `tx.update` and `apply_updates`, in one pass where possible.
+
+    For `jmask.sgd`, `adam`, `adagrad` and `ftrl`, and for `jmask.lazy` of an elementwise optax
+    optimizer (Adam, AdamW, Adagrad, RMSProp, Lion, momentum ...), also behind
+    `optax.clip_by_global_norm`, parameter and state of the touched rows are read and written
+    by a single scatter with the optimizer as its combiner (on CPU and TPU). That copies no
+    rows of them and makes a step 1.3 to 2 times faster on a CPU.
+
+    Args:
+        tx: a transformation, for example `jmask.lazy(optax.adam(1e-3))`.
+        grads: gradients as from `jmask.grad`; a BCOO counts as masked where it stores
+            nothing.
+        opt_state: the state of `tx`.
+        params: the parameters, or the model that holds them together with functions.
+        key: for stochastic rounding of 16-bit parameters, as in `apply_updates`.
+        **extra_args: passed on to `tx.update`.
+
+    Returns:
+        The new parameters and the new state.
+
+    Raises:
+        TypeError: if `tx` is no transformation, or a plain one of optax that cannot take
+            row-sparse gradients; if `opt_state` holds gradients.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> tx, params = jmask.sgd(0.5), jnp.ones((3, 1))
+        >>> grads = jmask.RowSparse([1], jnp.ones((1, 1)), (3, 1))
+        >>> params, state = jmask.apply_gradients(tx, grads, tx.init(params), params)
+        >>> params.ravel()
+        Array([1. , 0.5, 1. ], dtype=float32)
+    """
+    order = "jmask.apply_gradients(tx, grads, opt_state, params)"
+    check_transformation("tx", tx, f"tx = jmask.adam(1e-3); {order}")
+    if has_gradients(opt_state):
+        # optax makes moments of the kind of a parameter.
+        advice = "`params` does, too: use `jmask.lazy(tx)`, whose state is dense"
+        advice = advice if has_gradients(params) else f"the order is {order}"
+        raise TypeError(f"`opt_state` holds gradients: {advice}.")
+    fit = Fit.of(grads, params)
+    one_pass = getattr(tx, "apply_gradients", None)
+    if one_pass is not None and key is None and not extra_args:
+        new, opt_state = one_pass(fit.gradients, opt_state, fit.params)
+        return fit.as_given(new), opt_state
+    inner: Argument = tx
+    update, stored = optax.with_extra_args_support(inner).update, fit.model.parameters
+    with advising_lazy("tx", fit.gradients, opt_state):
+        updates, opt_state = update(fit.gradients, opt_state, stored, **extra_args)
+    return apply_updates(params, updates, key=key), opt_state
+
+
+# --- plain optax --------------------------------------------------------------------------
+#
+# Optax maps arithmetic over the leaves of a gradient, and the ids of a `RowSparse` refuse it
+# (see `_base.row_ids`). Where jmask calls the transformation, a note below JAX's error says
+# what to do instead.
+
+
+@contextlib.contextmanager
+def advising_lazy(name: str, gradients: PyTree, state: PyTree) -> Iterator[None]:
+    """Add the way out to errors of the transformation `name`, which gets sparse gradients."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if has_gradients(gradients):
+            advice = (
+                "If a transformation of optax raised this, put it inside jmask.lazy, as in "
+                "jmask.lazy(optax.adam(1e-3)), with all that is chained to it"
+            )
+            for kind, what, remedy in held_back(state):  # which `lazy` refuses
+                advice = f"Its {kind} holds {what} back, of whole tables. {remedy[:-1]}"
+            error.add_note(
+                f"`{name}` got sparse gradients. {advice}: docs/errors.md says what such "
+                "errors mean."
+            )
+        raise
