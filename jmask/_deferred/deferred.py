@@ -49,6 +49,7 @@ from jmask._embedding.lookup import checked_integers
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.rows import gather_rows, gather_unique_rows, ids_after_reading, set_rows
 from jmask._kernels.sharded_rows import looked_up
+from jmask._lazy.apply import Lifted
 from jmask._lazy.checks import (
     Fit,
     check_transformation,
@@ -57,9 +58,9 @@ from jmask._lazy.checks import (
     with_whole_rows,
 )
 from jmask._lazy.lazy import noticing_dense_tables
-from jmask._lazy.one_pass import OnePassTransformation, applied
+from jmask._lazy.programs import Finish, taken
 from jmask._lazy.state_rows import check_state_type, rows_of_state
-from jmask._lazy.step import Leaf, step_of, written_in_rows
+from jmask._lazy.step import LazyStep, Leaf, step_of, written_in_rows
 from jmask._tables.rows_at import shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
 
@@ -92,13 +93,10 @@ class DeferredState(NamedTuple):
         return first._replace(tables=jax.tree.map(now, first.tables, is_leaf=is_one))
 
 
-class Deferred(NamedTuple):
+class Deferred(Lifted):
     """A transformation whose rows wait for their steps. Made by `jmask.deferred`."""
 
-    init: Function  # params -> state
-    update: Function  # (gradients, state, params, **extra_args) -> (updates, state)
     catch_up: Function  # (params, state, ids) -> (params, state), rows as they are now
-    apply_gradients: Function  # see `jmask.apply_gradients`
 
 
 def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Deferred:
@@ -164,7 +162,7 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
     if checked_integer("window", window) < 2:
         raise ValueError(f"`window` must be 2 steps or more, got {window}.")
     inner = optax.with_extra_args_support(inner)
-    if isinstance(inner, OnePassTransformation) and inner.inner is not None:
+    if isinstance(inner, Lifted) and inner.inner is not None:
         inner = inner.inner  # of arrays
 
     forms_for = functools.cache(functools.partial(forms_of_steps, inner))
@@ -194,29 +192,28 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         return DeferredState(inner.init(params), clock, tree.unflatten(tables))
 
     def stepped(
-        grads: PyTree,
+        finish: Finish,
+        gradients: PyTree,
         state: DeferredState,
         params: PyTree,
-        finish: Function = applied,
         **extra_args: PyTree,
     ) -> tuple[PyTree, DeferredState]:
         """Take the step of rows, and note what it was for all others."""
         check_state_type(state, DeferredState, _GO_ON)
-        fit = Fit.of(grads, params)
-        forms = forms_of(fit.params)
-        tree: PyTreeDef = jax.tree.structure(fit.gradients, is_leaf=is_gradient_leaf)
+        forms = forms_of(params)
+        tree: PyTreeDef = jax.tree.structure(gradients, is_leaf=is_gradient_leaf)
         # 0 where they were masked, as they are to dense optimizers.
         filled = lambda x: gradient_and_valid(x)[0] if isinstance(x, MaskedTensor) else x
-        gradients = jax.tree.map(filled, fit.gradients, is_leaf=is_gradient_leaf)
+        gradients = jax.tree.map(filled, gradients, is_leaf=is_gradient_leaf)
         # A dense step moves all rows of a line.
         gradients = with_whole_rows(gradients, lines=True)
-        step = step_of(inner, gradients, state.inner, fit.params, extra_args)
+        step = step_of(inner, gradients, state.inner, params, extra_args)
         tables, leaves = tree.flatten_up_to(state.tables), list(step.leaves)
         steps = zip(forms, steps_of_inactive_rows(step, forms), strict=True)
         for i, (form, scalars) in enumerate(steps):
             if isinstance(form, Form):
                 leaves[i], tables[i] = _noted(form, tables[i], state.clock, leaves[i], scalars)
-        results, new = finish(dataclasses.replace(step, leaves=leaves), fit.params)
+        results, new = finish(dataclasses.replace(step, leaves=leaves))
         return results, DeferredState(new, state.clock + 1, tree.unflatten(tables))
 
     def update(
@@ -227,7 +224,11 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
     ) -> tuple[PyTree, DeferredState]:
         if params is None:
             raise ValueError("`params` must be given to update(): rows are compared with them.")
-        return noticing(updates, state, params, lambda step, _: step.update(), **extra_args)
+        fit = Fit.of(updates, params)
+        given = fit.gradients, state, fit.params
+        if extra_args:
+            return stepped(LazyStep.update, *given, **extra_args)
+        return taken(stepped, *given)
 
     def catch_up(
         params: PyTree, state: DeferredState, ids: PyTree = None
@@ -255,8 +256,9 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         now = DeferredState(new, state.clock, tree.unflatten(tables))
         return fit.as_given(tree.unflatten(leaves)), now
 
-    noticing = noticing_dense_tables(stepped)
-    return Deferred(init, update, catch_up, noticing)
+    transformation = Deferred(init, noticing_dense_tables(update))
+    transformation.run, transformation.catch_up = stepped, catch_up
+    return transformation
 
 
 def _noted(

@@ -33,6 +33,7 @@ from jmask._base.fallback import (
 )
 from jmask._base.types import Function, PyTree
 from jmask._base.validation import leaf_name
+from jmask._lazy.apply import Lifted
 from jmask._lazy.checks import (
     Fit,
     NotRowLocalError,
@@ -41,10 +42,10 @@ from jmask._lazy.checks import (
     has_gradients,
     is_gradient_leaf,
 )
-from jmask._lazy.one_pass import OnePassTransformation, applied
+from jmask._lazy.programs import run_of, taken
 from jmask._lazy.row_local import RowWise
 from jmask._lazy.state_rows import check_made_by, check_nothing_held_back
-from jmask._lazy.step import LazyStep, step_of, with_updates
+from jmask._lazy.step import LazyStep, step_of
 
 
 def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -87,6 +88,7 @@ def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExt
     """
     check_transformation("inner", inner, "jmask.lazy(optax.adam(1e-3))")
     inner = optax.with_extra_args_support(inner)
+    run = run_of(inner)
 
     def init(params):
         state = inner.init(Fit.alone(params).params)
@@ -108,19 +110,14 @@ def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExt
                     f"the extra argument `{name}` holds a row-sparse gradient, and what takes "
                     "whole gradients (a line search) is not row-local"
                 )
-        if has_gradients(fit.gradients):
+        if has_gradients(fit.gradients) and extra_args:
             return step_of(inner, fit.gradients, state, fit.params, extra_args).update()
+        if has_gradients(fit.gradients):
+            return taken(run, fit.gradients, state, fit.params, inner)
         return update_arrays(fit.gradients, state, fit.params, **extra_args)
 
-    def apply(grads, state, params):
-        if has_gradients(grads):
-            return applied(step_of(inner, grads, state, params, {}), params)
-        updates, state = update_arrays(grads, state, params)
-        return with_updates(params, updates), state
-
-    lifted = OnePassTransformation(init, noticing_dense_tables(update))
-    lifted.apply_gradients = noticing_dense_tables(apply)
-    lifted.inner = inner
+    lifted = Lifted(init, noticing_dense_tables(update))
+    lifted.run, lifted.inner = run, inner
     return lifted
 
 

@@ -27,7 +27,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn, Var
@@ -43,7 +42,7 @@ from jmask._base.array_types import (
 from jmask._base.forms import aval_of, holds_jaxprs, parameter
 from jmask._base.jaxprs import ARITHMETIC, bound, needed_for, read, run
 from jmask._base.shardings import explicit_mesh
-from jmask._base.types import Argument, Atom, Function, PyTree, Table
+from jmask._base.types import Argument, Atom, Function, PyTree
 from jmask._kernels import tuning
 from jmask._kernels.gathered_rows import gathered, scaled
 from jmask._kernels.lines import marked, unmarked
@@ -56,26 +55,17 @@ from jmask._lazy.row_local import RowLocal, axes_of_rows
 from jmask._lazy.step import (
     LazyStep,
     Leaf,
+    Replaced,
     keep_valid,
     unchanged_where_masked,
     with_row,
-    with_updates,
 )
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import stored_values
 
 
-class OnePassTransformation(optax.GradientTransformationExtraArgs):
-    """A transformation that can also apply gradients to the parameters in one pass."""
-
-    # (grads, state, params) -> (params, state), of gradients and parameters that have a `Fit`.
-    apply_gradients: Function
-    # The transformation of arrays that is lifted, if it is one.
-    inner: optax.GradientTransformationExtraArgs | None = None
-
-
-def applied(step: LazyStep, params: PyTree) -> tuple[PyTree, PyTree]:
-    """Return new parameters and state, in one pass over the rows where there is one."""
+def applied(step: LazyStep) -> tuple[PyTree, PyTree]:
+    """Return updates and state, of tables that are updated in one pass what they become."""
     parts = _taken_apart(step)
     combiners: dict[int, Combiner] = {}
     if parts is not None:
@@ -84,8 +74,7 @@ def applied(step: LazyStep, params: PyTree) -> tuple[PyTree, PyTree]:
             if combiner is not None:
                 combiners[table] = combiner
     if parts is None or len(combiners) < len(parts.proof.rows):
-        updates, state = step.update()
-        return with_updates(params, updates), state
+        return step.update()
     leaves, proof, jaxpr = step.leaves, parts.proof, parts.proof.program.jaxpr
 
     # --- before the pass: what does not depend on rows, or on the gradient alone
@@ -107,7 +96,7 @@ def applied(step: LazyStep, params: PyTree) -> tuple[PyTree, PyTree]:
     _run(before, known, {proof.rows[i]: leaves[i].coalesced_value.nse for i in tables})
 
     # --- the pass
-    results: dict[int, Table] = {}
+    results: dict[int, Argument] = {}
     for table, c in combiners.items():
         leaf, scalars = leaves[table], [known[v] for v in c.scalars]
         gradient = leaf.value
@@ -117,16 +106,17 @@ def applied(step: LazyStep, params: PyTree) -> tuple[PyTree, PyTree]:
             gradient = leaf.coalesced_value.with_values(leaf.from_inner(known[c.source]))
             c = c._replace(is_linear=False)
         new = _updated_tables(c, [leaves[i] for i in c.places], gradient, scalars)
-        results.update((i, leaves[i].as_given(x)) for i, x in zip(c.places, new, strict=True))
+        for i, x in zip(c.places, new, strict=True):
+            given: Argument = leaves[i].as_given(x)  # an array, as `x` is
+            results[i] = Replaced(given) if leaves[i].kind == "param" else given
     for i, (leaf, output) in enumerate(zip(leaves, parts.outputs, strict=False)):
         if leaf.table is None and leaf.kind == "state":
             results[i] = keep_valid(read(known, output), leaf.value, leaf.valid)
         elif leaf.table is None and leaf.kind == "param":
-            moved = unchanged_where_masked(read(known, output), leaf.valid)
-            results[i] = added(leaf.value, moved).astype(jnp.result_type(leaf.value))
-    _, state_tree, param_tree, _ = step.trees
+            results[i] = unchanged_where_masked(read(known, output), leaf.valid)
+    gradient_tree, state_tree, *_ = step.trees
     of_kind = lambda kind: [results[i] for i, x in enumerate(leaves) if x.kind == kind]
-    return param_tree.unflatten(of_kind("param")), state_tree.unflatten(of_kind("state"))
+    return gradient_tree.unflatten(of_kind("param")), state_tree.unflatten(of_kind("state"))
 
 
 # --- the update, taken apart -------------------------------------------------------------

@@ -48,7 +48,7 @@ from jmask._lazy.checks import (
     with_wide_rows,
 )
 from jmask._lazy.row_local import RowLocal, RowWise
-from jmask._lazy.state_rows import check_nothing_held_back, rows_of_state
+from jmask._lazy.state_rows import check_nothing_held_back, once_a_step, rows_of_state
 from jmask._tables.rows_at import (
     add_to_dense,
     as_one_table,
@@ -294,13 +294,22 @@ class LazyStep:
         if all(leaf.table is None for leaf in self.gradients):
             return self
         shapes, tables = [x.inner_shape for x in self.leaves], [x.table for x in self.leaves]
-        is_rows = lambda leaf: leaf.kind == "gradient" and leaf.table is not None
-        inputs = [0 if is_rows(leaf) else None for leaf in self.leaves]
-        # JAX keeps for a while what it has traced; it need not keep arrays.
-        leaves = [Leaf(None, leaf.kind, leaf.table) for leaf in self.leaves]
-        flat_update = dataclasses.replace(self, leaves=leaves).flat_update
-        is_row_wise = isinstance(self.inner, RowWise)
-        program = row_local.proved(flat_update, shapes, tables, inputs, is_row_wise=is_row_wise)
+        of_shapes = [(x.shape, x.dtype, x.weak_type) for x in shapes]
+        key = (self.inner.update, self.trees, *of_shapes, *tables)
+
+        def proof() -> RowLocal:
+            is_rows = lambda leaf: leaf.kind == "gradient" and leaf.table is not None
+            inputs = [0 if is_rows(leaf) else None for leaf in self.leaves]
+            # JAX keeps for a while what it has traced; it need not keep arrays.
+            leaves = [Leaf(None, leaf.kind, leaf.table) for leaf in self.leaves]
+            flat_update = dataclasses.replace(self, leaves=leaves).flat_update
+            is_row_wise = isinstance(self.inner, RowWise)
+            return row_local.proved(
+                flat_update, shapes, tables, inputs, is_row_wise=is_row_wise
+            )
+
+        # Extra arguments that are no arrays are part of the program.
+        program = proof() if self.others else once_a_step(key, proof)
         new = program.program.out_avals
         for leaf, x, y in zip(self.leaves, shapes, new, strict=False):
             is_number = leaf.kind == "state" and leaf.table is None
@@ -452,6 +461,13 @@ def keep_valid(new: jax.Array, old: jax.Array, valid: jax.Array | None) -> jax.A
     return jnp.where(valid, new, old)
 
 
+@dataclasses.dataclass(frozen=True)
+class Replaced:
+    """In place of an update, the parameter that it is added to already."""
+
+    param: jax.Array
+
+
 def with_updates(params: PyTree, updates: PyTree, key: jax.Array | None = None) -> PyTree:
     """Return parameters with updates added, which fit them."""
     keys = (None if key is None else jax.random.fold_in(key, i) for i in itertools.count())
@@ -460,13 +476,15 @@ def with_updates(params: PyTree, updates: PyTree, key: jax.Array | None = None) 
         leaf_key = next(keys)
         if update is None or param is None:
             return param
+        if isinstance(update, Replaced):
+            return update.param
         if isinstance(update, MaskedTensor):
             step, valid = gradient_and_valid(update)
             step = with_stored_values(step, unchanged_where_masked(stored_values(step), valid))
         else:
             step = update
         if is_row_sparse(step):
-            return written_in_rows(add_to_dense(param, step, leaf_key), param)
+            return add_to_dense(param, step, leaf_key)
         param = jnp.asarray(param)
         if leaf_key is None or not is_narrow(param.dtype):
             return added(param, step).astype(param.dtype)

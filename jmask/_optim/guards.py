@@ -26,7 +26,7 @@ from jmask._base.shardings import varying_axes
 from jmask._base.types import Function, Gradient, PyTree, PyTreeDef, Scalar
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.sharded_rows import summed_over_rows
-from jmask._lazy.apply import advising_lazy, apply_gradients
+from jmask._lazy.apply import advising_lazy
 from jmask._lazy.checks import (
     Fit,
     check_transformation,
@@ -37,7 +37,6 @@ from jmask._lazy.checks import (
     with_wide_rows,
 )
 from jmask._lazy.lazy import lazy, noticed_as
-from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.state_rows import check_state_type
 from jmask._lazy.step import is_written_in_rows
 from jmask._ops.formulas import shortened
@@ -52,7 +51,7 @@ from jmask._tensors.storage import stored_values, with_stored_values
 Decide = Callable[[PyTree, PyTree, PyTree], tuple[jax.Array, PyTree, PyTree]]
 
 
-class Guard(OnePassTransformation):
+class Guard(optax.GradientTransformationExtraArgs):
     """A transformation that takes a step of another one only where predicates hold."""
 
     # Of this guard, and then of those in it: (gradients, state, params) -> (whether to take a
@@ -75,10 +74,9 @@ def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide)
     if isinstance(tx, Guard):
         decisions, tx = [decide, *tx.decisions], tx.guarded
 
-    def step(gradients, state, params, extra):
-        """Return updates and state; without extra arguments new parameters and state."""
+    def update(updates, state, params=None, **extra_args):
         # --- all guards decide, the outermost first
-        take = jnp.ones((), bool)
+        gradients, take = updates, jnp.ones((), bool)
         states: list[PyTree] = []
         for decide in decisions:
             wanted, gradients, new = decide(gradients, state, params)
@@ -90,28 +88,21 @@ def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide)
         gradients = noticed_as(gradients, _at_leaves(lambda x: _kept(take, x), gradients))
 
         # --- the step of what they guard, of padding where it is not taken
+        with advising_lazy("inner", gradients, state):
+            updates, new_state = tx.update(gradients, state, params, **extra_args)
+
         def selected(new: jax.Array, old: jax.Array) -> jax.Array:
             # Padding has changed no row of a table: it is not copied.
             return new if is_written_in_rows(new, old) else _where(take, new, old)
 
-        if extra is None:
-            new, new_state = apply_gradients(tx, gradients, state, params)
-            result = jax.tree.map(selected, new, params)
-        else:
-            with advising_lazy("inner", gradients, state):
-                updates, new_state = tx.update(gradients, state, params, **extra)
-            # -0.0 changes nothing: -0.0 + 0.0 would be 0.0.
-            result = _at_leaves(lambda x: _kept(take, x, -0.0), updates)
         state = jax.tree.map(selected, new_state, state)
         for outer in reversed(states):
             state = outer._replace(inner_state=state)
-        return result, state
-
-    def update(updates, state, params=None, **extra_args):
-        return step(updates, state, params, extra_args)
+        # -0.0 changes nothing: -0.0 + 0.0 would be 0.0. Rows that are padding are not added.
+        unmoved = lambda x: x if is_row_sparse(x) else _kept(take, x, -0.0)
+        return _at_leaves(unmoved, updates), state
 
     guard = Guard(init, update)
-    guard.apply_gradients = lambda grads, state, params: step(grads, state, params, None)
     guard.decisions, guard.guarded = decisions, tx
     return guard
 
@@ -154,7 +145,9 @@ class SkipNonfiniteState(NamedTuple):
     inner_state: PyTree
 
 
-def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation:
+def skip_nonfinite(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
     """Take no step where a gradient is nan or infinite: parameters and state keep their bits.
 
     Args:

@@ -35,7 +35,6 @@ from jmask._lazy.checks import (
     is_gradient_leaf,
 )
 from jmask._lazy.lazy import noticed_as
-from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.state_rows import check_state_type, states_of
 from jmask._optim.guards import guarded
 from jmask._tensors.masked_tensor import MaskedTensor, joined
@@ -70,7 +69,7 @@ def multi_steps(
     like: PyTree | None = None,
     *,
     use_grad_mean: bool = True,
-) -> OnePassTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Take one step of `inner` for every k gradients, with their mean: larger batches in parts.
 
     Args:

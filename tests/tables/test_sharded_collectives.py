@@ -255,7 +255,14 @@ def test_large_batches(layout, batch, optimizer, step):
 # How often rows cross: looked up and updated, and before that summed, where a sum decides.
 CROSSINGS = {"adam": 2, "clipped optax.adam": 3, "adam unless not finite": 3}
 CROSSINGS |= {"averaged optax.adam": 2, "optax.adam within norms": 2}
+CROSSINGS |= {"partition": 2, "adam, averaged": 2, "one not finite, in parts": 3}
 CROSSINGS["microbatches"] = 3  # the rows of two
+PARTS = optax.partition({"rows": jmask.adam(0.1), "rest": optax.adam(0.1)}, "rows")
+IN_OTHERS = {
+    "partition": PARTS,
+    "adam, averaged": optax.chain(jmask.adam(0.1), jmask.ema(0.9)),
+    "one not finite, in parts": jmask.skip_nonfinite(PARTS),
+}
 
 
 @pytest.mark.parametrize(
@@ -266,7 +273,8 @@ CROSSINGS["microbatches"] = 3  # the rows of two
 def test_what_large_batches_move(n, times, optimizer):
     """Little more than the bytes of a device's rows, there and back, and room for no more."""
     columns = 64
-    table, tx = sharded(jnp.zeros((40_000, columns)), "8 devices"), OPTIMIZERS.get(optimizer)
+    table = sharded(jnp.zeros((40_000, columns)), "8 devices")
+    tx = (OPTIMIZERS | IN_OTHERS).get(optimizer)
     ids = batch_of(np.zeros(n, np.int32), "8 devices")
     if tx is None:
         like = jax.eval_shape(jmask.grad(loss), table, ids)
