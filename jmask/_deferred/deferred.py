@@ -58,7 +58,7 @@ from jmask._lazy.checks import (
     with_whole_rows,
 )
 from jmask._lazy.lazy import noticing_dense_tables
-from jmask._lazy.programs import Finish, taken
+from jmask._lazy.programs import Finish, Run, taken
 from jmask._lazy.state_rows import check_state_type, rows_of_state
 from jmask._lazy.step import LazyStep, Leaf, step_of, written_in_rows
 from jmask._tables.rows_at import shape_of
@@ -93,10 +93,13 @@ class DeferredState(NamedTuple):
         return first._replace(tables=jax.tree.map(now, first.tables, is_leaf=is_one))
 
 
-class Deferred(Lifted):
+class Deferred(NamedTuple):
     """A transformation whose rows wait for their steps. Made by `jmask.deferred`."""
 
+    init: Function  # params -> state
+    update: Function  # (gradients, state, params, **extra_args) -> (updates, state)
     catch_up: Function  # (params, state, ids) -> (params, state), rows as they are now
+    run_step: Run  # see `Lifted`
 
 
 def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Deferred:
@@ -256,9 +259,7 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         now = DeferredState(new, state.clock, tree.unflatten(tables))
         return fit.as_given(tree.unflatten(leaves)), now
 
-    transformation = Deferred(init, noticing_dense_tables(update))
-    transformation.run, transformation.catch_up = stepped, catch_up
-    return transformation
+    return Deferred(init, noticing_dense_tables(update), catch_up, stepped)
 
 
 def _noted(

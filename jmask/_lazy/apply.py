@@ -18,10 +18,13 @@ from jmask._lazy.step import with_updates
 
 
 class Lifted(optax.GradientTransformationExtraArgs):
-    """A transformation whose update is one step on rows."""
+    """A transformation whose update is one step on rows.
 
-    run: Run
-    inner: Inner | None = None  # the transformation of arrays that is lifted, if it is one
+    What copies it as the pair that it is, as Keras does, leaves the rest out.
+    """
+
+    run_step: Run | None = None
+    inner: Inner | None = None  # the transformation of arrays that is lifted
 
 
 @jax.named_scope("jmask.apply_updates")
@@ -123,9 +126,10 @@ def apply_gradients(
 
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(given))
     is_applied = is_traced and key is None and has_gradients(fit.gradients)
-    if is_applied and isinstance(tx, Lifted) and not extra_args:
-        with collected():  # it is one step
-            updates, opt_state = tx.run(applied, *given)
+    run_step = getattr(tx, "run_step", None)
+    if is_applied and run_step is not None and not extra_args:
+        with collected():  # all of it is one step
+            updates, opt_state = run_step(applied, *given)
     elif is_applied:
         updates, opt_state = with_steps_applied(update, fit.params)
     else:

@@ -117,7 +117,7 @@ def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExt
         return update_arrays(fit.gradients, state, fit.params, **extra_args)
 
     lifted = Lifted(init, noticing_dense_tables(update))
-    lifted.run, lifted.inner = run, inner
+    lifted.run_step, lifted.inner = run, inner
     return lifted
 
 

@@ -147,7 +147,8 @@ IN_ONE_PASS = functions("", {**vars(jmask), **globals()})("""
     optax.partition({"a": optax.chain(BOTH, touched()), "b": optax.adam(0.1)}, LABELS);
     optax.chain(BOTH, ema(0.9), touched()); optax.chain(lazy(optax.trace(0.9)), BOTH);
     optax.chain(clip_by_row_norm(0.5), BOTH); optax.chain(BOTH, max_row_norm(1.0));
-    skip_nonfinite(BOTH); optax.inject_hyperparams(lambda rate: BOTH)(rate=0.1);
+    type(BOTH)(*BOTH); skip_nonfinite(BOTH);
+    optax.inject_hyperparams(lambda rate: BOTH)(rate=0.1);
     skip_nonfinite(optax.partition({"a": BOTH, "b": optax.adam(0.1)}, LABELS));
     optax.chain(optax.identity(), optax.masked(BOTH, {"t": True, "u": True, "w": True}))
 """)
