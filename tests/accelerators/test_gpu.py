@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jmask
 from benchmarks.collectives import collectives
 from jmask._kernels import scatter_update
-from jmask._kernels.update_rows import RowUpdate
+from jmask._kernels.update_rows import RowUpdate, Update
 from tests.compiled_step import (
     Step,
     check_deferred_in_place,
@@ -295,8 +295,8 @@ def test_control_a_scatter_of_several_tables_is_a_loop_over_rows():
     program = jax.make_jaxpr(lambda x, y, grad: (x - grad, y + grad))(1.0, 1.0, 1.0)
 
     def update(tables, ids, grad):
-        update = scatter_update._one_scatter(program)
-        return update.fused(RowUpdate(update, tables, ids, grad, [], "unique"))
+        form = scatter_update._one_scatter(program)
+        return form(RowUpdate(Update(form), tables, ids, grad, [], "unique"))
 
     compiled = jax.jit(update, donate_argnums=0).lower(tables, ids, rows).compile()
     one_kernel = jax.__version_info__ >= (0, 12)
