@@ -5,12 +5,14 @@
                                                              origins   [1, 2]
 """
 
+import contextlib
 import functools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import jax
+from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from jmask._base.forms import CALLS, REMATS, called, name_of, names_in
@@ -78,6 +80,15 @@ def _add_inlined(
 def read(values: dict[Var, _Value], v: Atom) -> _Value:
     """Return the value of a variable or literal."""
     return v.val if isinstance(v, Literal) else values[v]
+
+
+@contextlib.contextmanager
+def as_traced(eqn: JaxprEqn) -> Iterator[None]:
+    """Context of an equation as it was traced: its names in profiles, its line, its mesh."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    traceback = eqn.source_info.traceback
+    with source_info_util.user_context(traceback, name_stack=stack), eqn.ctx.manager:
+        yield
 
 
 def bound(eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> list[jax.Array]:

@@ -35,7 +35,7 @@ from jax.extend.core import JaxprEqn, Primitive, Var, get_opaque_trace_state
 
 from jmask._base.array_types import is_narrow
 from jmask._base.fallback import collected
-from jmask._base.jaxprs import bound, read
+from jmask._base.jaxprs import as_traced, bound, read
 from jmask._base.types import Argument, Atom, Gradient, PyTree, PyTreeDef
 from jmask._lazy.checks import NotRowLocalError, is_gradient_leaf
 from jmask._lazy.one_pass import applied
@@ -150,6 +150,7 @@ def _tells_all(x: Gradient) -> bool:
 class _Taken:
     """Steps of a program: one, or those of a chain, each of the updates of the one before."""
 
+    eqn: JaxprEqn  # of the last step
     steps: Sequence[_Step]
     gradients: Sequence[Atom]
     states: Sequence[Sequence[Atom]]  # of each step
@@ -166,7 +167,7 @@ class _Taken:
         gradients, state, params = given
         number = sum(step.sizes)
         updates, new_state = eqn.outvars[:number], eqn.outvars[number:]
-        return cls([step], gradients, [state], params, updates, [new_state])
+        return cls(eqn, [step], gradients, [state], params, updates, [new_state])
 
     @property
     def invars(self) -> list[Atom]:
@@ -175,6 +176,7 @@ class _Taken:
     def then(self, other: "_Taken") -> "_Taken":
         """Return both as steps of a chain."""
         return _Taken(
+            other.eqn,
             [*self.steps, *other.steps],
             self.gradients,
             [*self.states, *other.states],
@@ -297,14 +299,16 @@ def with_steps_applied(
             if isinstance(item, _Taken):
                 updates = _divided(item.updates, item.steps[-1].sizes)
                 found = places(item, updates)
-                results = item.run(applied if found else LazyStep.update, values)
+                with as_traced(item.eqn):
+                    results = item.run(applied if found else LazyStep.update, values)
                 for i, (variables, x) in enumerate(zip(updates, results, strict=True)):
                     if i in found:
                         new[found[i]] = x
                     else:
                         values.update(zip(variables, jax.tree.leaves(x), strict=True))
             else:
-                made_of = bound(item, [read(values, v) for v in item.invars])
+                with as_traced(item):
+                    made_of = bound(item, [read(values, v) for v in item.invars])
                 values.update(zip(item.outvars, made_of, strict=True))
     *made_updates, state = (
         new[i] if i in new else tree.unflatten([read(values, v) for v in variables])

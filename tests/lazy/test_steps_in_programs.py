@@ -192,3 +192,16 @@ def test_updates_that_do_not_fit_are_refused_by_name():
         jax.jit(lambda *given: jmask.apply_gradients(tx, *given))(
             grads, tx.init(params), params
         )
+
+
+def test_scopes_of_users_are_kept():
+    """What an operation is called in a profile is what it is called where it was traced."""
+
+    def scoped(updates, state, params=None):
+        with jax.named_scope("ours"):
+            return BOTH.update(updates, state, params)
+
+    tx, (grads, params) = optax.GradientTransformation(BOTH.init, scoped), example()
+    given = grads, tx.init(params), params
+    program = jax.jit(stepped(tx)).lower(*given).as_text(debug_info=True)
+    assert "jmask.apply_gradients/ours/jmask.lazy.update/jmask_update_rows" in program
