@@ -68,7 +68,7 @@ _this_trace = functools.partial(get_opaque_trace_state, convention="nnx")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Step:
-    """What the equation of a step says."""
+    """Hold what the equation of a step is of."""
 
     run: Run
     inner: Inner | None  # what it is a step of, if that may be chained to another one
@@ -135,7 +135,7 @@ def taken(
 def _tells_all(x: Gradient) -> bool:
     """Decide whether an update of it tells the next step of a chain all that it does.
 
-    Updates have no masks, those of entries of a table may be whole rows, and 16-bit ones have
+    An update has no mask, one of single entries may be of whole rows, and one in 16 bits has
     been rounded.
     """
     if not is_gradient_leaf(x):
@@ -148,7 +148,7 @@ def _tells_all(x: Gradient) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Taken:
-    """Steps of a program: one, or those of a chain, each of the updates of the one before."""
+    """Hold steps of a program: one, or those of a chain, where each gets updates of another."""
 
     eqn: JaxprEqn  # of the last step
     steps: Sequence[_Step]

@@ -44,9 +44,14 @@ KINDS = {
 }
 # Transformations of no row by itself, and those that see whole lines, are no matter of places.
 ROW_BY_ROW = ("per row", "rowwise", "norms", "averaged optax")
+PARTS = optax.partition(
+    {"rows": jmask.adam(0.1), "rest": optax.adam(0.1)}, {"table": "rows", "dense": "rest"}
+)
 TRANSFORMATIONS = OPTIMIZERS | {
     "adam, averaged": optax.chain(jmask.adam(0.1), jmask.ema(0.9)),
     "rmsprop, noted": optax.chain(OPTIMIZERS["optax.rmsprop"], jmask.touched()),
+    "in parts": PARTS,
+    "in parts, if finite": jmask.skip_nonfinite(PARTS),
     "deferred": jmask.deferred(optax.adam(0.1)),
     "microbatches": None,  # made of the gradient
 }
