@@ -114,7 +114,7 @@ def taken(
         return update()
     updates = jax.tree.leaves(made[0], is_leaf=is_gradient_leaf)
     arguments = gradients, state, params
-    is_link = all(map(_tells_all, jax.tree.leaves(gradients, is_leaf=is_gradient_leaf)))
+    is_link = all(map(tells_all, jax.tree.leaves(gradients, is_leaf=is_gradient_leaf)))
     step = _Step(
         run,
         inner if is_link else None,
@@ -132,7 +132,7 @@ def taken(
     return results
 
 
-def _tells_all(x: Gradient) -> bool:
+def tells_all(x: Gradient) -> bool:
     """Decide whether an update of it tells the next step of a chain all that it does.
 
     An update has no mask, one of single entries may be of whole rows, and one in 16 bits has

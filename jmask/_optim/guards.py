@@ -32,11 +32,14 @@ from jmask._lazy.checks import (
     check_transformation,
     coalesced,
     gradient_and_valid,
+    has_gradients,
     is_entries,
     is_gradient_leaf,
     with_wide_rows,
 )
 from jmask._lazy.lazy import lazy, noticed_as
+from jmask._lazy.programs import tells_all
+from jmask._lazy.row_local import RowWise
 from jmask._lazy.state_rows import check_state_type
 from jmask._lazy.step import is_written_in_rows
 from jmask._ops.formulas import shortened
@@ -331,15 +334,28 @@ def clip_by_row_norm(
     """
     check_numbers(max_norm=max_norm, ord=ord)
 
+    def bounded(rows: jax.Array) -> jax.Array:
+        return _bounded(rows, max_norm, ord).astype(rows.dtype)
+
     def clipped(x: Gradient) -> Gradient:
         if is_entries(x):
             return _clipped_entries(x, max_norm, ord)
         rows, valid = gradient_and_valid(x)
-        values = jnp.asarray(stored_values(rows))
-        rows = with_stored_values(rows, _bounded(values, max_norm, ord).astype(values.dtype))
+        rows = with_stored_values(rows, bounded(jnp.asarray(stored_values(rows))))
         return rows if valid is None else joined(rows, valid)
 
+    # Of whole rows it is a step like that of the optimizer behind it, with which it is one.
+    of_rows = lazy(
+        RowWise(
+            optax.init_empty_state,
+            lambda updates, state, params=None: (jax.tree.map(bounded, updates), state),
+        )
+    )
+
     def update(updates, state, params=None, **extra_args):
+        leaves = jax.tree.leaves(updates, is_leaf=is_gradient_leaf)
+        if has_gradients(updates) and all(map(tells_all, leaves)):
+            return of_rows.update(updates, state, params)
         gradients = _coalesced(updates, params)
         return noticed_as(gradients, _at_leaves(clipped, gradients)), state
 
