@@ -61,26 +61,27 @@ def run_of(inner: Inner) -> Run:
 
 # --- steps as equations -------------------------------------------------------------------
 
-# The trace of a `tx.update`, in which a step is an equation.
-_TRACE = contextvars.ContextVar[object]("trace of an update", default=None)
 _this_trace = functools.partial(get_opaque_trace_state, convention="nnx")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class _Step:
-    """Hold what the equation of a step is of."""
+    """Hold what an equation is a step of."""
 
     run: Run
-    inner: Inner | None  # what it is a step of, if that may be chained to another one
+    inner: Inner | None  # if it may be chained to another one
     given: Sequence[PyTreeDef]  # of gradients, state, parameters
     sizes: Sequence[int]  # how many arrays each update is made of
     tables: Sequence[int]  # which of the updates are row-sparse
-    types: Sequence[Argument]  # of the arrays that result: updates, and state
 
+
+# The trace of a `tx.update`, in which steps are equations, and its steps. An equation has the
+# number of its own: JAX keeps programs, which need not keep what transformations hold.
+_STEPS = contextvars.ContextVar[tuple[object, list[_Step]]]("steps", default=(None, []))
 
 _LAZY_STEP = Primitive("jmask_lazy_step")
 _LAZY_STEP.multiple_results = True
-_LAZY_STEP.def_abstract_eval(lambda *operands, step: list(step.types))
+_LAZY_STEP.def_abstract_eval(lambda *operands, number, types: list(types))
 
 
 def taken(
@@ -91,7 +92,8 @@ def taken(
     Args:
         inner: what it is a step of, if that may be chained to another one.
     """
-    is_equation = params is not None and _TRACE.get() == _this_trace()
+    trace, steps = _STEPS.get()
+    is_equation = params is not None and trace == _this_trace()
 
     def finish(step: LazyStep) -> tuple[PyTree, PyTree]:
         # What functions hold of this trace, as an injected rate, cannot be read behind it.
@@ -121,10 +123,11 @@ def taken(
         list(map(jax.tree.structure, arguments)),
         [len(jax.tree.leaves(x)) for x in updates],
         [i for i, x in enumerate(updates) if is_row_sparse(x)],
-        program.out_avals,
     )
+    types, operands = tuple(program.out_avals), jax.tree.leaves(arguments)
     structure: PyTreeDef = jax.tree.structure(made)
-    results = structure.unflatten(_LAZY_STEP.bind(*jax.tree.leaves(arguments), step=step))
+    results = structure.unflatten(_LAZY_STEP.bind(*operands, number=len(steps), types=types))
+    steps.append(step)
     pairs = zip(jax.tree.leaves(results[1]), jax.tree.leaves(state), strict=True)
     for (new, old), is_written in zip(pairs, written, strict=True):
         if is_written:
@@ -159,10 +162,8 @@ class _Taken:
     new_states: Sequence[Sequence[Var]]  # of each
 
     @classmethod
-    def of(cls, eqn: JaxprEqn) -> "_Taken":
+    def of(cls, eqn: JaxprEqn, step: _Step) -> "_Taken":
         """Return the step of an equation."""
-        step: _Step
-        (step,) = eqn.params.values()
         given = _divided(eqn.invars, [x.num_leaves for x in step.given])
         gradients, state, params = given
         number = sum(step.sizes)
@@ -231,12 +232,14 @@ def with_steps_applied(
     """Return updates and state; of tables that are updated in one pass what they become."""
 
     # --- the program
+    steps: list[_Step] = []
+
     def traced() -> tuple[PyTree, PyTree]:
-        token = _TRACE.set(_this_trace())
+        token = _STEPS.set((_this_trace(), steps))
         try:
             return update()
         finally:
-            _TRACE.reset(token)
+            _STEPS.reset(token)
 
     made: tuple[PyTree, PyTree]
     program, made = jax.make_jaxpr(traced, return_shape=True)()
@@ -257,7 +260,8 @@ def with_steps_applied(
         if eqn.primitive is not _LAZY_STEP:
             items.append(eqn)
             continue
-        step = _Taken.of(eqn)
+        number, _ = eqn.params.values()
+        step = _Taken.of(eqn, steps[number])
         for i, before in enumerate(items):
             if not isinstance(before, _Taken) or [*step.gradients] != [*before.updates]:
                 continue

@@ -141,6 +141,10 @@ in_pairs = inside(
 twice = optax.GradientTransformation(
     jmask.adam(0.1).init, lambda g, s, p: (g, jmask.adam(0.1).update(g, s, p)[1])
 )
+# Its step is of no use.
+forgotten = optax.stateless(
+    lambda g, p: (jmask.sgd(0.1).update(g, jmask.sgd(0.1).init(p), p), g)[1]
+)
 BOTH, LABELS = jmask.adam(0.1), {"t": "a", "u": "a", "w": "b"}
 IN_ONE_PASS = functions("", {**vars(jmask), **globals()})("""
     optax.partition({"a": BOTH, "b": optax.adam(0.1)}, LABELS); optax.chain(BOTH, ema(0.9));
@@ -156,7 +160,8 @@ IN_ONE_PASS = functions("", {**vars(jmask), **globals()})("""
 # holds a number of this trace.
 IN_SEVERAL = functions("", {**vars(jmask), **globals()})("""
     optax.chain(BOTH, halved); optax.chain(BOTH, reading); in_jit(BOTH); in_branch(BOTH);
-    in_pairs(BOTH); optax.chain(BOTH, twice); optax.inject_hyperparams(adam)(learning_rate=0.1)
+    in_pairs(BOTH); optax.chain(BOTH, twice); optax.chain(forgotten, BOTH);
+    optax.inject_hyperparams(adam)(learning_rate=0.1)
 """)
 
 
