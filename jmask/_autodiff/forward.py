@@ -45,7 +45,7 @@ from jmask._autodiff.views import (
 )
 from jmask._base.array_types import is_known
 from jmask._base.forms import PLAIN_CALLS, Opened, aval_of, called, name_of, within
-from jmask._base.jaxprs import as_traced, bound, bound_to_differentiate, read
+from jmask._base.jaxprs import bound, bound_to_differentiate, contexts_of, read
 from jmask._base.shardings import varying_axes, varying_over
 from jmask._base.types import Argument, Shaped
 
@@ -88,7 +88,8 @@ class Forward:
                 # `dataclasses.replace` calls three functions more, for each equation.
                 eqns = (*self.eqns, eqn)
                 inside = Forward(self.leaves, self.taps, self.needed, self.needs, eqns)
-                with as_traced(eqn):
+                names, context = contexts_of(eqn)
+                with names, context:
                     outs = inside.equation(eqn, args, [v in live for v in eqn.outvars], scope)
             values.update(zip(eqn.outvars, outs, strict=True))
         return [read(values, v) for v in jaxpr.outvars]

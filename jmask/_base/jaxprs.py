@@ -8,7 +8,7 @@
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 import jax
@@ -82,13 +82,17 @@ def read(values: dict[Var, _Value], v: Atom) -> _Value:
     return v.val if isinstance(v, Literal) else values[v]
 
 
-@contextlib.contextmanager
-def as_traced(eqn: JaxprEqn) -> Iterator[None]:
-    """Context of an equation as it was traced: its names in profiles, its line, its mesh."""
+Context = contextlib.AbstractContextManager[object]
+
+
+def contexts_of(eqn: JaxprEqn) -> tuple[Context, Context]:
+    """Return the contexts in which an equation was traced: its line and names, and its mesh.
+
+    Two of them, since one around both calls eight functions more, for each equation.
+    """
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    traceback = eqn.source_info.traceback
-    with source_info_util.user_context(traceback, name_stack=stack), eqn.ctx.manager:
-        yield
+    names = source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
+    return names, eqn.ctx.manager
 
 
 def bound(eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> list[jax.Array]:

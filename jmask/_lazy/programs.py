@@ -35,7 +35,7 @@ from jax.extend.core import JaxprEqn, Primitive, Var, get_opaque_trace_state
 
 from jmask._base.array_types import is_narrow
 from jmask._base.fallback import collected
-from jmask._base.jaxprs import as_traced, bound, read
+from jmask._base.jaxprs import bound, contexts_of, read
 from jmask._base.types import Argument, Atom, Gradient, PyTree, PyTreeDef
 from jmask._lazy.checks import NotRowLocalError, is_gradient_leaf
 from jmask._lazy.one_pass import applied
@@ -303,7 +303,8 @@ def with_steps_applied(
             if isinstance(item, _Taken):
                 updates = _divided(item.updates, item.steps[-1].sizes)
                 found = places(item, updates)
-                with as_traced(item.eqn):
+                names, context = contexts_of(item.eqn)
+                with names, context:
                     results = item.run(applied if found else LazyStep.update, values)
                 for i, (variables, x) in enumerate(zip(updates, results, strict=True)):
                     if i in found:
@@ -311,7 +312,8 @@ def with_steps_applied(
                     else:
                         values.update(zip(variables, jax.tree.leaves(x), strict=True))
             else:
-                with as_traced(item):
+                names, context = contexts_of(item)
+                with names, context:
                     made_of = bound(item, [read(values, v) for v in item.invars])
                 values.update(zip(item.outvars, made_of, strict=True))
     *made_updates, state = (
