@@ -60,7 +60,7 @@ from jmask._lazy.checks import (
 from jmask._lazy.lazy import noticing_dense_tables
 from jmask._lazy.programs import Finish, Run, taken
 from jmask._lazy.state_rows import check_state_type, rows_of_state
-from jmask._lazy.step import LazyStep, Leaf, step_of, written_in_rows
+from jmask._lazy.step import Leaf, step_of, written_in_rows
 from jmask._tables.rows_at import shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
 
@@ -228,10 +228,7 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         if params is None:
             raise ValueError("`params` must be given to update(): rows are compared with them.")
         fit = Fit.of(updates, params)
-        given = fit.gradients, state, fit.params
-        if extra_args:
-            return stepped(LazyStep.update, *given, **extra_args)
-        return taken(stepped, *given)
+        return taken(stepped, fit.gradients, state, fit.params, extra_args)
 
     def catch_up(
         params: PyTree, state: DeferredState, ids: PyTree = None

@@ -59,8 +59,12 @@ def apply_updates(params: PyTree, updates: PyTree, *, key: jax.Array | None = No
     """
     if key is not None:
         check_key(key)
-    fit = Fit.of(updates, params, "apply_updates(params, updates)", partial=True)
+    fit = _fit_of_updates(updates, params)
     return fit.as_given(with_updates(fit.params, fit.gradients, key))
+
+
+def _fit_of_updates(updates: PyTree, params: PyTree) -> Fit:
+    return Fit.of(updates, params, "apply_updates(params, updates)", partial=True)
 
 
 @jax.named_scope("jmask.apply_gradients")
@@ -122,8 +126,7 @@ def apply_gradients(
             inner: Argument = tx
             with_extra = optax.with_extra_args_support(inner)
             updates, state = with_extra.update(*given, **extra_args)
-        order = "apply_updates(params, updates)"
-        return Fit.of(updates, fit.params, order, partial=True).gradients, state
+        return _fit_of_updates(updates, fit.params).gradients, state
 
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(given))
     is_applied = is_traced and key is None and has_gradients(fit.gradients)

@@ -45,7 +45,7 @@ from jmask._lazy.checks import (
 from jmask._lazy.programs import run_of, taken
 from jmask._lazy.row_local import RowWise
 from jmask._lazy.state_rows import check_made_by, check_nothing_held_back
-from jmask._lazy.step import LazyStep, step_of
+from jmask._lazy.step import LazyStep
 
 
 def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -110,10 +110,8 @@ def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExt
                     f"the extra argument `{name}` holds a row-sparse gradient, and what takes "
                     "whole gradients (a line search) is not row-local"
                 )
-        if has_gradients(fit.gradients) and extra_args:
-            return step_of(inner, fit.gradients, state, fit.params, extra_args).update()
         if has_gradients(fit.gradients):
-            return taken(run, fit.gradients, state, fit.params, inner)
+            return taken(run, fit.gradients, state, fit.params, extra_args, inner)
         return update_arrays(fit.gradients, state, fit.params, **extra_args)
 
     lifted = Lifted(init, noticing_dense_tables(update))

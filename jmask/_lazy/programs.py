@@ -26,7 +26,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import jax
 import optax
@@ -48,15 +48,34 @@ _T = TypeVar("_T")
 Inner = optax.GradientTransformationExtraArgs
 Finish = Callable[[LazyStep], tuple[Argument, PyTree]]
 """Takes a step that is proved: (results, state), as `LazyStep.update` and `applied` do."""
-Run = Callable[[Finish, PyTree, PyTree, PyTree], tuple[Argument, PyTree]]
-"""Makes a step of (gradients, state, params), and finishes it."""
+
+
+class Run(Protocol):
+    """Makes a step, and finishes it."""
+
+    def __call__(
+        self,
+        finish: Finish,
+        gradients: PyTree,
+        state: PyTree,
+        params: PyTree,
+        **extra_args: PyTree,
+    ) -> tuple[Argument, PyTree]: ...
 
 
 def run_of(inner: Inner) -> Run:
     """Return what makes steps of a transformation of arrays, on rows."""
-    return lambda finish, gradients, state, params: finish(
-        step_of(inner, gradients, state, params, {})
-    )
+
+    def run(
+        finish: Finish,
+        gradients: PyTree,
+        state: PyTree,
+        params: PyTree,
+        **extra_args: PyTree,
+    ) -> tuple[Argument, PyTree]:
+        return finish(step_of(inner, gradients, state, params, extra_args))
+
+    return run
 
 
 # --- steps as equations -------------------------------------------------------------------
@@ -85,7 +104,12 @@ _LAZY_STEP.def_abstract_eval(lambda *operands, number, types: list(types))
 
 
 def taken(
-    run: Run, gradients: PyTree, state: PyTree, params: PyTree, inner: Inner | None = None
+    run: Run,
+    gradients: PyTree,
+    state: PyTree,
+    params: PyTree,
+    extra_args: dict[str, PyTree],
+    inner: Inner | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Return updates and state of a step, which `with_steps_applied` finds in its program.
 
@@ -93,16 +117,15 @@ def taken(
         inner: what it is a step of, if that may be chained to another one.
     """
     trace, steps = _STEPS.get()
-    is_equation = params is not None and trace == _this_trace()
+    if params is None or extra_args or trace != _this_trace():
+        return run(LazyStep.update, gradients, state, params, **extra_args)
+    holds_tracers, written = False, list[bool]()
 
     def finish(step: LazyStep) -> tuple[PyTree, PyTree]:
-        # What functions hold of this trace, as an injected rate, cannot be read behind it.
-        nonlocal is_equation
+        nonlocal holds_tracers
         held = () if step.proof is None else step.proof.program.consts
-        is_equation = is_equation and not any(isinstance(x, Tracer) for x in held)
+        holds_tracers = any(isinstance(x, Tracer) for x in held)
         return step.update()
-
-    written: list[bool] = []
 
     def update() -> tuple[PyTree, PyTree]:
         updates, new = run(finish, gradients, state, params)
@@ -110,10 +133,9 @@ def taken(
         written[:] = [is_written_in_rows(*pair) for pair in pairs]
         return updates, new
 
-    if is_equation:
-        program, made = jax.make_jaxpr(update, return_shape=True)()
-    if not is_equation:
-        return update()
+    program, made = jax.make_jaxpr(update, return_shape=True)()
+    if holds_tracers:  # of this trace, as an injected rate: they cannot be read behind it
+        return run(LazyStep.update, gradients, state, params)
     updates = jax.tree.leaves(made[0], is_leaf=is_gradient_leaf)
     arguments = gradients, state, params
     is_link = all(map(tells_all, jax.tree.leaves(gradients, is_leaf=is_gradient_leaf)))
