@@ -71,15 +71,17 @@ def _explicit_sharding(x: object) -> NamedSharding | None:
 
 
 def _sharding_of(x: object) -> NamedSharding | None:
-    kind = jax.typeof(x) if isinstance(x, jax.Array) else x
-    sharding = getattr(kind, "sharding", None)
+    sharding = getattr(_type_of(x), "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def _type_of(x: object) -> object:
+    return jax.typeof(x) if isinstance(x, jax.Array) else x
 
 
 def varying_axes(x: object) -> frozenset[str]:
     """Return the axes of a `shard_map` over which an array differs, as far as JAX tracks it."""
-    kind = jax.typeof(x) if isinstance(x, jax.Array) else x
-    manual = getattr(kind, "manual_axis_type", None)
+    manual = getattr(_type_of(x), "manual_axis_type", None)
     return frozenset() if manual is None else manual.varying
 
 
