@@ -34,10 +34,6 @@ OPTIMIZERS = {
 }
 
 
-def in_one_pass(tx: Any, grads: Any, state: Any, params: Any) -> Any:
-    return jmask.apply_gradients(tx, grads, state, params)
-
-
 def in_several(tx: Any, grads: Any, state: Any, params: Any) -> Any:
     updates, state = tx.update(grads, state, params)
     return jmask.apply_updates(params, updates), state
@@ -56,8 +52,7 @@ def ratios(tx: Any, width: int, lookups: int) -> tuple[float, float]:
         return way(tx, jmask.grad(loss)(params, ids), state, params)
 
     places, times = [], [[], []]
-    ways = in_one_pass, in_several
-    for way in ways:
+    for way in (jmask.apply_gradients, in_several):
         params = {"table": jnp.zeros((ROWS, width)), "layer": jnp.ones(width)}
         carried = params, tx.init(params)
         run = jax.jit(partial(step, way), donate_argnums=0).lower(carried, ids).compile()

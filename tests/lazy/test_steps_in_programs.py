@@ -20,15 +20,12 @@ from tests.compilations import no_tracer_is_kept
 from tests.compiled_step import with_optax
 from tests.expressions import functions
 from tests.oracle import assert_close
+from tests.stored_tables import STEPS
 
 pytestmark = [pytest.mark.sampled, pytest.mark.dtype_promotion]
 
 V, D = 40, 6
 SHAPES = {"t": (V, D), "u": (V, D), "w": (D,)}
-
-
-def is_gradient(x):
-    return isinstance(x, jmask.RowSparse | jmask.MaskedTensor)
 
 
 def gradient(kind, shape, dtype, rng, sizes=(1, 5, 60)):
@@ -77,11 +74,6 @@ def drawn(draw, depth, labels):
     return OF_OTHERS[draw.choice(sorted(OF_OTHERS))](x, y, labels)
 
 
-def in_two(tx, grads, state, params):
-    updates, state = tx.update(grads, state, params)
-    return jmask.apply_updates(params, updates), state
-
-
 @pytest.mark.parametrize("seed", range(120))
 def test_random_programs(seed):
     draw, rng = random.Random(seed), np.random.default_rng(seed)
@@ -97,16 +89,14 @@ def test_random_programs(seed):
     most = max(grads, key=rows_of)
     if any(rows_of(g) != rows_of(most) for g in grads):
         grads = [most, most]  # for `multi_steps`
-    params = jax.tree.map(
-        lambda x: jnp.asarray(rng.normal(size=x.shape), dtype), grads[0], is_leaf=is_gradient
-    )
+    params = jmask.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), dtype), grads[0])
     labels = {name: draw.choice("ab") for name in SHAPES}
     tx = drawn(draw, draw.choice([1, 2, 3]), labels)
     if draw.random() < 0.2:
         tx = jmask.multi_steps(tx, 2, like=most)
     start = params, tx.init(params)
     both = []
-    for way in in_two, jmask.apply_gradients:
+    for way in STEPS.values():
         new, state = start
         step = jax.jit(lambda g, state, params, way=way: way(tx, g, state, params))
         for g in grads:
