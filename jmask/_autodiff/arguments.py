@@ -317,7 +317,7 @@ def _tensor_gradient(x: Tensor, of_values: jax.Array, everywhere: jax.Array | No
 
 
 def _in_order(*arrays: jax.Array, beside: int) -> list[jax.Array]:
-    """Return the arrays: first the loss, computed after the next `beside` of them."""
+    """Return the arrays; the first, the loss, is computed after as many more as `beside`."""
     loss, *others = arrays
     bits = BITS.get(loss.dtype.itemsize)
     if bits is None or not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -361,10 +361,14 @@ def after_reading(
     dense: dict[int, jax.Array],
     sparse: dict[int, RowSparse],
 ) -> tuple[dict[int, jax.Array], dict[int, jax.Array], dict[int, RowSparse]]:
-    """Make ids of gradients depend on the loss, and on `beside`, which `aux` has of tables.
+    """Make the ids of gradients depend on the loss, and on what `aux` reads of tables.
+
+    Args:
+        beside: the parts of `aux` that are computed of tables, by their numbers.
+        dense, sparse: gradients, by the numbers of their parameters.
 
     Returns:
-        `beside` and the gradients.
+        `beside`, `dense` and `sparse`, so ordered.
     """
     if not isinstance(loss, jax.core.Tracer) or not sparse:
         return beside, dense, sparse

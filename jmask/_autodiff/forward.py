@@ -175,7 +175,7 @@ class Forward:
 
         # 5. Anything else needs arrays.
         tables = frozenset[int]().union(*(a.tables for a in args if isinstance(a, View)))
-        return self._bound(eqn, name, [array(a, beside=tables) for a in args])
+        return self._bound(eqn, name, [array(a, tables=tables) for a in args])
 
     def _bound(self, eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> list[Argument]:
         """Run an equation as it is, but that rows are gathered the fast way."""
@@ -207,21 +207,23 @@ class Forward:
         return abstract
 
     def array(
-        self, x: Argument, is_constant: bool = False, beside: frozenset[int] = frozenset()
+        self, x: Argument, is_constant: bool = False, tables: frozenset[int] = frozenset()
     ) -> Argument:
         """Return a view as an array: of its rows if they are few, else it needs all of tables.
 
-        No gradient is taken of a constant. What several equations need is made once. `beside`
-        are the tables of all operands of the equation that needs it.
+        An array that several equations need is made once. No gradient is taken of a constant.
+
+        Args:
+            tables: those of all operands of the equation that needs the array.
         """
         if not isinstance(x, View):
             return x
         made = self.taps.made
         if (x, is_constant) not in made:
-            made[x, is_constant] = self._made(x, is_constant, beside)
+            made[x, is_constant] = self._made(x, is_constant, tables)
         return made[x, is_constant]
 
-    def _made(self, x: View, is_constant: bool, beside: frozenset[int]) -> Argument:
+    def _made(self, x: View, is_constant: bool, tables: frozenset[int]) -> Argument:
         abstract = jax.ShapeDtypeStruct(x.shape, x.dtype)
         few = self._reading_of_few(x) if is_constant else None
         if few is not None:
@@ -236,7 +238,7 @@ class Forward:
             eqns = x.computed_by or self.eqns
             # What scales a larger table goes first: rows of that may be read in the next round,
             # where a dense parameter is an array.
-            sizes = {t: math.prod(self.leaves[t].shape) for t in x.tables | beside}
+            sizes = {t: math.prod(self.leaves[t].shape) for t in x.tables | tables}
             small = {t for t, size in sizes.items() if 8 * size <= max(sizes.values())}
             for t in x.tables:
                 waits = bool(small) and t not in small
