@@ -269,7 +269,7 @@ def _noted(
         slot = (clock + 1) % table.lines.shape[0]
         lines = table.lines.at[slot].set(form.line(table.lines.dtype))
         kept = (jnp.full_like(last, clock + 1), lines, table.carry.at[slot].set(0))
-        return dataclasses.replace(leaf, value=g), TableState(*kept, table.swept)
+        return dataclasses.replace(leaf, given=g), TableState(*kept, table.swept)
     flat, ids = last.reshape(g.row_count, *g.row[:-1]), g.row_ids()
     is_sharded = bool(Shards.of(flat).rows)
     since = looked_up(flat, ids) if is_sharded else gather_unique_rows(flat, ids, g.order)
@@ -282,7 +282,7 @@ def _noted(
     flat = set_rows(flat, ids, jnp.full(behind.shape, clock + 1), g.order)
     last = written_in_rows(flat.reshape(last.shape), last)
     new = TableState(last, lines, carry, table.swept)
-    return dataclasses.replace(leaf, value=g.with_values(values)), new
+    return dataclasses.replace(leaf, given=leaf.given.with_values(values)), new
 
 
 # --- rows as they are now -----------------------------------------------------------------

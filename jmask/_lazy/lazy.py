@@ -159,7 +159,7 @@ def densified(
         gradients = fit.dense(but_stacks=True)  # which are one table
         if has_gradients(gradients):
             step = LazyStep.of(tx, gradients, state, fit.params, extra_args)
-            whole = lambda x: dataclasses.replace(x, value=dense_gradient(x.value), table=None)
+            whole = lambda x: dataclasses.replace(x, given=dense_gradient(x.given), table=None)
             return dataclasses.replace(step, leaves=list(map(whole, step.leaves))).update()
         return tx.update(gradients, state, fit.params, **extra_args)
 

@@ -51,7 +51,7 @@ from jmask._lazy.row_local import RowLocal, RowWise
 from jmask._lazy.state_rows import check_nothing_held_back, once_a_step, rows_of_state
 from jmask._tables.rows_at import (
     add_to_dense,
-    as_one_table,
+    check_one_table,
     exchange_for,
     routed_to_shards,
     shape_of,
@@ -112,6 +112,11 @@ def step_of(
     return step
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["given", "valid", "home"],
+    meta_fields=["kind", "table", "inner_row", "stored"],
+)
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """A leaf of the gradient, the state, the parameters or the extra arguments.
@@ -120,7 +125,7 @@ class Leaf:
     which has as many dimensions as the stack: a mask by `ndim` is that of the table.
     """
 
-    value: Argument  # an array; of a gradient, an array or a `RowSparse` as it came
+    given: Argument  # an array; of a gradient, an array or a `RowSparse`
     kind: Kind  # which of these trees it is of
     # The position of the `RowSparse` gradient of its table, or None: no rows of it are
     # gathered.
@@ -128,9 +133,16 @@ class Leaf:
     # The valid entries of the gradient that it belongs to, if that is masked.
     valid: jax.Array | None = None
     inner_row: Shape | None = None  # of a stack, a row as `inner` sees it: (1, D)
-    given: Argument = None  # of a stack, what it was before it became one table
+    stored: Shape | None = None  # of a stack, the shape as one table
     # Of a gradient, an array of its table whose type says which shards have which rows, if any.
     home: jax.Array | None = None
+
+    @functools.cached_property
+    def value(self) -> Argument:
+        """What is given, of a stack as one table."""
+        if is_row_sparse(self.given):
+            return self.given.flat()
+        return self.given if self.stored is None else jnp.reshape(self.given, self.stored)
 
     @functools.cached_property
     def exchange(self) -> Exchange | None:
@@ -165,12 +177,9 @@ class Leaf:
     def as_given(self, new: Table) -> Table:
         """Return what `value` becomes, of a stack in the shape that was given."""
         if is_row_sparse(new):
-            return new if self.inner_row is None else new.stacked_as(self.given)
-        old = self.value
-        if self.inner_row is not None:
-            old = self.given
-            new = jnp.reshape(new, old.shape)
-        return new if self.table is None else written_in_rows(new, old)
+            return new if self.stored is None else new.stacked_as(self.given)
+        new = new if self.stored is None else jnp.reshape(new, self.given.shape)
+        return new if self.table is None else written_in_rows(new, self.given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +223,7 @@ class LazyStep:
         owners = rows_of_state(
             inner.init, shapes, is_table, gradient_tree, state, as_tables=flat, dtypes=dtypes
         )
-        pairs = [(x.flat(), None) if is_row_sparse(x) else gradient_and_valid(x) for x in given]
+        pairs = [(x, None) if is_row_sparse(x) else gradient_and_valid(x) for x in given]
         gradients, valid = [x for x, _ in pairs], [x for _, x in pairs]
         # The parameter says which shards have which rows; where it is not given, the state.
         homes: dict[int, jax.Array] = {}
@@ -232,18 +241,16 @@ class LazyStep:
                 home = homes.get(i) if kind == "gradient" else None
                 return Leaf(x, kind, table, valid[i], home=home)
             like, table_row = stacks[i], flat[i].shape[1:]
-            if kind == "gradient":
-                return Leaf(x, kind, table, None, table_row, like)
+            if kind == "state":
+                # One number for each row is stored in one dimension: XLA copies the scattered
+                # array where it has two (jaxlib 0.12).
+                is_number = math.prod(row) == 1 and row != table_row
+                is_flat = is_number and explicit_mesh(x) is None
+                stored = (like.row_count, *(() if is_flat else row[like.leading - 1 :]))
+                return Leaf(x, kind, table, None, row, stored)
             if kind == "param":
-                return Leaf(as_one_table(x, like), kind, table, None, table_row, x)
-            # One number for each row is stored in one dimension: XLA copies the scattered
-            # array where it has two (jaxlib 0.12).
-            is_number = math.prod(row) == 1 and row != table_row
-            is_flat = is_number and explicit_mesh(x) is None
-            stored = jnp.reshape(
-                x, (like.row_count, *(() if is_flat else row[like.leading - 1 :]))
-            )
-            return Leaf(stored, kind, table, None, row, x)
+                check_one_table(x, like)
+            return Leaf(x, kind, table, None, table_row, like.flat().shape)
 
         of_params = [leaf(x, "param", i) for i, x in enumerate(param_leaves)]  # refuses first
         leaves = [leaf(x, "gradient", i) for i, x in enumerate(gradients)]

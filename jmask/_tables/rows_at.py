@@ -85,7 +85,9 @@ def add_to_dense(dense: jax.Array, rows: RowSparse, key: jax.Array | None = None
             f"{dense.shape}: a RowSparse does not broadcast."
         )
     if rows.leading > 1:
-        return add_to_dense(as_one_table(dense, rows), rows.flat(), key).reshape(dense.shape)
+        check_one_table(dense, rows)
+        table = jnp.reshape(dense, rows.flat().shape)
+        return add_to_dense(table, rows.flat(), key).reshape(dense.shape)
     both_inexact = all(jnp.issubdtype(x.dtype, jnp.inexact) for x in (dense, rows))
     dtype = joint_dtype(dense, rows.values)
     if not both_inexact or is_complex(dense) < is_complex(rows):
@@ -102,12 +104,11 @@ def add_to_dense(dense: jax.Array, rows: RowSparse, key: jax.Array | None = None
     return set_rows(dense, ids, new, order)
 
 
-def as_one_table(tables: jax.Array, gradient: RowSparse) -> jax.Array:
-    """Reshape stacked tables (M, V, *row), or lines, to the table of their flat gradient."""
+def check_one_table(tables: jax.Array, gradient: RowSparse) -> None:
+    """Refuse stacked tables (M, V, *row) that cannot be reshaped to one where they are."""
     if any(spec_of(tables)[1 : gradient.leading]):
         raise ValueError(
             f"stacked tables {jax.typeof(tables)} are sharded by the rows of each: shard them "
             "over dimension 0, or make one table of them, `tables.reshape(-1, D)`, and shard "
             "its rows."
         )
-    return jnp.reshape(tables, gradient.flat().shape)
