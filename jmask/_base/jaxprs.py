@@ -7,6 +7,7 @@
 
 import contextlib
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
@@ -46,6 +47,12 @@ def lifted(program: ClosedJaxpr) -> Jaxpr:
     return jaxpr.replace(constvars=(), invars=(*jaxpr.constvars, *jaxpr.invars))
 
 
+def with_consts(jaxpr: Jaxpr, consts: Sequence[Argument]) -> ClosedJaxpr:
+    """Undo `lifted`: return the program with constants in place of its first arguments."""
+    constvars, invars = jaxpr.invars[: len(consts)], jaxpr.invars[len(consts) :]
+    return ClosedJaxpr(jaxpr.replace(constvars=constvars, invars=invars), consts)
+
+
 def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
     """Return the program with the equations of what it calls in place of the calls."""
     consts = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
@@ -53,6 +60,33 @@ def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
     outputs = _add_inlined(program.jaxpr, {}, eqns, consts)
     jaxpr = program.jaxpr.replace(constvars=list(consts), eqns=eqns, outvars=outputs)
     return ClosedJaxpr(jaxpr, list(consts.values()))
+
+
+def in_sequence(
+    first: ClosedJaxpr, second: ClosedJaxpr, sources: Sequence[int | None]
+) -> ClosedJaxpr:
+    """Return two programs as one, with the outputs of the first and then of the second.
+
+    Args:
+        sources: for each input of `second` which output of `first` it is, and counted on from
+            there which input; None is a new input, after those of `first`.
+    """
+    pairs = [zip(x.jaxpr.constvars, x.consts, strict=True) for x in (first, second)]
+    consts: dict[Var, Argument] = dict(itertools.chain(*pairs))
+    eqns: list[JaxprEqn] = []
+    outputs = _add_inlined(first.jaxpr, {}, eqns, consts)
+    known = [*outputs, *first.jaxpr.invars]
+    inputs, more = second.jaxpr.invars, list[Var]()
+    given: dict[Var, Atom] = {}
+    for v, source in zip(inputs, sources, strict=True):
+        if source is None:
+            more.append(Var(v.aval))
+        given[v] = more[-1] if source is None else known[source]
+    outputs += _add_inlined(second.jaxpr, given, eqns, consts)
+    jaxpr = first.jaxpr.replace(
+        constvars=[*consts], invars=[*first.jaxpr.invars, *more], eqns=eqns, outvars=outputs
+    )
+    return ClosedJaxpr(jaxpr, [*consts.values()])
 
 
 # It calls itself. As a closure it would be a cycle, which holds the constants until Python

@@ -58,7 +58,7 @@ from jmask._lazy.checks import (
     with_whole_rows,
 )
 from jmask._lazy.lazy import noticing_dense_tables
-from jmask._lazy.programs import Finish, Run, taken
+from jmask._lazy.programs import taken
 from jmask._lazy.state_rows import check_state_type, rows_of_state
 from jmask._lazy.step import Leaf, step_of, written_in_rows
 from jmask._tables.rows_at import shape_of
@@ -99,7 +99,11 @@ class Deferred(NamedTuple):
     init: Function  # params -> state
     update: Function  # (gradients, state, params, **extra_args) -> (updates, state)
     catch_up: Function  # (params, state, ids) -> (params, state), rows as they are now
-    run_step: Run  # see `Lifted`
+
+    @property
+    def is_a_step(self) -> bool:
+        """As of `Lifted`."""
+        return True
 
 
 def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Deferred:
@@ -194,15 +198,18 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         clock = jnp.zeros((), jnp.int32)
         return DeferredState(inner.init(params), clock, tree.unflatten(tables))
 
-    def stepped(
-        finish: Finish,
-        gradients: PyTree,
+    def update(
+        updates: PyTree,
         state: DeferredState,
-        params: PyTree,
+        params: PyTree | None = None,
         **extra_args: PyTree,
     ) -> tuple[PyTree, DeferredState]:
         """Take the step of rows, and note what it was for all others."""
+        if params is None:
+            raise ValueError("`params` must be given to update(): rows are compared with them.")
+        fit = Fit.of(updates, params)
         check_state_type(state, DeferredState, _GO_ON)
+        gradients, params = fit.gradients, fit.params
         forms = forms_of(params)
         tree: PyTreeDef = jax.tree.structure(gradients, is_leaf=is_gradient_leaf)
         # 0 where they were masked, as they are to dense optimizers.
@@ -216,19 +223,8 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         for i, (form, scalars) in enumerate(steps):
             if isinstance(form, Form):
                 leaves[i], tables[i] = _noted(form, tables[i], state.clock, leaves[i], scalars)
-        results, new = finish(dataclasses.replace(step, leaves=leaves))
+        results, new = taken(dataclasses.replace(step, leaves=leaves))
         return results, DeferredState(new, state.clock + 1, tree.unflatten(tables))
-
-    def update(
-        updates: PyTree,
-        state: DeferredState,
-        params: PyTree | None = None,
-        **extra_args: PyTree,
-    ) -> tuple[PyTree, DeferredState]:
-        if params is None:
-            raise ValueError("`params` must be given to update(): rows are compared with them.")
-        fit = Fit.of(updates, params)
-        return taken(stepped, fit.gradients, state, fit.params, extra_args)
 
     def catch_up(
         params: PyTree, state: DeferredState, ids: PyTree = None
@@ -256,7 +252,7 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         now = DeferredState(new, state.clock, tree.unflatten(tables))
         return fit.as_given(tree.unflatten(leaves)), now
 
-    return Deferred(init, noticing_dense_tables(update), catch_up, stepped)
+    return Deferred(init, noticing_dense_tables(update), catch_up)
 
 
 def _noted(

@@ -7,24 +7,23 @@ import jax
 import optax
 from jax.core import Tracer
 
-from jmask._base.fallback import collected
 from jmask._base.types import Argument, PyTree, Transformation
 from jmask._kernels.stochastic_rounding import check_key
 from jmask._lazy.checks import Fit, check_transformation, has_gradients
 from jmask._lazy.one_pass import applied
-from jmask._lazy.programs import Inner, Run, with_steps_applied
+from jmask._lazy.programs import taking, with_steps_applied
 from jmask._lazy.state_rows import held_back
 from jmask._lazy.step import with_updates
 
 
 class Lifted(optax.GradientTransformationExtraArgs):
-    """A transformation whose update is one step on rows.
+    """A transformation whose update is a step of another one on rows.
 
-    What copies it as the pair that it is, as Keras does, leaves the rest out.
+    What copies it as the pair that it is, as Keras does, leaves that one out.
     """
 
-    run_step: Run | None = None
-    inner: Inner | None = None  # the transformation of arrays that is lifted
+    is_a_step = True  # and nothing else looks at its updates
+    inner: optax.GradientTransformationExtraArgs | None = None
 
 
 @jax.named_scope("jmask.apply_updates")
@@ -125,19 +124,20 @@ def apply_gradients(
         with advising_lazy("tx", fit.gradients, opt_state):
             inner: Argument = tx
             with_extra = optax.with_extra_args_support(inner)
-            updates, state = with_extra.update(*given, **extra_args)
+            return with_extra.update(*given, **extra_args)
+
+    def update_that_fits() -> tuple[PyTree, PyTree]:
+        updates, state = update()
         return _fit_of_updates(updates, fit.params).gradients, state
 
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(given))
-    is_applied = is_traced and key is None and has_gradients(fit.gradients)
-    run_step = getattr(tx, "run_step", None)
-    if is_applied and run_step is not None and not extra_args:
-        with collected():  # all of it is one step
-            updates, opt_state = run_step(applied, *given)
-    elif is_applied:
-        updates, opt_state = with_steps_applied(update, fit.params)
+    if not is_traced or key is not None or not has_gradients(fit.gradients):
+        updates, opt_state = update_that_fits()
+    elif getattr(tx, "is_a_step", False):
+        with taking(applied):
+            updates, opt_state = update()
     else:
-        updates, opt_state = update()
+        updates, opt_state = with_steps_applied(update_that_fits, fit.params)
     return fit.as_given(with_updates(fit.params, updates, key)), opt_state
 
 

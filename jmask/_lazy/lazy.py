@@ -42,10 +42,10 @@ from jmask._lazy.checks import (
     has_gradients,
     is_gradient_leaf,
 )
-from jmask._lazy.programs import run_of, taken
+from jmask._lazy.programs import taken
 from jmask._lazy.row_local import RowWise
 from jmask._lazy.state_rows import check_made_by, check_nothing_held_back
-from jmask._lazy.step import LazyStep
+from jmask._lazy.step import LazyStep, step_of
 
 
 def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -88,7 +88,6 @@ def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExt
     """
     check_transformation("inner", inner, "jmask.lazy(optax.adam(1e-3))")
     inner = optax.with_extra_args_support(inner)
-    run = run_of(inner)
 
     def init(params):
         state = inner.init(Fit.alone(params).params)
@@ -111,11 +110,11 @@ def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExt
                     "whole gradients (a line search) is not row-local"
                 )
         if has_gradients(fit.gradients):
-            return taken(run, fit.gradients, state, fit.params, extra_args, inner)
+            return taken(step_of(inner, fit.gradients, state, fit.params, extra_args))
         return update_arrays(fit.gradients, state, fit.params, **extra_args)
 
     lifted = Lifted(init, noticing_dense_tables(update))
-    lifted.run_step, lifted.inner = run, inner
+    lifted.inner = inner
     return lifted
 
 

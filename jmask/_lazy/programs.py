@@ -5,14 +5,14 @@
 `tx.update` is traced, and what a lazy transformation does in it is one equation. Where its
 updates of tables are results of `tx`, and nothing else looks at them, they need not be made:
 
-    u, s' = lazy_step[adam] g s t       in one pass: t' and s' of g, s and t
-    v     = mul -0.1 h                  as it is
+    u, s' = lazy_step g s t         in one pass: t' and s' of g, s and t
+    v     = mul -0.1 h              as it is
     in (u, v)
 
 In a chain only the next step looks at them. Both are one step then, of the chain:
 
-    u, s' = lazy_step[adam] g s t
-    w, r' = lazy_step[ema] u r t        in one pass: t', s' and r' of g, s, r and t
+    u, s' = lazy_step g s t
+    w, r' = lazy_step u r t         in one pass: t', s' and r' of g, s, r and t
     in (w,)
 
 Whatever else is done to an update is done to it: the step is taken in several passes. So are
@@ -25,136 +25,53 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import jax
-import optax
-from jax.core import Tracer
 from jax.extend.core import JaxprEqn, Primitive, Var, get_opaque_trace_state
 
 from jmask._base.array_types import is_narrow
 from jmask._base.fallback import collected
-from jmask._base.jaxprs import bound, contexts_of, read
+from jmask._base.jaxprs import bound, contexts_of, needed_for, read
 from jmask._base.types import Argument, Atom, Gradient, PyTree, PyTreeDef
 from jmask._lazy.checks import NotRowLocalError, is_gradient_leaf
 from jmask._lazy.one_pass import applied
-from jmask._lazy.row_local import RowWise
 from jmask._lazy.state_rows import one_step
-from jmask._lazy.step import LazyStep, is_written_in_rows, step_of, written_in_rows
+from jmask._lazy.step import LazyStep, written_in_rows
 from jmask._tensors.row_sparse import is_row_sparse
 
 _T = TypeVar("_T")
-Inner = optax.GradientTransformationExtraArgs
-Finish = Callable[[LazyStep], tuple[Argument, PyTree]]
-"""Takes a step that is proved: (results, state), as `LazyStep.update` and `applied` do."""
+Way = Callable[[LazyStep], tuple[PyTree, PyTree]]
+"""How a step is taken: it returns updates and state."""
+
+# --- how the steps of a trace are taken ---------------------------------------------------
+
+_this_trace = functools.partial(get_opaque_trace_state, convention="nnx")
+_WAY = contextvars.ContextVar[tuple[object, Way]]("way", default=(None, LazyStep.update))
 
 
-class Run(Protocol):
-    """Makes a step, and finishes it."""
-
-    def __call__(
-        self,
-        finish: Finish,
-        gradients: PyTree,
-        state: PyTree,
-        params: PyTree,
-        **extra_args: PyTree,
-    ) -> tuple[Argument, PyTree]: ...
+@contextlib.contextmanager
+def taking(way: Way) -> Iterator[None]:
+    """Context in which the steps of this trace are taken in some way."""
+    token = _WAY.set((_this_trace(), way))
+    try:
+        yield
+    finally:
+        _WAY.reset(token)
 
 
-def run_of(inner: Inner) -> Run:
-    """Return what makes steps of a transformation of arrays, on rows."""
-
-    def run(
-        finish: Finish,
-        gradients: PyTree,
-        state: PyTree,
-        params: PyTree,
-        **extra_args: PyTree,
-    ) -> tuple[Argument, PyTree]:
-        return finish(step_of(inner, gradients, state, params, extra_args))
-
-    return run
+def taken(step: LazyStep) -> tuple[PyTree, PyTree]:
+    """Return updates and state of a step."""
+    trace, way = _WAY.get()
+    return way(step) if trace == _this_trace() else step.update()
 
 
 # --- steps as equations -------------------------------------------------------------------
 
-_this_trace = functools.partial(get_opaque_trace_state, convention="nnx")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """Hold what an equation is a step of."""
-
-    run: Run
-    inner: Inner | None  # if it may be chained to another one
-    given: Sequence[PyTreeDef]  # of gradients, state, parameters
-    sizes: Sequence[int]  # how many arrays each update is made of
-    tables: Sequence[int]  # which of the updates are row-sparse
-
-
-# The trace of a `tx.update`, in which steps are equations, and its steps. An equation has the
-# number of its own: JAX keeps programs, which need not keep what transformations hold.
-_STEPS = contextvars.ContextVar[tuple[object, list[_Step]]]("steps", default=(None, []))
-
 _LAZY_STEP = Primitive("jmask_lazy_step")
 _LAZY_STEP.multiple_results = True
 _LAZY_STEP.def_abstract_eval(lambda *operands, number, types: list(types))
-
-
-def taken(
-    run: Run,
-    gradients: PyTree,
-    state: PyTree,
-    params: PyTree,
-    extra_args: dict[str, PyTree],
-    inner: Inner | None = None,
-) -> tuple[PyTree, PyTree]:
-    """Return updates and state of a step, which `with_steps_applied` finds in its program.
-
-    Args:
-        inner: what it is a step of, if that may be chained to another one.
-    """
-    trace, steps = _STEPS.get()
-    if params is None or extra_args or trace != _this_trace():
-        return run(LazyStep.update, gradients, state, params, **extra_args)
-    holds_tracers, written = False, list[bool]()
-
-    def finish(step: LazyStep) -> tuple[PyTree, PyTree]:
-        nonlocal holds_tracers
-        held = () if step.proof is None else step.proof.program.consts
-        holds_tracers = any(isinstance(x, Tracer) for x in held)
-        return step.update()
-
-    def update() -> tuple[PyTree, PyTree]:
-        updates, new = run(finish, gradients, state, params)
-        pairs = zip(jax.tree.leaves(new), jax.tree.leaves(state), strict=True)
-        written[:] = [is_written_in_rows(*pair) for pair in pairs]
-        return updates, new
-
-    program, made = jax.make_jaxpr(update, return_shape=True)()
-    if holds_tracers:  # of this trace, as an injected rate: they cannot be read behind it
-        return run(LazyStep.update, gradients, state, params)
-    updates = jax.tree.leaves(made[0], is_leaf=is_gradient_leaf)
-    arguments = gradients, state, params
-    is_link = all(map(tells_all, jax.tree.leaves(gradients, is_leaf=is_gradient_leaf)))
-    step = _Step(
-        run,
-        inner if is_link else None,
-        list(map(jax.tree.structure, arguments)),
-        [len(jax.tree.leaves(x)) for x in updates],
-        [i for i, x in enumerate(updates) if is_row_sparse(x)],
-    )
-    types, operands = tuple(program.out_avals), jax.tree.leaves(arguments)
-    structure: PyTreeDef = jax.tree.structure(made)
-    results = structure.unflatten(_LAZY_STEP.bind(*operands, number=len(steps), types=types))
-    steps.append(step)
-    pairs = zip(jax.tree.leaves(results[1]), jax.tree.leaves(state), strict=True)
-    for (new, old), is_written in zip(pairs, written, strict=True):
-        if is_written:
-            written_in_rows(new, old)
-    return results
 
 
 def tells_all(x: Gradient) -> bool:
@@ -168,74 +85,80 @@ def tells_all(x: Gradient) -> bool:
     return is_row_sparse(x) and x.leading == 1 and x.width is None and not is_narrow(x.dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Equation:
+    """Hold what an equation is a step of."""
+
+    structure: PyTreeDef  # of the step, whose arrays are the operands
+    sizes: Sequence[int]  # how many arrays each update is made of
+    is_link: bool  # whether it may be one step with others of a chain
+
+
+def _as_equation(equations: list[_Equation], step: LazyStep) -> tuple[PyTree, PyTree]:
+    """Return updates and state of a step on rows as results of an equation."""
+    if step.proof is None or not any(leaf.kind == "param" for leaf in step.leaves):
+        return step.update()
+    structure: PyTreeDef
+    arrays, structure = jax.tree.flatten(step)
+    update = lambda *arrays: structure.unflatten(arrays).update()
+    program, made = jax.make_jaxpr(update, return_shape=True)(*arrays)
+    sizes = [
+        len(jax.tree.leaves(x)) for x in jax.tree.leaves(made[0], is_leaf=is_gradient_leaf)
+    ]
+    is_link = all(tells_all(leaf.given) and leaf.valid is None for leaf in step.gradients)
+    number, types = len(equations), tuple(program.out_avals)
+    equations.append(_Equation(structure, sizes, is_link))
+    of_results: PyTreeDef = jax.tree.structure(made)
+    results = of_results.unflatten(_LAZY_STEP.bind(*arrays, number=number, types=types))
+    states = [leaf for leaf in step.leaves if leaf.kind == "state"]
+    for leaf, new in zip(states, jax.tree.leaves(results[1]), strict=True):
+        if leaf.table is not None:
+            written_in_rows(new, leaf.given)
+    return results
+
+
 # --- programs with steps ------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class _Taken:
-    """Hold steps of a program: one, or those of a chain, where each gets updates of another."""
+    """Hold a step of a program, which may be that of a chain."""
 
+    step: LazyStep  # with variables in place of arrays
     eqn: JaxprEqn  # of the last step
-    steps: Sequence[_Step]
-    gradients: Sequence[Atom]
-    states: Sequence[Sequence[Atom]]  # of each step
-    params: Sequence[Atom]
-    updates: Sequence[Var]  # of the last step
-    new_states: Sequence[Sequence[Var]]  # of each
+    updates: Sequence[Sequence[Var]]
+    state: Sequence[Var]
+    is_link: bool
 
     @classmethod
-    def of(cls, eqn: JaxprEqn, step: _Step) -> "_Taken":
+    def of(cls, eqn: JaxprEqn, equation: _Equation) -> "_Taken":
         """Return the step of an equation."""
-        given = _divided(eqn.invars, [x.num_leaves for x in step.given])
-        gradients, state, params = given
-        number = sum(step.sizes)
-        updates, new_state = eqn.outvars[:number], eqn.outvars[number:]
-        return cls(eqn, [step], gradients, [state], params, updates, [new_state])
+        step: LazyStep = equation.structure.unflatten(eqn.invars)
+        *updates, state = _divided(eqn.outvars, [*equation.sizes, step.trees[1].num_leaves])
+        return cls(step, eqn, updates, state, equation.is_link)
 
     @property
     def invars(self) -> list[Atom]:
-        return [*self.gradients, *itertools.chain(*self.states), *self.params]
+        # A leaf's home is another leaf.
+        given = [(leaf.given, leaf.valid) for leaf in self.step.leaves]
+        atoms: list[Atom] = jax.tree.leaves((given, self.step.proof))
+        return atoms
 
-    def then(self, other: "_Taken") -> "_Taken":
-        """Return both as steps of a chain."""
-        return _Taken(
-            other.eqn,
-            [*self.steps, *other.steps],
-            self.gradients,
-            [*self.states, *other.states],
-            self.params,
-            other.updates,
-            [*self.new_states, *other.new_states],
-        )
+    @property
+    def params(self) -> list[Atom]:
+        return [leaf.given for leaf in self.step.leaves if leaf.kind == "param"]
 
-    def run(self, finish: Finish, values: dict[Var, Argument]) -> list[Argument]:
-        """Return what the last step is finished to, and add the states to `values`."""
-
-        def tree(structure: PyTreeDef, variables: Sequence[Atom]) -> PyTree:
-            return structure.unflatten([read(values, v) for v in variables])
-
-        of_gradients, _, of_params = self.steps[0].given
-        gradients, params = tree(of_gradients, self.gradients), tree(of_params, self.params)
-        pairs = zip(self.steps, self.states, strict=True)
-        states = [tree(step.given[1], variables) for step, variables in pairs]
-        new_states: Sequence[PyTree] = ()
-        if len(self.steps) > 1:
-            inners = [step.inner for step in self.steps if step.inner]
-            chain = optax.chain(*inners)
-            if all(isinstance(x, RowWise) for x in inners):
-                chain = RowWise(*chain)
-            # Refused may be a norm of the updates, which in the chain are of all rows.
-            with contextlib.suppress(NotRowLocalError):
-                results, new_states = run_of(chain)(finish, gradients, tuple(states), params)
-        if not new_states:
-            ways, new_states, results = [LazyStep.update] * (len(states) - 1), [], gradients
-            for step, way, state in zip(self.steps, [*ways, finish], states, strict=True):
-                results, new = step.run(way, results, state, params)
-                new_states.append(new)
-        for variables, new in zip(self.new_states, new_states, strict=True):
-            values.update(zip(variables, jax.tree.leaves(new), strict=True))
-        every: list[Argument] = jax.tree.leaves(results, is_leaf=is_gradient_leaf)
-        return every
+    def then(self, other: "_Taken") -> "_Taken | None":
+        """Return both as one step, if the other one gets all updates of this one."""
+        gradients: list[Atom] = jax.tree.leaves([leaf.given for leaf in other.step.gradients])
+        is_next = gradients == [*itertools.chain(*self.updates)]
+        if not (is_next and self.is_link and other.is_link and self.params == other.params):
+            return None
+        # Refused may be a norm of the updates, which in the chain are of all rows.
+        with contextlib.suppress(NotRowLocalError):
+            step, state = self.step.then(other.step), [*self.state, *other.state]
+            return _Taken(step, other.eqn, other.updates, state, is_link=True)
+        return None
 
 
 def _divided(x: Sequence[_T], sizes: Sequence[int]) -> list[Sequence[_T]]:
@@ -247,21 +170,17 @@ def _variables(atoms: Iterable[Atom]) -> list[Var]:
     return [v for v in atoms if isinstance(v, Var)]
 
 
-@one_step()
 def with_steps_applied(
     update: Callable[[], tuple[PyTree, PyTree]], params: PyTree
 ) -> tuple[PyTree, PyTree]:
     """Return updates and state; of tables that are updated in one pass what they become."""
 
     # --- the program
-    steps: list[_Step] = []
+    equations: list[_Equation] = []
 
     def traced() -> tuple[PyTree, PyTree]:
-        token = _STEPS.set((_this_trace(), steps))
-        try:
+        with one_step(), taking(functools.partial(_as_equation, equations)):
             return update()
-        finally:
-            _STEPS.reset(token)
 
     made: tuple[PyTree, PyTree]
     program, made = jax.make_jaxpr(traced, return_shape=True)()
@@ -270,6 +189,7 @@ def with_steps_applied(
     leaves, of_updates = jax.tree.flatten(made[0], is_leaf=is_leaf)
     trees: list[PyTreeDef] = [*map(jax.tree.structure, leaves), jax.tree.structure(made[1])]
     outputs = _divided(program.jaxpr.outvars, [x.num_leaves for x in trees])
+    eqns, _ = needed_for(program.jaxpr.outvars, program.jaxpr.eqns)
 
     def uses_in(items: Sequence[JaxprEqn | _Taken]) -> Counter[Var]:
         used = itertools.chain(program.jaxpr.outvars, *(x.invars for x in items))
@@ -277,23 +197,22 @@ def with_steps_applied(
 
     # --- its steps, those of a chain as one
     items: list[JaxprEqn | _Taken] = []
-    uses = uses_in(program.jaxpr.eqns)
-    for eqn in program.jaxpr.eqns:
+    uses = uses_in(eqns)
+    for eqn in eqns:
         if eqn.primitive is not _LAZY_STEP:
             items.append(eqn)
             continue
-        number, _ = eqn.params.values()
-        step = _Taken.of(eqn, steps[number])
+        step = _Taken.of(eqn, equations[eqn.params["number"]])
         for i, before in enumerate(items):
-            if not isinstance(before, _Taken) or [*step.gradients] != [*before.updates]:
+            both = before.then(step) if isinstance(before, _Taken) else None
+            if both is None:
                 continue
-            are_links = all(x.inner for x in (*before.steps, *step.steps))
-            is_next = are_links and all(uses[v] == 1 for v in before.updates)
+            assert isinstance(before, _Taken)
             # The steps before are taken where this one is.
-            early = {v for state in before.new_states for v in state}
+            early = {*before.state}
             is_read = any(v in early for x in items[i + 1 :] for v in _variables(x.invars))
-            if is_next and [*step.params] == [*before.params] and not is_read:
-                step = before.then(step)
+            if not is_read and all(uses[v] == 1 for v in itertools.chain(*before.updates)):
+                step = both
                 del items[i]
                 break
         items.append(step)
@@ -305,12 +224,14 @@ def with_steps_applied(
     uses, tables = uses_in(items), jax.tree.leaves(params, is_leaf=is_leaf)
     place_of = {tuple(_variables(x)): place for place, x in enumerate(outputs[:-1])}
 
-    def places(step: _Taken, updates: Sequence[Sequence[Var]]) -> dict[int, int]:
+    def places(taken: _Taken) -> dict[int, int]:
         """Return the place of each table, if all of them may be updated."""
         found: dict[int, int] = {}
-        for i in step.steps[-1].tables:
-            place, table = place_of.get(tuple(updates[i])), step.params[i]
-            used = _variables((table, *updates[i]))
+        for i, leaf in enumerate(taken.step.gradients):
+            if leaf.table is None:
+                continue
+            place, table = place_of.get(tuple(taken.updates[i])), taken.params[i]
+            used = _variables((table, *taken.updates[i]))
             if place is None or any(uses[v] != 1 for v in used):
                 return {}
             if read(values, table) is not tables[place]:
@@ -322,22 +243,22 @@ def with_steps_applied(
     new: dict[int, Argument] = {}
     with collected():
         for item in items:
-            if isinstance(item, _Taken):
-                updates = _divided(item.updates, item.steps[-1].sizes)
-                found = places(item, updates)
-                names, context = contexts_of(item.eqn)
-                with names, context:
-                    results = item.run(applied if found else LazyStep.update, values)
-                for i, (variables, x) in enumerate(zip(updates, results, strict=True)):
-                    if i in found:
-                        new[found[i]] = x
-                    else:
-                        values.update(zip(variables, jax.tree.leaves(x), strict=True))
-            else:
-                names, context = contexts_of(item)
-                with names, context:
+            names, context = contexts_of(item.eqn if isinstance(item, _Taken) else item)
+            with names, context:
+                if not isinstance(item, _Taken):
                     made_of = bound(item, [read(values, v) for v in item.invars])
-                values.update(zip(item.outvars, made_of, strict=True))
+                    values.update(zip(item.outvars, made_of, strict=True))
+                    continue
+                found = places(item)
+                step_now: LazyStep = jax.tree.map(functools.partial(read, values), item.step)
+                results, state = applied(step_now) if found else step_now.update()
+            values.update(zip(item.state, jax.tree.leaves(state), strict=True))
+            every = jax.tree.leaves(results, is_leaf=is_gradient_leaf)
+            for i, (variables, x) in enumerate(zip(item.updates, every, strict=True)):
+                if i in found:
+                    new[found[i]] = x
+                else:
+                    values.update(zip(variables, jax.tree.leaves(x), strict=True))
     *made_updates, state = (
         new[i] if i in new else tree.unflatten([read(values, v) for v in variables])
         for i, (tree, variables) in enumerate(zip(trees, outputs, strict=True))

@@ -52,8 +52,16 @@ from jmask._base.forms import (
     while_of,
     within,
 )
-from jmask._base.jaxprs import ARITHMETIC, inlined, interpret, needed_for, run
-from jmask._base.types import Argument, ArraysFunction, Atom, Function, Scalar
+from jmask._base.jaxprs import (
+    ARITHMETIC,
+    inlined,
+    interpret,
+    lifted,
+    needed_for,
+    run,
+    with_consts,
+)
+from jmask._base.types import Argument, ArraysFunction, Atom, Function, PyTree, Scalar
 from jmask._lazy.checks import NotRowLocalError
 from jmask._lazy.open_rows import Dimension, open_shapes, traced_open, with_sizes
 from jmask._ops.rows import trial
@@ -117,15 +125,37 @@ class RowWise(optax.GradientTransformationExtraArgs):
     """A transformation that treats rows alike, however many they are, as it is written."""
 
 
+@jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class RowLocal:
-    """An update that is proved to treat rows by themselves."""
+    """An update that is proved to treat rows by themselves; a tree of what it holds."""
 
     traced: ClosedJaxpr  # the update as it is written, with open numbers of rows
     program: ClosedJaxpr  # what of it the results need, with its calls in line
     # What each variable of `program` is in untouched rows. One without rows is that everywhere.
     known: Mapping[Var, Known]
     rows: Mapping[int, Dimension]  # the open number of rows of each table
+
+    @classmethod
+    def of(
+        cls, traced: ClosedJaxpr, inputs: Sequence[Known], rows: Mapping[int, Dimension]
+    ) -> "RowLocal":
+        """Prove an update that is traced with open numbers of rows; see `proved`."""
+        program = _needed(traced)
+        return cls(traced, program, known_in(program, inputs), rows)
+
+    def tree_flatten(self) -> tuple[tuple[PyTree, ...], tuple[Argument, ...]]:
+        """Return the constants, which may be traced, and all else, which holds none."""
+        static = lifted(self.traced), lifted(self.program), self.known, self.rows
+        return (self.traced.consts, self.program.consts), static
+
+    @classmethod
+    def tree_unflatten(
+        cls, static: tuple[Argument, ...], consts: tuple[PyTree, ...]
+    ) -> "RowLocal":
+        """Return an update with other constants."""
+        traced, program, *others = static
+        return cls(with_consts(traced, consts[0]), with_consts(program, consts[1]), *others)
 
     def at(self, sizes: Mapping[int, int]) -> ClosedJaxpr:
         """Return the update for tables of these numbers of rows."""
@@ -226,9 +256,8 @@ def proved(
             dense = jax.make_jaxpr(function)(*shapes)  # what is no matter of rows raises here
         contexts.enter_context(traced_open(None if is_row_wise else "it"))
         traced = jax.make_jaxpr(function)(*opened)
-    program = _needed(traced)
-    known = known_in(program, inputs)
-    for x, v in zip(opened, program.jaxpr.outvars, strict=False):
+    update = RowLocal.of(traced, inputs, rows)
+    for x, v in zip(opened, update.program.jaxpr.outvars, strict=False):
         shape = aval_of(v).shape
         if x.shape != shape and any(map(export.is_symbolic_dim, (*x.shape, *shape))):
             raise NotRowLocalError(
@@ -236,9 +265,9 @@ def proved(
                 f"number of rows: {x.shape} becomes {shape}"
             )
     has_rows = all(shapes[i].shape[0] for i, table in enumerate(tables) if table is not None)
-    if dense and has_rows and _operations(_needed(dense)) != _operations(program):
+    if dense and has_rows and _operations(_needed(dense)) != _operations(update.program):
         raise NotRowLocalError("it chooses other operations for a table of this size")
-    return RowLocal(traced, program, known, rows)
+    return update
 
 
 def _needed(traced: ClosedJaxpr) -> ClosedJaxpr:

@@ -19,7 +19,7 @@ import math
 import operator
 import weakref
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,20 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from jmask._base.array_types import added, has_8_bits, is_narrow, joint_dtype, wide
-from jmask._base.jaxprs import evaluate, lifted, origins
+from jmask._base.jaxprs import evaluate, in_sequence, lifted, origins
 from jmask._base.row_ids import hide
 from jmask._base.shardings import automatically, explicit_mesh, spec_of, varying_axes
 from jmask._base.side_table import SideTable
-from jmask._base.types import Argument, Gradient, PyTree, PyTreeDef, RowArray, Shape, Table
+from jmask._base.types import (
+    Argument,
+    Atom,
+    Gradient,
+    PyTree,
+    PyTreeDef,
+    RowArray,
+    Shape,
+    Table,
+)
 from jmask._kernels.rows import gather_unique_rows, ids_after_reading, set_rows
 from jmask._kernels.sharded_rows import Exchange
 from jmask._kernels.stochastic_rounding import stochastic_round
@@ -47,7 +56,7 @@ from jmask._lazy.checks import (
     with_whole_rows,
     with_wide_rows,
 )
-from jmask._lazy.row_local import RowLocal, RowWise
+from jmask._lazy.row_local import Known, RowLocal, RowWise
 from jmask._lazy.state_rows import check_nothing_held_back, once_a_step, rows_of_state
 from jmask._tables.rows_at import (
     add_to_dense,
@@ -61,6 +70,7 @@ from jmask._tensors.row_sparse import is_row_sparse
 from jmask._tensors.storage import stored_values, with_stored_values
 
 Kind = Literal["gradient", "state", "param", "extra"]
+_KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def step_of(
@@ -182,21 +192,28 @@ class Leaf:
         return new if self.table is None else written_in_rows(new, self.given)
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["leaves", "proof"],
+    meta_fields=["trees"],
+    drop_fields=["inner", "others"],
+)
 @dataclasses.dataclass(frozen=True)
 class LazyStep:
-    """The arguments of one `update`."""
+    """The arguments of one `update`; one that is proved is a tree of its arrays."""
 
-    inner: optax.GradientTransformationExtraArgs
     # Of the gradient, then of the state, of the parameters if they were given, and of the
     # arrays among extra arguments. So leaf i of gradient and state is what output i of the
     # update replaces.
     leaves: list[Leaf]
     # Structures of gradient, state, parameters and extra arguments.
     trees: tuple[PyTreeDef, PyTreeDef, PyTreeDef, PyTreeDef]
-    # Extra arguments that are no arrays, by their position among all leaves.
-    others: dict[int, object]
     # The program of `inner` from leaves to updates and state, if it was proved.
     proof: RowLocal | None = None
+    # What is not needed then: the transformation, which may hold tracers, and extra arguments
+    # that are no arrays, by their position among all leaves.
+    inner: optax.GradientTransformationExtraArgs | None = None
+    others: dict[int, object] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -260,7 +277,8 @@ class LazyStep:
         numbered = list(enumerate(extra, start=len(leaves)))
         others = {i: x for i, x in numbered if not hasattr(x, "__array__")}
         leaves += [Leaf(x, "extra") for i, x in numbered if i not in others]
-        return cls(inner, leaves, (gradient_tree, state_tree, param_tree, extra_tree), others)
+        trees = gradient_tree, state_tree, param_tree, extra_tree
+        return cls(leaves, trees, None, inner, others)
 
     @property
     def gradients(self) -> list[Leaf]:
@@ -269,6 +287,7 @@ class LazyStep:
 
     def flat_update(self, *inputs: jax.Array) -> list[jax.Array]:
         """Run `inner.update` from leaves to updates and state, all flat."""
+        assert self.inner is not None
         # Rows of 8 bits, which JAX promotes to nothing, are computed with in 32 and stored in
         # their own dtype again.
         wide = (
@@ -302,11 +321,11 @@ class LazyStep:
             return self
         shapes, tables = [x.inner_shape for x in self.leaves], [x.table for x in self.leaves]
         of_shapes = [(x.shape, x.dtype, x.weak_type) for x in shapes]
+        assert self.inner is not None
         key = (self.inner.update, self.trees, *of_shapes, *tables)
 
         def proof() -> RowLocal:
-            is_rows = lambda leaf: leaf.kind == "gradient" and leaf.table is not None
-            inputs = [0 if is_rows(leaf) else None for leaf in self.leaves]
+            inputs = _in_untouched_rows(self.leaves)
             # JAX keeps for a while what it has traced; it need not keep arrays.
             leaves = [Leaf(None, leaf.kind, leaf.table) for leaf in self.leaves]
             flat_update = dataclasses.replace(self, leaves=leaves).flat_update
@@ -335,6 +354,45 @@ class LazyStep:
                 "there, too.",
             )
         return dataclasses.replace(self, proof=program)
+
+    def then(self, other: "LazyStep") -> "LazyStep":
+        """Return the step of a chain in which the proved step `other` gets updates of this one.
+
+        Their tables and parameters are the same, and the gradients of this one not masked.
+
+        Raises:
+            NotRowLocalError: if `other` counts on zeros in rows that are not in the gradient,
+                as a norm does, where updates of this one have none.
+        """
+        assert self.proof is not None
+        assert other.proof is not None
+        # --- the programs of both, and what the second one gets
+        gradients, states = (self.trees[i].num_leaves for i in (0, 1))
+        params = [i for i, leaf in enumerate(self.leaves) if leaf.kind == "param"]
+        outputs = gradients + states
+        known = {"gradient": iter(range(gradients)), "param": (outputs + i for i in params)}
+        sources = [next(known[x.kind]) if x.kind in known else None for x in other.leaves]
+        program = in_sequence(self.proof.traced, other.proof.traced, sources)
+
+        # --- in the order of leaves
+        pairs = zip(other.leaves, sources, strict=True)
+        leaves = [*self.leaves, *(leaf for leaf, source in pairs if source is None)]
+        order = sorted(range(len(leaves)), key=lambda i: _KINDS.index(leaves[i].kind))
+        invars = [program.jaxpr.invars[i] for i in order]
+        leaves = [leaves[i] for i in order]
+        results: list[Atom] = program.jaxpr.outvars
+        end = outputs + gradients
+        outvars = [*results[outputs:end], *results[gradients:outputs], *results[end:]]
+        jaxpr = program.jaxpr.replace(invars=invars, outvars=outvars)
+        traced = ClosedJaxpr(jaxpr, program.consts)
+        proof = RowLocal.of(traced, _in_untouched_rows(leaves), self.proof.rows)
+        gradient_tree, _, param_tree, _ = self.trees
+        both = (
+            jax.tree_util.treedef_tuple(x) for x in zip(self.trees, other.trees, strict=True)
+        )
+        _, state_tree, _, extra_tree = both
+        trees = gradient_tree, state_tree, param_tree, extra_tree
+        return LazyStep(leaves, trees, proof)
 
     @functools.cached_property
     def read_first(self) -> dict[int, int]:
@@ -415,6 +473,12 @@ class LazyStep:
         # Updates and state lie where gradients and state did.
         specs = [spec_of(x) for x in rows[: len(program.out_avals)]]
         return automatically(run, *program.consts, *rows, spec=specs)
+
+
+def _in_untouched_rows(leaves: Sequence[Leaf]) -> list[Known]:
+    """Return what each leaf is in rows without a gradient; None where that is not known."""
+    is_rows = lambda leaf: leaf.kind == "gradient" and leaf.table is not None
+    return [0 if is_rows(leaf) else None for leaf in leaves]
 
 
 def with_row(rows: RowArray, row: Shape) -> RowArray:

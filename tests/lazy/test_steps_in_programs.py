@@ -131,6 +131,27 @@ in_pairs = inside(
 twice = optax.GradientTransformation(
     jmask.adam(0.1).init, lambda g, s, p: (g, jmask.adam(0.1).update(g, s, p)[1])
 )
+
+
+def and_then(change):
+    """The optimizer BOTH, whose updates are changed."""
+
+    def update(updates, state, params=None):
+        updates, new = BOTH.update(updates, state[0], params)
+        return change(updates, params), (new, updates["t"].values.sum())
+
+    return optax.GradientTransformation(lambda p: (BOTH.init(p), jnp.zeros(())), update)
+
+
+plus = jmask.lazy(
+    optax.GradientTransformationExtraArgs(
+        lambda params: (),
+        lambda updates, state, params, *, more: (
+            jax.tree.map(lambda x: x + more, updates),
+            state,
+        ),
+    )
+)
 # Its step is of no use.
 forgotten = optax.stateless(
     lambda g, p: (jmask.sgd(0.1).update(g, jmask.sgd(0.1).init(p), p), g)[1]
@@ -142,16 +163,22 @@ IN_ONE_PASS = functions("", {**vars(jmask), **globals()})("""
     optax.chain(BOTH, ema(0.9), touched()); optax.chain(lazy(optax.trace(0.9)), BOTH);
     optax.chain(clip_by_row_norm(0.5), BOTH); optax.chain(BOTH, max_row_norm(1.0));
     type(BOTH)(*BOTH); skip_nonfinite(BOTH);
-    optax.inject_hyperparams(lambda rate: BOTH)(rate=0.1);
+    optax.inject_hyperparams(adam)(learning_rate=0.1); optax.chain(forgotten, BOTH);
+    skip_nonfinite(optax.inject_hyperparams(adagrad)(learning_rate=0.1));
+    optax.chain(optax.inject_hyperparams(adam)(learning_rate=0.1), ema(0.9));
+    optax.inject_hyperparams(lambda rate: optax.chain(sgd(rate), ema(rate)))(rate=0.1);
+    optax.inject_hyperparams(lambda b: lazy(optax.adam(0.1, b, 1 - b)))(b=0.8);
+    optax.partition({"a": deferred(optax.adamw(0.1)), "b": optax.adam(0.1)}, LABELS);
     skip_nonfinite(optax.partition({"a": BOTH, "b": optax.adam(0.1)}, LABELS));
     optax.chain(optax.identity(), optax.masked(BOTH, {"t": True, "u": True, "w": True}))
 """)
-# Updates, or a table, are looked at; the step is part of something else; or of a function that
-# holds a number of this trace.
+# Updates, or a table, are looked at; or the step is part of something else.
 IN_SEVERAL = functions("", {**vars(jmask), **globals()})("""
     optax.chain(BOTH, halved); optax.chain(BOTH, reading); in_jit(BOTH); in_branch(BOTH);
-    in_pairs(BOTH); optax.chain(BOTH, twice); optax.chain(forgotten, BOTH);
-    optax.inject_hyperparams(adam)(learning_rate=0.1)
+    in_pairs(BOTH); optax.chain(BOTH, twice); and_then(lambda u, p: u);
+    and_then(lambda u, p: {**u, "u": u["t"]}); and_then(lambda u, p: {**u, "t": u["u"]});
+    and_then(lambda u, p: {**u, "t": u["u"], "u": u["t"]});
+    and_then(lambda u, p: plus.update(u, (), p, more=u["t"].values.sum())[0])
 """)
 
 

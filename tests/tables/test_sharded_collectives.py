@@ -255,13 +255,14 @@ def test_large_batches(layout, batch, optimizer, step):
 # How often rows cross: looked up and updated, and before that summed, where a sum decides.
 CROSSINGS = {"adam": 2, "clipped optax.adam": 3, "adam unless not finite": 3}
 CROSSINGS |= {"averaged optax.adam": 2, "optax.adam within norms": 2}
-CROSSINGS |= {"partition": 2, "adam, averaged": 2, "rows clipped": 2}
+CROSSINGS |= {"partition": 2, "adam, averaged": 2, "rows clipped": 2, "adam, injected": 2}
 CROSSINGS["one not finite, in parts"] = 3
 CROSSINGS["microbatches"] = 3  # the rows of two
 PARTS = optax.partition({"rows": jmask.adam(0.1), "rest": optax.adam(0.1)}, "rows")
 IN_OTHERS = {
     "partition": PARTS,
     "adam, averaged": optax.chain(jmask.adam(0.1), jmask.ema(0.9)),
+    "adam, injected": optax.inject_hyperparams(jmask.adam)(learning_rate=0.1),
     "rows clipped": optax.chain(jmask.clip_by_row_norm(1.0), jmask.adam(0.1)),
     "one not finite, in parts": jmask.skip_nonfinite(PARTS),
 }
