@@ -10,7 +10,6 @@ import contextlib
 import contextvars
 import os
 import re
-import sys
 import sysconfig
 import traceback
 import warnings
@@ -27,9 +26,8 @@ _strict = contextvars.ContextVar("jmask_strict", default=False)
 _collected: contextvars.ContextVar["list[Fallback] | None"] = contextvars.ContextVar(
     "jmask_collected", default=None
 )
-# `warnings.warn_explicit` keeps its once-per-place memory in the registry it is given.
-Registry = dict[str | tuple[str, type[Warning], int], int]
-_registry: Registry = {}
+# `warnings.warn_explicit` keeps its once-per-line memory in the registry of a file.
+_registries: dict[str, dict[str | tuple[str, type[Warning], int], int]] = {}
 # Dense gradients that were returned as such.
 _expected = SideTable[bool]()
 # Bytes of a table that is worth a word where all of it is computed on.
@@ -121,8 +119,7 @@ def report_fallback(message: str, place: Place | None = None, remedy: str = "") 
     """
     reports = _collected.get()
     if reports is not None:
-        place = Place(*_callers_line()[:2]) if place is None else place
-        reports.append(Fallback(message, place, remedy))
+        reports.append(Fallback(message, place or _callers_line(), remedy))
         return
     if place is not None:
         message = f"{message} (at {place})"
@@ -130,10 +127,8 @@ def report_fallback(message: str, place: Place | None = None, remedy: str = "") 
         message = f"{message}. {remedy}"
     if _strict.get():
         raise StorageFallbackWarning(message)
-    if place is None:
-        file, line, registry = _callers_line()
-    else:
-        file, line, registry = place.file, place.line, _registry
+    file, line, _ = place or _callers_line()
+    registry = _registries.setdefault(file, {})
     warnings.warn_explicit(message, StorageFallbackWarning, file, line, registry=registry)
 
 
@@ -175,10 +170,8 @@ def in_bytes(size: int) -> str:
     return f"{size} B"
 
 
-def _callers_line() -> tuple[str, int, Registry]:
-    """Return file and line of the innermost call in the user's code, and its registry."""
-    stack = reversed(list(traceback.walk_stack(sys._getframe())))
-    frames = {(frame.f_code.co_filename, line): frame for frame, line in stack}
-    place = place_among(reversed(frames)) or Place(*next(iter(frames)))
-    registry = frames[place.file, place.line].f_globals.setdefault("__warningregistry__", {})
-    return place.file, place.line, registry
+def _callers_line() -> Place:
+    """Return the innermost line of the user's code that is being run."""
+    stack = traceback.StackSummary.extract(traceback.walk_stack(None), lookup_lines=False)
+    lines = [(call.filename, call.lineno or 0) for call in stack]
+    return place_among(lines) or Place(*lines[-1])
