@@ -121,8 +121,8 @@ def _as_equation(equations: list[_Equation], step: LazyStep) -> tuple[PyTree, Py
 
 
 @dataclasses.dataclass(frozen=True)
-class _Taken:
-    """Hold a step of a program, which may be that of a chain."""
+class _FoundStep:
+    """Hold a step that was found in a program, or those of a chain as one."""
 
     step: LazyStep  # with variables in place of arrays
     eqn: JaxprEqn  # of the last step
@@ -131,7 +131,7 @@ class _Taken:
     is_link: bool
 
     @classmethod
-    def of(cls, eqn: JaxprEqn, equation: _Equation) -> "_Taken":
+    def of(cls, eqn: JaxprEqn, equation: _Equation) -> "_FoundStep":
         """Return the step of an equation."""
         step: LazyStep = equation.structure.unflatten(eqn.invars)
         *updates, state = _divided(eqn.outvars, [*equation.sizes, step.trees[1].num_leaves])
@@ -148,7 +148,7 @@ class _Taken:
     def params(self) -> list[Atom]:
         return [leaf.given for leaf in self.step.leaves if leaf.kind == "param"]
 
-    def then(self, other: "_Taken") -> "_Taken | None":
+    def then(self, other: "_FoundStep") -> "_FoundStep | None":
         """Return both as one step, if the other one gets all updates of this one."""
         gradients: list[Atom] = jax.tree.leaves([leaf.given for leaf in other.step.gradients])
         is_next = gradients == [*itertools.chain(*self.updates)]
@@ -157,7 +157,7 @@ class _Taken:
         # Refused may be a norm of the updates, which in the chain are of all rows.
         with contextlib.suppress(NotRowLocalError):
             step, state = self.step.then(other.step), [*self.state, *other.state]
-            return _Taken(step, other.eqn, other.updates, state, is_link=True)
+            return _FoundStep(step, other.eqn, other.updates, state, is_link=True)
         return None
 
 
@@ -191,23 +191,23 @@ def with_steps_applied(
     outputs = _divided(program.jaxpr.outvars, [x.num_leaves for x in trees])
     eqns, _ = needed_for(program.jaxpr.outvars, program.jaxpr.eqns)
 
-    def uses_in(items: Sequence[JaxprEqn | _Taken]) -> Counter[Var]:
+    def uses_in(items: Sequence[JaxprEqn | _FoundStep]) -> Counter[Var]:
         used = itertools.chain(program.jaxpr.outvars, *(x.invars for x in items))
         return Counter(_variables(used))
 
     # --- its steps, those of a chain as one
-    items: list[JaxprEqn | _Taken] = []
+    items: list[JaxprEqn | _FoundStep] = []
     uses = uses_in(eqns)
     for eqn in eqns:
         if eqn.primitive is not _LAZY_STEP:
             items.append(eqn)
             continue
-        step = _Taken.of(eqn, equations[eqn.params["number"]])
+        step = _FoundStep.of(eqn, equations[eqn.params["number"]])
         for i, before in enumerate(items):
-            both = before.then(step) if isinstance(before, _Taken) else None
+            both = before.then(step) if isinstance(before, _FoundStep) else None
             if both is None:
                 continue
-            assert isinstance(before, _Taken)
+            assert isinstance(before, _FoundStep)
             # The steps before are taken where this one is.
             early = {*before.state}
             is_read = any(v in early for x in items[i + 1 :] for v in _variables(x.invars))
@@ -224,7 +224,7 @@ def with_steps_applied(
     uses, tables = uses_in(items), jax.tree.leaves(params, is_leaf=is_leaf)
     place_of = {tuple(_variables(x)): place for place, x in enumerate(outputs[:-1])}
 
-    def places(taken: _Taken) -> dict[int, int]:
+    def places(taken: _FoundStep) -> dict[int, int]:
         """Return the place of each table, if all of them may be updated."""
         found: dict[int, int] = {}
         for i, leaf in enumerate(taken.step.gradients):
@@ -243,9 +243,9 @@ def with_steps_applied(
     new: dict[int, Argument] = {}
     with collected():
         for item in items:
-            names, context = contexts_of(item.eqn if isinstance(item, _Taken) else item)
+            names, context = contexts_of(item.eqn if isinstance(item, _FoundStep) else item)
             with names, context:
-                if not isinstance(item, _Taken):
+                if not isinstance(item, _FoundStep):
                     made_of = bound(item, [read(values, v) for v in item.invars])
                     values.update(zip(item.outvars, made_of, strict=True))
                     continue
