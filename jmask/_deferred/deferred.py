@@ -102,7 +102,7 @@ class Deferred(NamedTuple):
 
     @property
     def is_a_step(self) -> bool:
-        """As of `Lifted`."""
+        """Say that its update is one step, as `Lifted` does."""
         return True
 
 

@@ -22,7 +22,7 @@ class Lifted(optax.GradientTransformationExtraArgs):
     What copies it as the pair that it is, as Keras does, leaves that one out.
     """
 
-    is_a_step = True  # and nothing else looks at its updates
+    is_a_step = True  # so `apply_gradients` need not look for steps in it
     inner: optax.GradientTransformationExtraArgs | None = None
 
 

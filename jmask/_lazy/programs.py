@@ -101,6 +101,7 @@ def _as_equation(equations: list[_Equation], step: LazyStep) -> tuple[PyTree, Py
     structure: PyTreeDef
     arrays, structure = jax.tree.flatten(step)
     update = lambda *arrays: structure.unflatten(arrays).update()
+    # For the types alone.
     program, made = jax.make_jaxpr(update, return_shape=True)(*arrays)
     sizes = [
         len(jax.tree.leaves(x)) for x in jax.tree.leaves(made[0], is_leaf=is_gradient_leaf)
