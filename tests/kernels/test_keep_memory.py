@@ -9,9 +9,10 @@ import pytest
 import jmask
 from jmask._kernels import keep_memory as module
 
-# In a process of its own, whose allocator is as it starts.
+# In a process of its own, whose allocator is as it starts. XLA allocates in a thread of its own,
+# and some programs more than the heap of a thread has.
 PROGRAM = """
-import ctypes, json, resource
+import concurrent.futures, ctypes, json, resource
 import jmask
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -21,26 +22,27 @@ libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 def new_pages():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(5):
-        array = libc.malloc(2**26)
-        libc.memset(array, 1, 2**26)
+        array = libc.malloc(2**27)
+        libc.memset(array, 1, 2**27)
         libc.free(array)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 before = new_pages()
 done = jmask.keep_memory()
 new_pages()
-print(json.dumps([done, before, new_pages()]))
+with concurrent.futures.ThreadPoolExecutor(1) as thread:
+    print(json.dumps([done, before, new_pages(), thread.submit(new_pages).result()]))
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there is no glibc")
 def test_pages_are_kept():
     found = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, check=True)
-    done, before, after = json.loads(found.stdout)
+    done, before, *after = json.loads(found.stdout)
     if not done:
         pytest.skip("this C library keeps nothing")
-    assert before > 100  # some 32 of 2 MB each time, or 16,384 small ones
-    assert after < before / 10
+    assert before > 200  # some 64 of 2 MB each time, or 32,768 small ones
+    assert max(after) < before / 10
 
 
 @pytest.mark.parametrize("refuses", ["the system", "musl", "glibc"])
