@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from dlrm_layers import RATE_OF_LAYERS, examples, split, start_of_layers, start_of_tables
-from jax_contenders import COMPILER_OPTIONS, JMASK
+from jax_contenders import JMASK
 from tricks import left_out
 from works import Task
 
@@ -27,7 +27,7 @@ def jmask_bags(task: Task, rate: float) -> Step:
     place = params, (tables.init(params["tables"]), layers.init(params["layers"]))
     loss_of = _loss(task)
 
-    @partial(jax.jit, donate_argnums=0, compiler_options=COMPILER_OPTIONS[task.temporaries])
+    @partial(jax.jit, donate_argnums=0)
     def step(place, padded):
         params, (of_tables, of_layers) = place
         loss, grads = jmask.value_and_grad(loss_of)(params, padded)
@@ -67,7 +67,7 @@ def weighted_bags(task: Task, rate: float) -> Step:
         weights = jax.nn.softmax(params["scores"][ids])
         return jnp.sum(jnp.square(pooled(params["table"], ids, weights) - 1))
 
-    @partial(jax.jit, donate_argnums=0, compiler_options=COMPILER_OPTIONS[task.temporaries])
+    @partial(jax.jit, donate_argnums=0)
     def step(place, ids):
         params, state = place
         loss, grads = jmask.value_and_grad(loss_of)(params, ids)

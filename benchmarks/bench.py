@@ -43,6 +43,8 @@ from rich.progress import track
 from side_by_side import Report, alternate, mean_of_steps
 from works import GOALS, REFERENCE, Comparison, Task, comparisons, opponent, title
 
+import jmask
+
 RESULTS = Path(__file__).parent / "results"
 _SIZES = f"V = {REFERENCE.rows:,}, D = {REFERENCE.width}, n = {REFERENCE.lookups:,} uniform ids"
 
@@ -151,6 +153,7 @@ def main() -> None:
     part = "only" if args.only else "quick" if args.quick else ""
     folder = args.out or RESULTS / part
 
+    jmask.keep_memory()  # as torch does
     workers = {who: worker_of(who) for who in WORKERS}
     bench = Bench(workers)
     every = comparisons(args.quick, args.rounds or (4 if args.quick else 20))

@@ -29,17 +29,11 @@ OPTAX: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "Adagrad": lambda rate: optax.adagrad(rate, initial_accumulator_value=0.0),
     "Adam": optax.adam,
 }
-# glibc keeps what is freed if it is smaller than 32 MiB, and gives back what is larger.
-COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
-    "together": {},
-    "apart": {"xla_multiheap_size_constraint_per_heap": 33_000_000},
-}
 
 
 def compiled_step(
     tx: optax.GradientTransformation,
     value_and_grad: Callable,
-    temporaries: str = "together",
     program: Program | None = None,
 ) -> Callable:
     """Jitted: (table, state), ids -> (table, state), loss; a sum of squares or of a program."""
@@ -49,7 +43,7 @@ def compiled_step(
             return program.loss(table[ids.reshape(-1, program.entries)])
         return jnp.sum(table[ids] ** 2)
 
-    @partial(jax.jit, donate_argnums=0, compiler_options=COMPILER_OPTIONS[temporaries])
+    @partial(jax.jit, donate_argnums=0)
     def step(place, ids):
         table, state = place
         if hasattr(tx, "catch_up"):
@@ -62,7 +56,7 @@ def compiled_step(
 
 
 def _step(tx: optax.GradientTransformation, task: Task, value_and_grad: Callable) -> Step:
-    step = compiled_step(tx, value_and_grad, task.temporaries, PROGRAMS.get(task.work))
+    step = compiled_step(tx, value_and_grad, PROGRAMS.get(task.work))
     place = _table_and_state(tx, task)
 
     def run(ids: np.ndarray) -> float:

@@ -7,6 +7,8 @@ import jax
 from worker import serve
 from works import Task
 
+import jmask
+
 
 def build(work, optimizer, rows, width, rate, tables=1, bags=0):
     task = Task("jmask", work, optimizer, rows, width, tables=tables, bags=bags)
@@ -23,4 +25,5 @@ def build(work, optimizer, rows, width, rate, tables=1, bags=0):
 
 
 if __name__ == "__main__":
+    jmask.keep_memory()  # as torch does
     serve(build, f"jax {jax.__version__}, {len(os.sched_getaffinity(0))} cores")

@@ -13,15 +13,12 @@ from typing import Any
 
 import jax
 
-from jmask._autodiff import bags as _bags
 from jmask._kernels import rows as _rows
 from jmask._lazy import one_pass as _one_pass
 
 # The name in a `works.Task`: what holds the decision, its name there, and what it is without.
 TRICKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "fast gather": (_rows.Gather, "is_slow_copy", lambda *_: False),
-    # `table[ids].sum(1)` in a loss is then a lookup and a sum.
-    "sums of lookups": (_bags, "rows_of", lambda *_: None),
     "whole small tables": (_one_pass, "is_saturated", lambda *_: False),
 }
 # The tricks that some program has been made without.

@@ -59,16 +59,19 @@ _TITLES = {
     "compiling": "compiling five programs with Adam",
 }
 _IN_WORDS = {"bags": "bags", "DLRM": "DLRM, whole step"}
-_OTHER_WORK = {"deferred step": "without `deferred`", "step on files": "in memory"}
+_OTHER_WORK = {
+    "deferred step": "without `deferred`",
+    "plain bags": "by `embedding_bag`",
+    "step on files": "in memory",
+}
 
 
 @dataclass(frozen=True)
 class Task:
     """Who does what on which ids.
 
-    `ids` is one of "uniform", "Zipf" and "unique". XLA allocates the temporaries of a step
-    "together" or "apart". `without` names a way around what XLA does slowly, of `tricks.py`,
-    that is left out.
+    `ids` is one of "uniform", "Zipf" and "unique". `without` names a way around what XLA does
+    slowly, of `tricks.py`, that is left out.
     """
 
     who: str = "jmask"
@@ -78,7 +81,6 @@ class Task:
     width: int = 64
     lookups: int = 8192
     ids: str = "uniform"
-    temporaries: str = "together"
     without: str = ""
     tables: int = 1
     bags: int = 0
@@ -115,7 +117,7 @@ _ON_FILES = replace(_IN_MEMORY, work="step on files", rows=100_000_000)
 # 20,480 bags of 5; and bags of 1 to 10 for each of 2,048 examples, as in DLRM's own generator.
 BAGS = Task(work="bags", lookups=102_400, bags=20_480)
 # The same as `table[ids].sum(1)`.
-_PLAIN_BAGS = replace(BAGS, work="plain bags", optimizer="SGD")
+_PLAIN_BAGS = replace(BAGS, work="plain bags")
 # Of 32, with weights that have a gradient; beside the einsum of rows and weights.
 _WEIGHTED = [
     Task(work="weighted bags", width=width, lookups=32_768, bags=1024) for width in (16, 64)
@@ -227,7 +229,11 @@ def comparisons(quick: bool, rounds: int) -> list[Comparison]:
 def _bags(quick: bool, rounds: int) -> list[Comparison]:
     tasks = [BAGS, _TABLES] if quick else list(_GOALS_OF_BAGS)
     weighted = [_beside(task, ("einsum",), rounds) for task in _WEIGHTED]
-    return weighted + [
+    plain = [
+        Comparison(replace(_PLAIN_BAGS, optimizer=o), (replace(BAGS, optimizer=o),), rounds)
+        for o in ("SGD", "Adagrad", "Adam")
+    ]
+    return [*weighted, *plain] + [
         _beside(replace(task, optimizer=optimizer), ("torch", "FBGEMM"), rounds)
         for task in tasks
         for optimizer in _FOUR
@@ -261,7 +267,6 @@ def _tricks(rounds: int) -> list[Comparison]:
         (Task(width=32), ("fast gather",)),
         (Task(rows=1_000), ("whole small tables",)),
         (_DENSE, ("whole small tables",)),
-        (_PLAIN_BAGS, ("sums of lookups",)),
     ):
         theirs = tuple(replace(ours, without=name) for name in names)
         found.append(Comparison(ours, theirs, rounds))
@@ -286,8 +291,6 @@ def _matrix(rounds: int) -> list[Comparison]:
             found.append(_beside(Task(optimizer=optimizer, **move), peers, rounds))
             update = replace(_UPDATE, optimizer=optimizer, **move)
             found.append(_beside(update, ("C loop",), rounds))
-        large = replace(_MANY, optimizer=optimizer)
-        found.append(_beside(replace(large, temporaries="apart"), _PEERS, rounds, large))
     return found
 
 
@@ -319,7 +322,6 @@ def _differences(task: Task, usual: Task) -> list[str]:
         "width": "D = {}",
         "lookups": "n = {:,}",
         "ids": "{} ids",
-        "temporaries": "temporaries {}",
         "without": "without {}",
         "tables": "{} tables",
         "bags": "{:,} bags",

@@ -7,6 +7,6 @@ taps                  the arguments of zeros, and gradients of tables from their
 forward, nested       running a program some of whose values are views, or trying to
 views                 arrays made of tables, and not made: how rows of them are read
 view_rules            what equations make of views
-lookups, bags         equations that read rows or sum them, and sums written by hand
+lookups               equations that read rows, or sum them
 uses                  what to say of a dense gradient
 """

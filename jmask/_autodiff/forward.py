@@ -23,7 +23,7 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal
 
-from jmask._autodiff import bags, nested
+from jmask._autodiff import nested
 from jmask._autodiff.lookups import (
     gather_of,
     is_of_lines,
@@ -79,7 +79,7 @@ class Forward:
         """Return the outputs of a program; a gradient is taken of those that are wanted."""
         jaxpr, consts = program
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
-        scope, live = bags.Scope(jaxpr, values), self.needed.within(jaxpr, wanted)
+        live = self.needed.within(jaxpr, wanted)
         for eqn in jaxpr.eqns:
             args = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
             if self.taps.is_trial and not any(isinstance(x, View) for x in args):
@@ -90,7 +90,7 @@ class Forward:
                 inside = Forward(self.leaves, self.taps, self.needed, self.needs, eqns)
                 names, context = contexts_of(eqn)
                 with names, context:
-                    outs = inside.equation(eqn, args, [v in live for v in eqn.outvars], scope)
+                    outs = inside.equation(eqn, args, [v in live for v in eqn.outvars])
             values.update(zip(eqn.outvars, outs, strict=True))
         return [read(values, v) for v in jaxpr.outvars]
 
@@ -107,36 +107,16 @@ class Forward:
         outs = enumerate(zip(inside.run(program, inputs, wanted), wanted, strict=True))
         return [inside.array(x, not flag) for i, (x, flag) in outs if i not in but]
 
-    def equation(
-        self, eqn: JaxprEqn, args: list[Argument], flags: Flags, scope: bags.Scope
-    ) -> list[Argument]:
+    def equation(self, eqn: JaxprEqn, args: list[Argument], flags: Flags) -> list[Argument]:
         """Return the results of the last equation, which may be views."""
         name, is_live = name_of(eqn), True in flags or nested.writes_reference(eqn)
-        views = [x for x in args if isinstance(x, View)]
-        if not views:
-            return self._bound(eqn, name, args)
-        aval = next(map(aval_of, eqn.outvars), None)  # what prints has no result
-        enters = name in PLAIN_CALLS
-
-        # 0. Rows that wait for their sum. They may wait in a call, too.
-        if any(isinstance(x, bags.Rows) for x in views):
-            made = None if enters or not is_live else bags.made_of_rows(eqn, name, args, scope)
-            if isinstance(made, bags.Rows):
-                return [made]
-            if made is not None:
-                return [self._looked_up(made, aval)]
-            args = [
-                self.array(x, not is_live)
-                if isinstance(x, bags.Rows) and not (enters and scope.is_alone(v))
-                else x
-                for x, v in zip(args, eqn.invars, strict=True)
-            ]
-
-        # 1. What runs other programs: views go in.
         x = next((x for x in args if isinstance(x, View)), None)
         if x is None:
             return self._bound(eqn, name, args)
-        if enters:
+        aval = next(map(aval_of, eqn.outvars), None)  # what prints has no result
+
+        # 1. What runs other programs: views go in.
+        if name in PLAIN_CALLS:
             return self.run(called(eqn), args, flags)
         if is_live and name in nested.RULES:
             return nested.RULES[name](self, eqn, args, flags)
@@ -157,10 +137,7 @@ class Forward:
         array = functools.partial(self.array, is_constant=not is_live)
         lookup = lookup_of(eqn, name, args, array, self.taps.rows_only)
         if lookup is not None:
-            rows = None
-            if is_live and not self.taps.rows_only and scope.is_alone(eqn.outvars[0]):
-                rows = bags.rows_of(eqn, name, args, lookup)
-            return [rows or self._looked_up(lookup, aval, is_live)]
+            return [self._looked_up(lookup, aval, is_live)]
 
         # 4. What is a view again. Few rows are looked up before they are computed on.
         if name in COMPUTING:
@@ -232,7 +209,7 @@ class Forward:
             rows = self._looked_up(few, abstract, is_live=False) if rows is None else rows
             return rows if self.taps.is_trial else lax.stop_gradient(rows)
         if x.tables and not is_constant:
-            lookup = x.whole if isinstance(x, bags.Rows) else self._reading_of_all(x)
+            lookup = self._reading_of_all(x)
             if lookup is not None:
                 return self._looked_up(lookup, abstract, of=x)
             eqns = x.computed_by or self.eqns

@@ -34,7 +34,6 @@ from jmask._base.types import (
     DType,
     PyTreeDef,
     RowArray,
-    Shape,
     Shaped,
 )
 from jmask._kernels import tuning
@@ -263,13 +262,10 @@ def bag_sum(*operands: Argument) -> jax.Array:
     """Return the sums of a `BagSum` of these attributes."""
     x = BagSum(*operands)
     shape = *x.positions.shape, *x.table.shape[1:]
-    pays = is_known(x.bags) and pays_in_blocks(shape, x.table.dtype)
+    # Many rows are better not materialised; how many there are may be open.
+    is_closed = is_known(x.bags, *shape)
+    pays = is_closed and math.prod(shape) * x.table.dtype.itemsize > tuning.SMALL_ROWS
     return BAG_SUM(x)[0] if pays else x.by_parts()
-
-
-def pays_in_blocks(shape: Shape, dtype: DType) -> bool:
-    """Decide whether rows of this shape are better not materialised; no, if it is open."""
-    return is_known(*shape) and math.prod(shape) * dtype.itemsize > tuning.SMALL_ROWS
 
 
 def _weighted(rows: jax.Array, weights: jax.Array | None) -> jax.Array:

@@ -23,6 +23,7 @@ from jmask._kernels import tuning
 from tests.compilations import no_tracer_is_kept
 from tests.expressions import functions
 from tests.lookup_programs import (
+    BAG_SUMS,
     BAGS,
     BATCH,
     FEATURES,
@@ -33,8 +34,6 @@ from tests.lookup_programs import (
     STACKED,
     STACKS,
     SUMMED,
-    SUMMED_ONCE,
-    SUMMED_TWICE,
     TABLE,
     D,
     V,
@@ -52,7 +51,8 @@ STACKS_OF = {
 }
 SUMS = {name: (loss, MANY_ROWS, BAGS) for name, loss in SUMMED.items()}
 CASES = {name: (x.loss, TABLE) for name, x in PROGRAMS.items()}
-CASES |= {name: SUMS[name] for name in SUMMED_ONCE | SUMMED_TWICE}
+_BY_HAND = ("where(t[x.ids], x).sum(1)", "helper(t, x.ids, x.wild)")
+CASES |= {name: SUMS[name] for name in (*BAG_SUMS, *_BY_HAND)}
 # Of these, 16 bits are rounded in another order.
 ROUNDED = ("cast", "converted table", "bfloat16")
 
@@ -181,11 +181,10 @@ def test_second_derivatives(name, monkeypatch):
 # One for each rule that traces a program inside the program, and what falls back.
 TRACING = ("cond", "cond, one branch without", "switch", "cond in scan, rows", "scan")
 TRACING += ("checkpoint", "cond in scan", "checkpoint of scan", "tied", "penalised")
-_OF_SUMS = ("where(t[x.ids], x).sum(1)", "helper(t, x.ids, x.wild)")
 
 
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
-@pytest.mark.parametrize("name", [*TRACING, *_OF_SUMS])
+@pytest.mark.parametrize("name", [*TRACING, *BAG_SUMS, *_BY_HAND])
 def test_nothing_is_kept_of_a_call(name, monkeypatch):
     """No tracer, and no array or trace that lives longer than the gradient."""
     monkeypatch.setattr(tuning, "SMALL_ROWS", 0)

@@ -9,8 +9,8 @@ import pytest
 import jmask
 from jmask._kernels import keep_memory as module
 
-# In a process of its own, whose allocator is as it starts. XLA allocates in a thread of its own,
-# and some programs more than the heap of a thread has.
+# In a process of its own, whose allocator is as it starts. XLA allocates in its own threads,
+# for some programs more than the heap of a thread has.
 PROGRAM = """
 import concurrent.futures, ctypes, json, resource
 import jmask
