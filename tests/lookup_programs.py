@@ -245,6 +245,8 @@ _ROWS = """
     layers of a scan, computed | dense | square(lax.map(lambda w: jnp.sin(w) * w, 2 * t))
     layers of a scan, looked up | falls back |
         square(lax.map(lambda w: jnp.sin(w) * w, t)) + square(t[IDS])
+    parts of a scan, looked up | falls back |
+        square(lax.map(lambda w: jnp.sin(w) @ w.T, t.reshape(5, 2, D))) + square(t[IDS])
     computed, each entry | 6 | square(jax.nn.sigmoid(t)[IDS])
     computed, a column | 6 | square(jnp.exp(t[:, :1])[IDS])
     computed, each row | 12 | square((t / norms(t))[IDS] + 1)

@@ -213,7 +213,7 @@ def _scan(
         _, (_, record) = step(init, (None, plain, None))
         # The rounds read different arrays of a stack: together they read so many times as many
         # rows, which of layers are all that there are.
-        tables = {x.number for x in stacks.values() if isinstance(x, TableView)}
+        tables = frozenset[int]().union(*(x.tables for x in stacks.values()))
         for k, need in enumerate(needs[begin:], begin):
             if need.rows and need.table in tables:
                 needs[k] = need._replace(rows=need.rows * length)

@@ -179,6 +179,7 @@ SLICES = {
     "in front of each": (lambda t: (jnp.tile(t[0], (2, 3, 1)), t[IDS]), [0, 2, 7, 30]),
     "a few of a part": (lambda t: jnp.split(t, 2)[1][3:5], [4003, 4004]),
     "all of it in parts": (lambda t: jnp.concatenate(jnp.split(t, 16)), None),
+    "all of it, part by part": (lambda t: lax.map(jnp.sin, t.reshape(16, 500, 64)), None),
     "columns": (lambda t: t[:, :3], None),
     "half of it, but for one": (lambda t: (t[IDS], t[:3999]), range(3999)),
 }
