@@ -403,9 +403,11 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup 
     def run(taps: Taps) -> jax.Array:
         p, placed = reading()
         rows = read_at(x, p, taps)
-        if p.valid is not None and windows.fill is not None:
-            fill = jnp.asarray(windows.fill, rows.dtype)
-            rows = jnp.where(trailing(p.valid, rows.ndim), rows, fill)
+        if p.valid is not None:
+            # Nothing that these rows are computed of has a gradient from outside of the view.
+            known = windows.fill is not None
+            other = jnp.asarray(windows.fill, rows.dtype) if known else lax.stop_gradient(rows)
+            rows = jnp.where(trailing(p.valid, rows.ndim), rows, other)
         return placed(rows)
 
     return plan, run
