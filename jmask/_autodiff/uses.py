@@ -92,11 +92,12 @@ def reason(
 ) -> tuple[str, Place | None, str] | None:
     """Return why a table is dense, where, and the remedy; None if there is nothing to say."""
     needs = computed.needs.get(table, ())
+    shape = tuple(aval_of(computed.jaxpr.invars[table]).shape)
     lookups = [need for need in needs if need.is_lookup]
     # Nothing is said where as many rows are looked up as there are, as of transitions between
     # tags: a dense gradient costs no more than rows would.
     shares = [n.rows / n.of if is_known(n.rows) else 0.0 for n in lookups if n.rows and n.of]
-    hidden = next((need for need in needs if _hides_lookups(need, size)), None)
+    hidden = next((need for need in needs if _hides_lookups(need, shape, size)), None)
     is_small = size < LARGE and hidden is None and not (shares and sum(shares) < 1)
     if not needs or is_small:
         return None
@@ -150,15 +151,20 @@ def _name(need: Need) -> str:
     return need.eqns[-1].primitive.name if need.eqns else "return"
 
 
-def _hides_lookups(need: Need, size: float) -> bool:
-    """Decide whether an equation that needs all of a table runs what looks rows up."""
+def _hides_lookups(need: Need, shape: Shape, size: float) -> bool:
+    """Decide whether an equation that needs all of a table runs what looks its rows up."""
     if need.rows is not None or not need.eqns:
         return False
     eqn = need.eqns[-1]
     if eqn.primitive.name == _OPAQUE:
         return size >= LARGE
     inner = within([eqn])[1:] if holds_jaxprs(eqn) else []
-    return any(e.primitive.name in LOOKING_UP for e in inner)
+    lookups = [e for e in inner if e.primitive.name in LOOKING_UP]
+    if eqn.primitive.name == "shard_map":  # where a table may be in parts
+        return bool(lookups)
+    # Others may be looked up beside it, as in a loop that begins with a state that is trained.
+    sizes = [math.prod(getattr(aval_of(v), "shape", ())) for e in lookups for v in e.invars]
+    return math.prod(shape) in sizes
 
 
 # --- what is computed before it is looked up ------------------------------------------------

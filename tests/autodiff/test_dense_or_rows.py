@@ -78,6 +78,9 @@ SILENT = {
     "weights of layers": ((3, 600, 600), lambda w: jnp.tanh(w[0] @ w[1].T) @ w[2]),
     "a row of a small table": ((500, 4), lambda t: t[0]),
     "an entry of a stack of weights": ((16, 40_000), lambda t: t[0, 0]),
+    "the state that a loop over lookups begins with": (
+        (D,), lambda h: lax.scan(lambda h, i: (jnp.tanh(h * SQUARE[i, 0]), h), h, IDS % D),
+    ),
 }  # fmt: skip
 SQUARE, TAGS = jnp.linspace(-1, 1, D * 3).reshape(D, 3), jnp.arange(30) % 5
 stack = lambda t: t.reshape(4, V // 4, D)
