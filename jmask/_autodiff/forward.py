@@ -12,6 +12,7 @@ arrays are abstract, and what is found are the taps, in order, and what is neede
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal
@@ -32,7 +35,7 @@ from jmask._autodiff.lookups import (
 )
 from jmask._autodiff.nested import Flags, Needed
 from jmask._autodiff.taps import NONE, Tap, Taps
-from jmask._autodiff.view_rules import COMPUTING, SAME_ARRAY, views_of
+from jmask._autodiff.view_rules import COMPUTING, ENTRYWISE, SAME_ARRAY, views_of
 from jmask._autodiff.views import (
     Lookup,
     Positions,
@@ -62,6 +65,8 @@ class Need(NamedTuple):
     rows: int | None  # how many are read; None is all of them
     of: int = 0  # how many there are
     is_lookup: bool = False  # whether they are decided when it runs
+    # The name of the first equation that computes what is looked up, or "" of a table itself.
+    computed_by: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,11 +142,14 @@ class Forward:
         array = functools.partial(self.array, is_constant=not is_live)
         lookup = lookup_of(eqn, name, args, array, self.taps.rows_only)
         if lookup is not None:
-            return [self._looked_up(lookup, aval, is_live)]
+            return [self._looked_up(lookup, aval, is_live, looked_up=x)]
 
-        # 4. What is a view again. Few rows are looked up before they are computed on.
+        # 4. What is a view again. Few rows are looked up before they are computed on. What is
+        # computed with a larger array is no table, as logits with their bias are not.
         if name in COMPUTING:
             args = [array(a) if self._reading_of_few(a) else a for a in args]
+        if name in ENTRYWISE and self._has_larger_array(args):
+            args = [array(a) for a in args]
         if any(isinstance(a, View) for a in args):
             made_views = views_of(self.eqns, name, args)
             if made_views is not None and name in ("slice", "dynamic_slice"):
@@ -168,7 +176,12 @@ class Forward:
         return bound_to_differentiate(eqn, args)
 
     def _looked_up(
-        self, lookup: Lookup, abstract: Argument, is_live: bool = True, of: View | None = None
+        self,
+        lookup: Lookup,
+        abstract: Argument,
+        is_live: bool = True,
+        of: View | None = None,
+        looked_up: View | None = None,
     ) -> Argument:
         """Return rows; in a trial note their taps, and return their abstract value."""
         plan, run = lookup
@@ -176,10 +189,12 @@ class Forward:
             return run(self.taps if is_live else NONE)
         is_lookup, eqns = (True, ()) if of is None else (of.is_lookup, of.computed_by)
         varies = varying_axes(abstract) if of is None else of.varies
+        source = of or looked_up
+        name = name_of(source.computed_by[-1]) if source and source.computed_by else ""
         for tap in plan if is_live else ():
             self.taps.record.append(dataclasses.replace(tap, varies=varies))
             count = tap.rows_of(self.leaves[tap.table].shape)
-            need = Need(tap.table, eqns or self.eqns, tap.rows, count, is_lookup)
+            need = Need(tap.table, eqns or self.eqns, tap.rows, count, is_lookup, name)
             self.needs.append(need)
         return abstract
 
@@ -258,6 +273,17 @@ class Forward:
             return None
         is_small = 8 * math.prod(x.shape) <= self._table_size(x)
         return self._reading_of_all(x) if is_small else None
+
+    def _has_larger_array(self, args: Sequence[Argument]) -> bool:
+        """Decide whether an array among operands is larger than all tables of the others."""
+        tables = frozenset[int]().union(*(x.tables for x in args if isinstance(x, View)))
+        shapes = [tuple(self.leaves[t].shape) for t in tables]
+        # Masks are broadcast to what they choose from.
+        arrays = [x for x in args if np.ndim(x) and not isinstance(x, View)]
+        others = [tuple(x.shape) for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
+        if not tables or not is_known(*itertools.chain(*shapes, *others)):
+            return False
+        return max(map(math.prod, others), default=0) > sum(map(math.prod, shapes))
 
     def _table_size(self, x: Argument) -> int:
         """Return the size of the largest table that a view is made of; 0 of an array."""

@@ -93,7 +93,7 @@ def reason(
     """Return why a table is dense, where, and the remedy; None if there is nothing to say."""
     needs = computed.needs.get(table, ())
     shape = tuple(aval_of(computed.jaxpr.invars[table]).shape)
-    lookups = [need for need in needs if need.is_lookup]
+    lookups = [n for n in needs if n.is_lookup and not _may_be_of_logits(n, len(shape))]
     # Nothing is said where as many rows are looked up as there are, as of transitions between
     # tags: a dense gradient costs no more than rows would.
     shares = [n.rows / n.of if is_known(n.rows) else 0.0 for n in lookups if n.rows and n.of]
@@ -149,6 +149,11 @@ def place_of(need: Need) -> Place | None:
 
 def _name(need: Need) -> str:
     return need.eqns[-1].primitive.name if need.eqns else "return"
+
+
+def _may_be_of_logits(need: Need, dimensions: int) -> bool:
+    """Decide whether a lookup may be of the logits of labels, in a product or with a bias."""
+    return need.computed_by == "dot_general" or (dimensions == 1 and bool(need.computed_by))
 
 
 def _hides_lookups(need: Need, shape: Shape, size: float) -> bool:

@@ -415,12 +415,12 @@ def _product(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
     return [View(_shape(eqn), aval_of(eqn.outvars[0]).dtype, reading)]
 
 
-_OF_ENTRIES = (
+ENTRYWISE = (
     *(ARITHMETIC - {"stop_gradient"}),
     *"complex conj erf imag name real reduce_precision".split(),
 )
 COMPUTING: dict[str, Rule] = {
-    **dict.fromkeys(_OF_ENTRIES, entrywise),
+    **dict.fromkeys(ENTRYWISE, entrywise),
     **dict.fromkeys("reduce_max reduce_min reduce_prod reduce_sum".split(), _reduce),
     "dot_general": _product,
 }

@@ -78,10 +78,23 @@ SILENT = {
     "weights of layers": ((3, 600, 600), lambda w: jnp.tanh(w[0] @ w[1].T) @ w[2]),
     "a row of a small table": ((500, 4), lambda t: t[0]),
     "an entry of a stack of weights": ((16, 40_000), lambda t: t[0, 0]),
+    # What is looked up is an activation.
+    "the bias of logits": ((V,), lambda b: of_labels(jnp.ones((4, V)) + b[None])),
+    "logits of one example": ((V, D), lambda w: of_labels((w @ jnp.ones(D))[None])),
+    "a bias of one example": ((V,), lambda b: of_labels((jnp.ones(V) + b)[None])),
+    "positions of sequences, then the last of each": (
+        (40, D), lambda t: last_of(jnp.ones((9, 20, D)) + t[None, :20]),
+    ),
+    "all positions, then the last of each": (
+        (40, D), lambda t: last_of(jnp.ones((2, 40, D)) + t[None]),
+    ),
+    "large positions": ((V, D), lambda t: last_of(jnp.ones((2, V, D)) + t[None])),
     "the state that a loop over lookups begins with": (
         (D,), lambda h: lax.scan(lambda h, i: (jnp.tanh(h * SQUARE[i, 0]), h), h, IDS % D),
     ),
 }  # fmt: skip
+of_labels = lambda x: (jnp.exp(x).sum(1), jnp.take_along_axis(x, IDS[: len(x), None], 1))
+last_of = lambda x: jnp.tanh(x)[jnp.arange(len(x)), 7] + jnp.sin(x).sum(1)
 SQUARE, TAGS = jnp.linspace(-1, 1, D * 3).reshape(D, 3), jnp.arange(30) % 5
 stack = lambda t: t.reshape(4, V // 4, D)
 columns = lambda t: jax.vmap(lambda i: lax.dynamic_slice_in_dim(t, i, 1, axis=1))(IDS % 2)
