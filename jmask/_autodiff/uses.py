@@ -167,9 +167,11 @@ def _hides_lookups(need: Need, shape: Shape, size: float) -> bool:
     lookups = [e for e in inner if e.primitive.name in LOOKING_UP]
     if eqn.primitive.name == "shard_map":  # where a table may be in parts
         return bool(lookups)
-    # Others may be looked up beside it, as in a loop that begins with a state that is trained.
-    sizes = [math.prod(getattr(aval_of(v), "shape", ())) for e in lookups for v in e.invars]
-    return math.prod(shape) in sizes
+    # Others may be looked up beside it, as in a loop that begins with a state that is trained;
+    # and as many rows as there are, as where a solver puts them in another order.
+    size_of = lambda v: math.prod(getattr(aval_of(v), "shape", ()))
+    pairs = [(size_of(v), size_of(e.outvars[0])) for e in lookups for v in e.invars]
+    return any(size == math.prod(shape) > found for size, found in pairs)
 
 
 # --- what is computed before it is looked up ------------------------------------------------

@@ -92,6 +92,7 @@ SILENT = {
     "the state that a loop over lookups begins with": (
         (D,), lambda h: lax.scan(lambda h, i: (jnp.tanh(h * SQUARE[i, 0]), h), h, IDS % D),
     ),
+    "what a solver permutes": ((5, 3), lambda b: jnp.linalg.solve(jnp.eye(5) + 0.1, b)),
 }  # fmt: skip
 of_labels = lambda x: (jnp.exp(x).sum(1), jnp.take_along_axis(x, IDS[: len(x), None], 1))
 last_of = lambda x: jnp.tanh(x)[jnp.arange(len(x)), 7] + jnp.sin(x).sum(1)
