@@ -32,7 +32,7 @@ from jmask._base.array_types import trailing
 from jmask._base.forms import aval_of, parameter
 from jmask._base.jaxprs import ARITHMETIC, bound
 from jmask._base.row_ids import id_dtype, numbered, positions_of, widen
-from jmask._base.shardings import on_this_mesh, varying_axes, varying_over
+from jmask._base.shardings import on_this_mesh, varying_alike, varying_axes, varying_over
 from jmask._base.types import Argument, ArrayFunction, Index, Shape
 from jmask._kernels import tuning
 
@@ -410,7 +410,11 @@ def _product(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
         of_rows = tuple(range(first, first + len(contracted[which])))
         numbers = (of_rows, tuple(contracted[1 - which])), ((), ())
         new = how | {"dimension_numbers": numbers}
-        return [(rows_first, p)], lambda rows: eqn.primitive.bind(rows, other, **new)
+
+        def finish(rows: jax.Array) -> jax.Array:
+            return eqn.primitive.bind(*varying_alike(rows, other), **new)
+
+        return [(rows_first, p)], finish
 
     return [View(_shape(eqn), aval_of(eqn.outvars[0]).dtype, reading)]
 

@@ -206,7 +206,8 @@ ON_DEVICES = functions("t, ids", globals())("""
     psum(lax.scan(lambda c, i: (jnp.cos(c + t[i]), c), t[0], ALL[:2])[1] * t[ids]);
     psum(lax.cond(t[0, 0] > 0, lambda: t[ids], lambda: jnp.sin(t[ALL[:2]]) + 0 * t[ids]));
     psum(jax.checkpoint(lambda t: jnp.sin(t[3:5] + t[ids]))(t)); jnp.sum(jnp.sin(t[ALL]));
-    psum(jmask.embedding_bag(t, ids[:, None])) + jnp.sum(jmask.embedding_bag(t, ALL[None]))
+    psum(jmask.embedding_bag(t, ids[:, None])) + jnp.sum(jmask.embedding_bag(t, ALL[None]));
+    psum(jnp.sin((t @ jnp.ones((4, 3)))[ids]) + (t * jnp.arange(10.0)[:, None])[ids, :3])
 """)
 ALL = jnp.array([1, 2, 1])
 psum = lambda x: lax.psum(jnp.sum(x), "x")
