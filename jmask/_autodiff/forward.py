@@ -65,8 +65,8 @@ class Need(NamedTuple):
     rows: int | None  # how many are read; None is all of them
     of: int = 0  # how many there are
     is_lookup: bool = False  # whether they are decided when it runs
-    # The name of the first equation that computes what is looked up, or "" of a table itself.
-    computed_by: str = ""
+    # The first equation that computes what is looked up, or None of a table itself.
+    computed_by: JaxprEqn | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,11 +190,11 @@ class Forward:
         is_lookup, eqns = (True, ()) if of is None else (of.is_lookup, of.computed_by)
         varies = varying_axes(abstract) if of is None else of.varies
         source = of or looked_up
-        name = name_of(source.computed_by[-1]) if source and source.computed_by else ""
+        computed_by = source.computed_by[-1] if source and source.computed_by else None
         for tap in plan if is_live else ():
             self.taps.record.append(dataclasses.replace(tap, varies=varies))
             count = tap.rows_of(self.leaves[tap.table].shape)
-            need = Need(tap.table, eqns or self.eqns, tap.rows, count, is_lookup, name)
+            need = Need(tap.table, eqns or self.eqns, tap.rows, count, is_lookup, computed_by)
             self.needs.append(need)
         return abstract
 

@@ -93,7 +93,7 @@ def reason(
     """Return why a table is dense, where, and the remedy; None if there is nothing to say."""
     needs = computed.needs.get(table, ())
     shape = tuple(aval_of(computed.jaxpr.invars[table]).shape)
-    lookups = [n for n in needs if n.is_lookup and not _may_be_of_logits(n, len(shape))]
+    lookups = [n for n in needs if n.is_lookup and not _may_be_of_logits(n, needs, len(shape))]
     # Nothing is said where as many rows are looked up as there are, as of transitions between
     # tags: a dense gradient costs no more than rows would.
     shares = [n.rows / n.of if is_known(n.rows) else 0.0 for n in lookups if n.rows and n.of]
@@ -151,9 +151,15 @@ def _name(need: Need) -> str:
     return need.eqns[-1].primitive.name if need.eqns else "return"
 
 
-def _may_be_of_logits(need: Need, dimensions: int) -> bool:
-    """Decide whether a lookup may be of the logits of labels, in a product or with a bias."""
-    return need.computed_by == "dot_general" or (dimensions == 1 and bool(need.computed_by))
+def _may_be_of_logits(need: Need, needs: Sequence[Need], dimensions: int) -> bool:
+    """Decide whether a lookup may be of the logits of labels, which are needed as a whole, too.
+
+    They are a product, or made with a bias.
+    """
+    eqn = need.computed_by
+    if eqn is None or not (dimensions == 1 or name_of(eqn) == "dot_general"):
+        return False
+    return any(n.rows is None and n.eqns and n.eqns[-1] is eqn for n in needs)
 
 
 def _hides_lookups(need: Need, shape: Shape, size: float) -> bool:

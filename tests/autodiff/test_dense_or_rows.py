@@ -42,7 +42,10 @@ REWRITES = {
         (t[IDS], 0.03 * t[1:]) -> (t[IDS], 0.03 * t[1:][IDS]);
         (t[IDS], t[1:] - t[:-1]) -> (t[IDS], t[IDS + 1] - t[IDS])
     """,
-    r"logits.*sampled.*jmask.densify": "t[IDS] @ t.T -> t[IDS] @ t[IDS + 1].T",
+    r"logits.*sampled.*jmask.densify": """
+        t[IDS] @ t.T -> t[IDS] @ t[IDS + 1].T;
+        (t @ SQUARE)[IDS] @ (t @ SQUARE).T -> (t @ SQUARE)[IDS] @ (t @ SQUARE)[IDS + 1].T
+    """,
     r"sharded by the `shard_map`.*`jmask\.embedding_lookup\(jmask\.sharded\(table": (
         "in_parts(lambda t: t[IDS], t)"
     ),
