@@ -209,9 +209,10 @@ def with_steps_applied(
             if both is None:
                 continue
             assert isinstance(before, _FoundStep)
-            # The steps before are taken where this one is.
-            early = {*before.state}
-            is_read = any(v in early for x in items[i + 1 :] for v in _variables(x.invars))
+            # The steps before are taken where this one is: nothing until then reads their
+            # state, nor does this one.
+            early, until = {*before.state}, [*items[i + 1 :], step]
+            is_read = any(v in early for x in until for v in _variables(x.invars))
             if not is_read and all(uses[v] == 1 for v in itertools.chain(*before.updates)):
                 step = both
                 del items[i]

@@ -152,6 +152,14 @@ plus = jmask.lazy(
         ),
     )
 )
+
+
+def by_the_count(updates, state, params=None):
+    """The optimizer BOTH, and a step that reads its new state."""
+    updates, new = BOTH.update(updates, state, params)
+    return plus.update(updates, (), params, more=new.count)[0], new
+
+
 # Its step is of no use.
 forgotten = optax.stateless(
     lambda g, p: (jmask.sgd(0.1).update(g, jmask.sgd(0.1).init(p), p), g)[1]
@@ -178,7 +186,8 @@ IN_SEVERAL = functions("", {**vars(jmask), **globals()})("""
     in_pairs(BOTH); optax.chain(BOTH, twice); and_then(lambda u, p: u);
     and_then(lambda u, p: {**u, "u": u["t"]}); and_then(lambda u, p: {**u, "t": u["u"]});
     and_then(lambda u, p: {**u, "t": u["u"], "u": u["t"]});
-    and_then(lambda u, p: plus.update(u, (), p, more=u["t"].values.sum())[0])
+    and_then(lambda u, p: plus.update(u, (), p, more=u["t"].values.sum())[0]);
+    optax.GradientTransformation(BOTH.init, by_the_count)
 """)
 
 
