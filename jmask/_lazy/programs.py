@@ -37,7 +37,6 @@ from jmask._base.jaxprs import bound, contexts_of, needed_for, read
 from jmask._base.types import Argument, Atom, Gradient, PyTree, PyTreeDef
 from jmask._lazy.checks import NotRowLocalError, is_gradient_leaf
 from jmask._lazy.one_pass import applied
-from jmask._lazy.state_rows import one_step
 from jmask._lazy.step import LazyStep, written_in_rows
 from jmask._tensors.row_sparse import is_row_sparse
 
@@ -180,7 +179,7 @@ def with_steps_applied(
     equations: list[_Equation] = []
 
     def traced() -> tuple[PyTree, PyTree]:
-        with one_step(), taking(functools.partial(_as_equation, equations)):
+        with taking(functools.partial(_as_equation, equations)):
             return update()
 
     made: tuple[PyTree, PyTree]

@@ -6,11 +6,8 @@ number of rows of each table left open:
     tables (rows0, 8) and (rows1, 4)   ->   count (), mu (rows0, 8), (rows1, 4), sum (rows0, 1)
 """
 
-import contextlib
-import contextvars
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar, cast
+from collections.abc import Iterator, Sequence
 
 import jax
 import optax
@@ -23,32 +20,7 @@ from jmask._lazy.checks import ORDER, NotRowLocalError
 from jmask._lazy.open_rows import open_shapes, traced_open
 from jmask._tables.rows_at import shape_of
 
-_T = TypeVar("_T")
 _ANOTHER_STATE = "it keeps another state for a table of this size"
-_OF_A_STEP = contextvars.ContextVar[dict[object, object] | None]("of a step", default=None)
-
-
-@contextlib.contextmanager
-def one_step() -> Iterator[None]:
-    """Make a context of one step, in which `once_a_step` finds each thing once.
-
-    It is kept no longer: what a transformation reads of Python may change.
-    """
-    token = _OF_A_STEP.set({})
-    try:
-        yield
-    finally:
-        _OF_A_STEP.reset(token)
-
-
-def once_a_step(key: object, find: Callable[[], _T]) -> _T:
-    """Return what `find` returns, or has returned in this step for the same key."""
-    results = _OF_A_STEP.get()
-    if results is None:
-        return find()
-    if key not in results:
-        results[key] = find()
-    return cast(_T, results[key])
 
 
 def rows_of_state(
@@ -74,13 +46,9 @@ def rows_of_state(
     as_tables = params if as_tables is None else as_tables
     rows, opened = open_shapes(as_tables, [i if x else None for i, x in enumerate(is_table)])
 
-    def shapes() -> tuple[PyTree, PyTree]:
-        with traced_open("its state"):
-            made = shapes_from(init, param_tree.unflatten(opened))
-        return made, shapes_from(init, param_tree.unflatten(params))
-
-    key = (init, param_tree, *((x.shape, x.dtype) for x in (*opened, *params)))
-    made, expected = once_a_step(key, shapes)
+    with traced_open("its state"):
+        made = shapes_from(init, param_tree.unflatten(opened))
+    expected = shapes_from(init, param_tree.unflatten(params))
     structures: list[PyTreeDef] = [jax.tree.structure(x) for x in (made, expected)]
     if structures[0] != structures[1]:
         raise NotRowLocalError(_ANOTHER_STATE)

@@ -57,7 +57,7 @@ from jmask._lazy.checks import (
     with_wide_rows,
 )
 from jmask._lazy.row_local import Known, RowLocal, RowWise
-from jmask._lazy.state_rows import check_nothing_held_back, once_a_step, rows_of_state
+from jmask._lazy.state_rows import check_nothing_held_back, rows_of_state
 from jmask._tables.rows_at import (
     add_to_dense,
     check_one_table,
@@ -320,22 +320,16 @@ class LazyStep:
         if all(leaf.table is None for leaf in self.gradients):
             return self
         shapes, tables = [x.inner_shape for x in self.leaves], [x.table for x in self.leaves]
-        of_shapes = [(x.shape, x.dtype, x.weak_type) for x in shapes]
-        assert self.inner is not None
-        key = (self.inner.update, self.trees, *of_shapes, *tables)
-
-        def proof() -> RowLocal:
-            inputs = _in_untouched_rows(self.leaves)
-            # JAX keeps for a while what it has traced; it need not keep arrays.
-            leaves = [Leaf(None, leaf.kind, leaf.table) for leaf in self.leaves]
-            flat_update = dataclasses.replace(self, leaves=leaves).flat_update
-            is_row_wise = isinstance(self.inner, RowWise)
-            return row_local.proved(
-                flat_update, shapes, tables, inputs, is_row_wise=is_row_wise
-            )
-
-        # Extra arguments that are no arrays are part of the program.
-        program = proof() if self.others else once_a_step(key, proof)
+        inputs = _in_untouched_rows(self.leaves)
+        # JAX keeps for a while what it has traced; it need not keep arrays.
+        leaves = [Leaf(None, leaf.kind, leaf.table) for leaf in self.leaves]
+        program = row_local.proved(
+            dataclasses.replace(self, leaves=leaves).flat_update,
+            shapes,
+            tables,
+            inputs,
+            is_row_wise=isinstance(self.inner, RowWise),
+        )
         new = program.program.out_avals
         for leaf, x, y in zip(self.leaves, shapes, new, strict=False):
             is_number = leaf.kind == "state" and leaf.table is None

@@ -154,6 +154,31 @@ plus = jmask.lazy(
 )
 
 
+class Halving:
+    """An update that is no function and has no hash, as a module with arrays."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        raise AssertionError
+
+    def __call__(self, updates, state, params=None, **extra_args):
+        return jax.tree.map(lambda x: 0.5 * x, updates), state
+
+
+halving = optax.GradientTransformationExtraArgs(optax.init_empty_state, Halving())
+factors = []
+by_the_last = jmask.lazy(optax.stateless(lambda u, p: optax.tree.scale(factors[-1], u)))
+
+
+def by_factors(updates, state, params=None):
+    """The optimizer BOTH behind two steps of one that reads what Python changes."""
+    for factor in (2.0, 0.1):
+        factors.append(factor)
+        updates, _ = by_the_last.update(updates, optax.EmptyState(), params)
+    return BOTH.update(updates, state, params)
+
+
 def by_the_count(updates, state, params=None):
     """The optimizer BOTH, and a step that reads its new state."""
     updates, new = BOTH.update(updates, state, params)
@@ -178,6 +203,7 @@ IN_ONE_PASS = functions("", {**vars(jmask), **globals()})("""
     optax.inject_hyperparams(lambda b: lazy(optax.adam(0.1, b, 1 - b)))(b=0.8);
     optax.partition({"a": deferred(optax.adamw(0.1)), "b": optax.adam(0.1)}, LABELS);
     skip_nonfinite(optax.partition({"a": BOTH, "b": optax.adam(0.1)}, LABELS));
+    optax.chain(lazy(halving), BOTH); optax.GradientTransformation(BOTH.init, by_factors);
     optax.chain(optax.identity(), optax.masked(BOTH, {"t": True, "u": True, "w": True}))
 """)
 # Updates, or a table, are looked at; or the step is part of something else.
