@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmask._base.array_types import is_narrow, trailing, wide
@@ -281,6 +282,12 @@ def forms_of_steps(
                 if arrays[k].ndim == 0 and jnp.issubdtype(arrays[k].dtype, jnp.integer):
                     arrays[k] = arrays[k] + later
             new = run(*arrays)
+            if any(isinstance(x, Tracer) for x in new):
+                raise NotDeferrableError(
+                    "it holds a number that is traced, and the structure of its steps is found "
+                    "beforehand. A rate that a program sets goes into the state, "
+                    "jmask.deferred(optax.inject_hyperparams(optax.adam)(0.1))"
+                )
             for i, at in places.items():
                 first = [np.asarray(new[k]).reshape(len(new[k]), -1)[:, 0] for k in at]
                 steps[i].append(np.stack(first, 1))
