@@ -100,7 +100,7 @@ def apply_gradients(
 
     Raises:
         TypeError: if `tx` is no transformation, or a plain one of optax that cannot take
-            row-sparse gradients; if `opt_state` holds gradients.
+            row-sparse gradients; if `opt_state` holds gradients, or `key` is no key.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -112,6 +112,8 @@ def apply_gradients(
     """
     order = "jmask.apply_gradients(tx, grads, opt_state, params)"
     check_transformation("tx", tx, f"tx = jmask.adam(1e-3); {order}")
+    if key is not None:
+        check_key(key)
     if has_gradients(opt_state):
         # optax makes moments of the kind of a parameter.
         advice = "`params` does, too: use `jmask.lazy(tx)`, whose state is dense"
