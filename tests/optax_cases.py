@@ -118,7 +118,8 @@ CHAINS = _READ("""
     );
     chain(trace(0.9), forgetful(), scale(-0.1));
     inject_hyperparams(sgd)(learning_rate=0.1, momentum=0.9);
-    chain(masked(add_decayed_weights(0.1), MASK), adam(0.1))
+    chain(masked(add_decayed_weights(0.1), MASK), adam(0.1));
+    chain(set_to_zero(), zero_nans())
 """)
 
 # Wrappers and parts that are not row-local, by the reason.

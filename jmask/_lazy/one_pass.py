@@ -100,9 +100,9 @@ def applied(step: LazyStep) -> tuple[PyTree, PyTree]:
     for table, c in combiners.items():
         leaf, scalars = leaves[table], [known[v] for v in c.scalars]
         gradient = leaf.value
-        # Rows of equal ids are summed here only if something is computed of the sums. Then
+        # Rows of equal ids are summed here only if something was computed of the sums. Then
         # nothing is gained by adding them one at a time.
-        if c.source in computed or (table in parts.reduced and sums[table] is None):
+        if c.source in known:
             gradient = leaf.coalesced_value.with_values(leaf.from_inner(known[c.source]))
             c = c._replace(is_linear=False)
         new = _updated_tables(c, [leaves[i] for i in c.places], gradient, scalars)
