@@ -39,6 +39,10 @@ PARTITION = jmask.lazy(
     )
 )
 ADAMW = OPTIMIZERS["optax.adamw"]
+FROZEN = optax.partition(
+    {"train": optax.adam(1e-3), "freeze": jmask.lazy(optax.set_to_zero())},
+    {"table": "freeze", "dense": "train"},
+)
 MIXED = jmask.lazy(optax.adam(1e-3, mu_dtype=jnp.float32))
 
 STEPS = {
@@ -68,6 +72,10 @@ STEPS = {
     ),
     # No gradient depends on what is read, and still it is read before the table is written.
     "linear loss": Step(ADAMW, loss=steps.linear),
+    **{
+        f"frozen, {apply.__name__}": Step(FROZEN, apply=apply)
+        for apply in (jmask.apply_gradients, steps.with_optax)
+    },
 }
 
 NARROW = {
