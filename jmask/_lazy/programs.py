@@ -35,6 +35,7 @@ from jmask._base.array_types import is_narrow
 from jmask._base.fallback import collected
 from jmask._base.jaxprs import bound, contexts_of, needed_for, read
 from jmask._base.types import Argument, Atom, Gradient, PyTree, PyTreeDef
+from jmask._base.validation import abstract_leaf
 from jmask._lazy.checks import NotRowLocalError, is_gradient_leaf
 from jmask._lazy.one_pass import applied
 from jmask._lazy.step import LazyStep, written_in_rows
@@ -177,10 +178,17 @@ def with_steps_applied(
 
     # --- the program
     equations: list[_Equation] = []
+    of_state: list[PyTreeDef] = []
+    others: dict[int, object] = {}  # leaves of the state that are no arrays
 
-    def traced() -> tuple[PyTree, PyTree]:
+    def traced() -> tuple[PyTree, list[PyTree]]:
         with taking(functools.partial(_as_equation, equations)):
-            return update()
+            updates, state = update()
+        # Such as the functions of a module: a program returns none.
+        leaves, tree = jax.tree.flatten(state)
+        of_state.append(tree)
+        others.update((i, x) for i, x in enumerate(leaves) if abstract_leaf(x) is None)
+        return updates, [None if i in others else x for i, x in enumerate(leaves)]
 
     made: tuple[PyTree, PyTree]
     program, made = jax.make_jaxpr(traced, return_shape=True)()
@@ -264,4 +272,5 @@ def with_steps_applied(
         new[i] if i in new else tree.unflatten([read(values, v) for v in variables])
         for i, (tree, variables) in enumerate(zip(trees, outputs, strict=True))
     )
+    state = of_state[0].unflatten(others.get(i, x) for i, x in enumerate(state))
     return of_updates.unflatten(made_updates), state

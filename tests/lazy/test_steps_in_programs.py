@@ -242,6 +242,24 @@ def test_no_tracer_is_kept(name):
         )
 
 
+def test_a_state_with_functions():
+    """Of a module, which comes and goes where the step is part of a program."""
+    grads, params = example()
+
+    def update(updates, state, params=None):
+        updates, new = BOTH.update(updates, state["adam"], params)
+        return updates | {"w": state["function"](updates["w"])}, state | {"adam": new}
+
+    def stepped_once(step):
+        init = lambda params: {"function": jnp.tanh, "adam": BOTH.init(params), "name": "w"}
+        tx = optax.GradientTransformation(init, update)
+        params_now, state = step(tx, grads, tx.init(params), params)
+        assert (state["function"], state["name"]) == (jnp.tanh, "w")
+        return params_now, state["adam"]
+
+    assert_close(*(jax.jit(functools.partial(stepped_once, way))() for way in STEPS.values()))
+
+
 def test_updates_that_do_not_fit_are_refused_by_name():
     tx = optax.stateless(lambda u, p: {**u, "w": u["w"][:2]})
     grads, params = example()
