@@ -33,13 +33,14 @@ from jax.extend.core import JaxprEqn, Primitive, Var, get_opaque_trace_state
 
 from jmask._base.array_types import is_narrow
 from jmask._base.fallback import collected
-from jmask._base.jaxprs import bound, contexts_of, needed_for, read
+from jmask._base.jaxprs import bound, contexts_of, needed_for, read, run
 from jmask._base.types import Argument, Atom, Gradient, PyTree, PyTreeDef
 from jmask._base.validation import abstract_leaf
 from jmask._lazy.checks import NotRowLocalError, is_gradient_leaf
 from jmask._lazy.one_pass import applied
-from jmask._lazy.step import LazyStep, written_in_rows
-from jmask._tensors.row_sparse import is_row_sparse
+from jmask._lazy.step import LazyStep, Replaced, written_in_rows
+from jmask._ops.rows import trial
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 
 _T = TypeVar("_T")
 Way = Callable[[LazyStep], tuple[PyTree, PyTree]]
@@ -171,6 +172,26 @@ def _variables(atoms: Iterable[Atom]) -> list[Var]:
     return [v for v in atoms if isinstance(v, Var)]
 
 
+def _is_padding(x: RowSparse, ids: Atom, eqns: Sequence[JaxprEqn]) -> bool:
+    """Decide whether an update has no rows, by ids that a program makes from nothing.
+
+    `optax.set_to_zero` makes such. To write them XLA would copy a table: nothing says that what
+    is looked up is read before.
+
+    Args:
+        x: its shapes.
+    """
+    chosen, needed = needed_for([ids], eqns)
+    made = {v for eqn in chosen for v in eqn.outvars}
+    if not needed.keys() <= made:
+        return False
+    values: dict[Var, Argument] = {}
+    with trial():
+        run(chosen, values, bound)
+        rows = x.with_leaves(read(values, ids), x.values).flat().row_ids()
+        return bool((rows >= x.row_count).all())
+
+
 def with_steps_applied(
     update: Callable[[], tuple[PyTree, PyTree]], params: PyTree
 ) -> tuple[PyTree, PyTree]:
@@ -268,6 +289,9 @@ def with_steps_applied(
                     new[found[i]] = x
                 else:
                     values.update(zip(variables, jax.tree.leaves(x), strict=True))
+    for i, x in enumerate(leaves):
+        if i not in new and is_row_sparse(x) and _is_padding(x, outputs[i][0], eqns):
+            new[i] = Replaced(tables[i])
     *made_updates, state = (
         new[i] if i in new else tree.unflatten([read(values, v) for v in variables])
         for i, (tree, variables) in enumerate(zip(trees, outputs, strict=True))

@@ -39,9 +39,11 @@ PARTITION = jmask.lazy(
     )
 )
 ADAMW = OPTIMIZERS["optax.adamw"]
-FROZEN = optax.partition(
-    {"train": optax.adam(1e-3), "freeze": jmask.lazy(optax.set_to_zero())},
-    {"table": "freeze", "dense": "train"},
+FROZEN, FROZEN_BY_OPTAX = (
+    optax.partition(
+        {"train": optax.adam(1e-3), "freeze": freeze}, {"table": "freeze", "dense": "train"}
+    )
+    for freeze in (jmask.lazy(optax.set_to_zero()), optax.set_to_zero())
 )
 MIXED = jmask.lazy(optax.adam(1e-3, mu_dtype=jnp.float32))
 
@@ -76,6 +78,7 @@ STEPS = {
         f"frozen, {apply.__name__}": Step(FROZEN, apply=apply)
         for apply in (jmask.apply_gradients, steps.with_optax)
     },
+    "frozen by optax": Step(FROZEN_BY_OPTAX, apply=jmask.apply_gradients),
 }
 
 NARROW = {
