@@ -457,18 +457,27 @@ BAG_SUMS = _in_bags("""
 # Written by hand: rows are read as they are, and their cotangents written.
 SUMS_BY_HAND = _in_bags("""
     t[x.ids].sum(1); t[x.ids].mean(-2); t[x.ids.T].sum(0);
-    t[x.ids.reshape(L, B, 1)].sum((0, 2)); t[x.ids.reshape(-1)].reshape(B, L, D).sum(1);
+    t[x.ids.reshape(B, L, 1)].sum((1, 2)); t[x.ids.reshape(L, B, 1)].sum((0, 2));
+    t[x.ids].sum(1, keepdims=True)[:, 0]; t[x.ids.reshape(-1)].reshape(B, L, D).sum(1);
     t[x.beyond].sum(1); jnp.take(t, x.ids, axis=0).sum(1); beyond(t, x).sum(1);
     beyond(t, x, mode="fill", fill_value=0).mean(1); weighted(t[x.ids], x).sum(1);
-    weighted(beyond(t, x), x).sum(1); where(t[x.ids], x).sum(1);
-    where(beyond(t, x), x).sum(1); weighted(where(t[x.ids], x), x).sum(1);
+    (x.wild[..., None] * t[x.ids]).sum(1); weighted(beyond(t, x), x).sum(1);
+    where(t[x.ids], x).sum(1); where(beyond(t, x), x).sum(1);
+    weighted(where(t[x.ids], x), x).sum(1); weighted(weighted(t[x.ids], x), x).sum(1);
     (t[x.ids] * x.mask[..., None].astype(t.dtype)).sum(1);
-    jnp.einsum("bld,bl->bd", t[x.ids], x.wild); (x.wild[:, None, :] @ t[x.ids])[:, 0];
-    jax.vmap(lambda w, i: w @ t[i])(x.wild, x.ids); helper(t, x.ids, x.wild);
+    jnp.einsum("bld,bl->bd", t[x.ids], x.wild); jnp.einsum("bl,bld->bd", x.weights, t[x.ids]);
+    jnp.einsum("bl,bld->bd", x.wild, where(beyond(t, x), x));
+    jnp.einsum("lb,lbd->db", x.wild.T, t[x.ids.T]).T; (x.wild[:, None, :] @ t[x.ids])[:, 0];
+    jax.vmap(lambda w, i: w @ t[i])(x.wild, x.ids); helper(t, x.ids, x.wild); t[x.ids,].sum(1);
     t.at[x.ids].get(mode="promise_in_bounds").sum(1); t.at[x.beyond].get(mode="clip").sum(1);
-    (t[x.ids].mean(1), t[x.ids[:, 0]]); (jnp.take(t, x.ids, axis=0).sum(1), t[:B]);
+    t[x.ids].sum(1).astype(jnp.bfloat16).astype(jnp.float32);
+    (t[x.ids].mean(1), t[x.ids[:, 0]]); (weighted(t[x.ids], x).sum(1), t[x.ids[:, 0]]);
+    (jnp.take(t, x.ids, axis=0).sum(1), t[:B]); pooled(t[x.ids], x.weights ** 2);
     jax.jit(jax.jit(pooled))(t[x.ids], 1 + x.weights ** 2);
     jax.checkpoint(lambda t: jnp.sin(t[x.ids].mean(1)))(t);
+    (jnp.einsum("bl,bld->bd", x.weights, t[x.ids]), where(t[x.ids], x).sum(1), t[x.ids[:, 1]]);
+    (t[x.ids].mean(1), jnp.sin(t[x.ids.reshape(-1)])); t[x.ids[:, 0]];
+    (t[x.ids][:, :2].sum(1), (t[x.ids] * x.weights[..., None])[:, 2:].sum(1));
     (lambda rows: rows.sum(1) + rows.max(1))(t[x.ids]); MIXED @ t[x.ids.reshape(-1)];
     (lambda rows: rows.sum(1) ** 2 - (rows ** 2).sum(1))(t[x.ids]);
     jnp.einsum("blx,blx->bx", t[x.ids], t[x.ids] * 0.5); bag(t, x, combiner="max");

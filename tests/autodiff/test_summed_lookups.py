@@ -14,7 +14,7 @@ from jmask._base.forms import within
 from jmask._kernels import tuning
 from jmask._kernels.gathered_rows import BAG_SUM, GATHERED
 from tests.compiled_step import compiled_step
-from tests.lookup_programs import BAG_SUMS, BAGS, SUMMED, B, D, L
+from tests.lookup_programs import BAG_SUMS, BAGS, SUMMED, B, D, L, where
 from tests.lookup_programs import MANY_ROWS as TABLE
 from tests.oracle import assert_close
 
@@ -100,3 +100,26 @@ def test_narrow_tables(dtype):
     step = jax.jit(lambda *args: jmask.grad(loss)(*args).todense())
     summed = jmask.grad(loss)(table, BAGS).coalesce().todense()
     np.testing.assert_array_equal(step(table, BAGS), summed)
+
+
+@pytest.mark.parametrize("trains_weights", [False, True])
+def test_rows_of_two_dimensions_and_weights_that_have_a_gradient(trains_weights):
+    table = jnp.stack([TABLE, jnp.cos(TABLE)], 1)
+
+    def loss(params, x):
+        w = params["w"] if trains_weights else jax.lax.stop_gradient(params["w"])
+        by_hand = jnp.einsum("blcd,bl->bcd", params["t"][x.ids], w)
+        return jnp.sum(jnp.sin(by_hand) * jmask.embedding_bag(params["t"], x.ids, weights=w))
+
+    params = {"t": table, "w": BAGS.weights}
+    gradient = jax.jit(jmask.grad(loss))(params, BAGS)
+    dense = jax.grad(loss)(params, BAGS)
+    assert_close(gradient["t"].todense(), dense["t"])
+    assert_close(gradient["w"], dense["w"])
+
+
+def test_infinite_rows_under_a_mask():
+    first_bag = lambda t, x: jnp.sum(where(t[x.ids], x).sum(1)[0])
+    table = TABLE.at[BAGS.ids[0, 1]].set(jnp.inf)  # the first bag leaves it out
+    value, _ = jax.jit(jmask.value_and_grad(first_bag))(table, BAGS)
+    assert_close(value, first_bag(TABLE, BAGS))
