@@ -212,8 +212,10 @@ def _scan(
         begin, needs = len(forward.needs), forward.needs
         _, (_, record) = step(init, (None, plain, None))
         # The rounds read different arrays of a stack: together they read so many times as many
-        # rows, which of layers are all that there are.
-        tables = frozenset[int]().union(*(x.tables for x in stacks.values()))
+        # rows, which of layers are all that there are. Their number may be that of a batch, and
+        # open.
+        read_so = stacks.values() if is_known(length) else ()
+        tables = frozenset[int]().union(*(x.tables for x in read_so))
         for k, need in enumerate(needs[begin:], begin):
             if need.rows and need.table in tables:
                 needs[k] = need._replace(rows=need.rows * length)
