@@ -5,7 +5,6 @@ a step of a large batch of bags nothing as large as all rows is made.
 """
 
 import re
-from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -221,21 +220,22 @@ def test_a_step_of_bags_writes_no_row_out(name, rows):
 
 
 @pytest.mark.of_cpus
-def test_gradients_of_weights_take_the_program_of_an_einsum():
+def test_gradients_of_weights_take_the_products_of_an_einsum():
+    """And less memory: their rows are read twice, and the cotangents of these not written."""
     tx, ids = OPTIMIZERS["adam"], jax.ShapeDtypeStruct((1024, 32), jnp.int32)
     table = {"t": jax.ShapeDtypeStruct((10**5, 64), jnp.float32)}
     params = table | {"w": jax.ShapeDtypeStruct((1024, 32), jnp.float32)}
 
-    def instructions(pool):
+    def products_and_memory(pool):
         loss = lambda p, ids: jnp.sum(pool(p["t"], ids, p["w"]) ** 2)
         step = lambda *a: jmask.apply_gradients(tx, jmask.grad(loss)(a[1], a[2]), a[0], a[1])
-        step = jax.jit(step).lower(jax.eval_shape(tx.init, params), params, ids)
-        reads_or_writes_rows = r" (gather|dot|scatter|while|sort|copy)\("
-        return Counter(re.findall(reads_or_writes_rows, step.compile().as_text()))
+        compiled = jax.jit(step).lower(jax.eval_shape(tx.init, params), params, ids).compile()
+        return len(re.findall(r" dot\(", compiled.as_text())), temporary_bytes(compiled)
 
-    bags = instructions(lambda t, ids, w: jmask.embedding_bag(t, ids, weights=w))
-    assert bags == instructions(lambda t, ids, w: jnp.einsum("bl,bld->bd", w, t[ids]))
-    assert bags["dot"] == 2
+    bags = products_and_memory(lambda t, ids, w: jmask.embedding_bag(t, ids, weights=w))
+    by_hand = products_and_memory(lambda t, ids, w: jnp.einsum("bl,bld->bd", w, t[ids]))
+    assert bags[0] == by_hand[0] == 2
+    assert bags[1] < by_hand[1] / 2
 
 
 # Losses of parameters `p` and ids, by the names of the parameters.
