@@ -231,7 +231,8 @@ def with_steps_applied(
         if eqn.primitive is not _LAZY_STEP:
             items.append(eqn)
             continue
-        step = _FoundStep.of(eqn, equations[eqn.params["number"]])
+        number, _ = eqn.params.values()
+        step = _FoundStep.of(eqn, equations[number])
         for i, before in enumerate(items):
             both = before.then(step) if isinstance(before, _FoundStep) else None
             if both is None:
