@@ -1,19 +1,32 @@
 """Apply updates; and gradients, by the lazy steps of any transformation in one pass."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from jmask._base.types import Argument, PyTree, Transformation
-from jmask._kernels.stochastic_rounding import check_key
-from jmask._lazy.checks import Fit, check_transformation, has_gradients
-from jmask._lazy.one_pass import applied
+from jmask._base.array_types import added, is_narrow, joint_dtype, wide
+from jmask._base.types import Argument, Gradient, PyTree, Transformation
+from jmask._kernels.stochastic_rounding import check_key, stochastic_round
+from jmask._lazy.checks import (
+    Fit,
+    check_transformation,
+    gradient_and_valid,
+    has_gradients,
+    is_gradient_leaf,
+    unchanged_where_masked,
+)
+from jmask._lazy.one_pass import Replaced, applied
 from jmask._lazy.programs import taking, with_steps_applied
 from jmask._lazy.state_rows import held_back
-from jmask._lazy.step import with_updates
+from jmask._tables.rows_at import add_to_dense
+from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.row_sparse import is_row_sparse
+from jmask._tensors.storage import stored_values, with_stored_values
 
 
 class Lifted(optax.GradientTransformationExtraArgs):
@@ -64,6 +77,33 @@ def apply_updates(params: PyTree, updates: PyTree, *, key: jax.Array | None = No
 
 def _fit_of_updates(updates: PyTree, params: PyTree) -> Fit:
     return Fit.of(updates, params, "apply_updates(params, updates)", partial=True)
+
+
+def with_updates(params: PyTree, updates: PyTree, key: jax.Array | None = None) -> PyTree:
+    """Return parameters with updates added, which fit them."""
+    keys = (None if key is None else jax.random.fold_in(key, i) for i in itertools.count())
+
+    def apply(update: Gradient | None, param: jax.Array | None) -> jax.Array | None:
+        leaf_key = next(keys)
+        if update is None or param is None:
+            return param
+        if isinstance(update, Replaced):
+            return update.param
+        if isinstance(update, MaskedTensor):
+            step, valid = gradient_and_valid(update)
+            step = with_stored_values(step, unchanged_where_masked(stored_values(step), valid))
+        else:
+            step = update
+        if is_row_sparse(step):
+            return add_to_dense(param, step, leaf_key)
+        param = jnp.asarray(param)
+        if leaf_key is None or not is_narrow(param.dtype):
+            return added(param, step).astype(param.dtype)
+        exact = added(param.astype(wide(joint_dtype(param, step))), step)
+        return stochastic_round(exact, param.dtype, leaf_key)
+
+    is_leaf = lambda x: x is None or is_gradient_leaf(x)
+    return jax.tree.map(apply, updates, params, is_leaf=is_leaf)
 
 
 @jax.named_scope("jmask.apply_gradients")

@@ -313,6 +313,30 @@ def _in_promised_order(storage: BCOO | BCSR) -> jax.Array | bool:
     return jnp.all(grows | is_padding)
 
 
+def unchanged_where_masked(update: jax.Array, valid: jax.Array | None) -> jax.Array:
+    """Return the update of a parameter, -0.0 where the gradient is masked."""
+    return keep_valid(update, jnp.asarray(-0.0, jnp.result_type(update)), valid)
+
+
+def keep_valid(new: jax.Array, old: jax.Array, valid: jax.Array | None) -> jax.Array:
+    """Return `new` where valid, `old` elsewhere.
+
+    They have the shape of `valid` (n, *row), or one entry for each of its rows: (n,), (n, 1).
+    """
+    if valid is None:
+        return new
+    shape = jnp.shape(new)
+    valid = valid.any(tuple(range(len(shape), valid.ndim)))
+    merged = tuple(d for d, size in enumerate(shape) if size == 1 != valid.shape[d])
+    valid = valid.any(merged, keepdims=True)
+    if valid.shape != shape:
+        raise NotRowLocalError(
+            f"its state of shape {shape} matches neither the entries nor the rows of a "
+            "masked gradient"
+        )
+    return jnp.where(valid, new, old)
+
+
 # --- fit ----------------------------------------------------------------------------------
 #
 # Gradients and parameters in the form that optimizers take, aligned once for each step.

@@ -20,6 +20,7 @@ gradients) can replace the gradient, which saves its scalars. A mask is one oper
 Everything else is computed on gathered rows; see `_updated_tables`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -50,18 +51,23 @@ from jmask._kernels.rows import add_rows, gather_unique_rows, ids_after_reading,
 from jmask._kernels.scatter_update import entry_by_entry, update_elementwise
 from jmask._kernels.sharded_rows import summed_over_rows
 from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows, updated
-from jmask._lazy.open_rows import Dimension, params_with_sizes
-from jmask._lazy.row_local import RowLocal, axes_of_rows
+from jmask._lazy.checks import keep_valid, unchanged_where_masked
+from jmask._lazy.open_rows import Dimension, axes_of_rows, params_with_sizes
+from jmask._lazy.row_local import RowLocal
 from jmask._lazy.step import (
     LazyStep,
     Leaf,
-    Replaced,
-    keep_valid,
-    unchanged_where_masked,
     with_row,
 )
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import stored_values
+
+
+@dataclasses.dataclass(frozen=True)
+class Replaced:
+    """In place of an update, the parameter that it is added to already."""
+
+    param: jax.Array
 
 
 def applied(step: LazyStep) -> tuple[PyTree, PyTree]:

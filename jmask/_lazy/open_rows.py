@@ -12,9 +12,11 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import export
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from jmask._base.forms import aval_of, holds_jaxprs, within
 from jmask._base.types import Argument, Atom
 from jmask._lazy.checks import NotRowLocalError
 
@@ -33,6 +35,12 @@ def open_shapes(
     rows = _open_rows(tuple(sorted({i for i in tables if i is not None})))
     pairs = zip(shapes, tables, strict=True)
     return rows, [x if i is None else x.update(shape=(rows[i], *x.shape[1:])) for x, i in pairs]
+
+
+def axes_of_rows(v: Atom) -> list[int]:
+    """Return the axes along which a variable has rows of a table."""
+    shape = getattr(aval_of(v), "shape", ())
+    return [i for i, size in enumerate(shape) if export.is_symbolic_dim(size)]
 
 
 @contextlib.contextmanager
@@ -68,6 +76,28 @@ def _open_rows(tables: tuple[int, ...]) -> dict[int, Dimension]:
     names = ", ".join(f"rows{i}" for i in tables)
     sizes: Argument = export.symbolic_shape(names) if tables else ()
     return dict(zip(tables, sizes, strict=True))
+
+
+# How entries are taken, or repeated.
+_TAKING = frozenset(
+    "broadcast_in_dim dynamic_slice gather reshape rev slice squeeze transpose".split()
+)
+
+
+def operations_of(program: ClosedJaxpr) -> list[tuple[str, ...]]:
+    """Return the operations on numbers that are no integers, in order, and their literals.
+
+    A trace with an open number of rows and one for the table must have the same. An open size
+    is never *equal* to a number, so a mask that asks `x.shape[0] == vocabulary` differs. What
+    indexes is left out, since JAX itself indexes by other operations where a size is open.
+    """
+    return [
+        (eqn.primitive.name, *(str(v) for v in eqn.invars if isinstance(v, Literal)))
+        for eqn in within(program.jaxpr.eqns)
+        if eqn.primitive.name not in _TAKING
+        and not holds_jaxprs(eqn)
+        and not all(jnp.issubdtype(aval_of(v).dtype, jnp.integer) for v in eqn.outvars)
+    ]
 
 
 # --- numbers in the place of open dimensions ------------------------------------------------

@@ -37,8 +37,8 @@ from jmask._base.jaxprs import bound, contexts_of, needed_for, read, run
 from jmask._base.types import Argument, Atom, Gradient, PyTree, PyTreeDef
 from jmask._base.validation import abstract_leaf
 from jmask._lazy.checks import NotRowLocalError, is_gradient_leaf
-from jmask._lazy.one_pass import applied
-from jmask._lazy.step import LazyStep, Replaced, written_in_rows
+from jmask._lazy.one_pass import Replaced, applied
+from jmask._lazy.step import LazyStep, written_in_rows
 from jmask._ops.rows import trial
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 

@@ -37,7 +37,7 @@ import numpy as np
 import optax
 from jax import export
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 from jax.sharding import AxisType
 
 from jmask._base.forms import (
@@ -61,17 +61,20 @@ from jmask._base.jaxprs import (
     run,
     with_consts,
 )
-from jmask._base.types import Argument, ArraysFunction, Atom, Function, PyTree, Scalar
+from jmask._base.types import Argument, ArraysFunction, Function, PyTree, Scalar
 from jmask._lazy.checks import NotRowLocalError
-from jmask._lazy.open_rows import Dimension, open_shapes, traced_open, with_sizes
+from jmask._lazy.open_rows import (
+    Dimension,
+    axes_of_rows,
+    open_shapes,
+    operations_of,
+    traced_open,
+    with_sizes,
+)
 from jmask._ops.rows import trial
 
 Known = Scalar | None
 """What a value is in rows that the gradient does not touch; None if that is not known."""
-# How entries are taken, or repeated.
-_TAKING = frozenset(
-    "broadcast_in_dim dynamic_slice gather reshape rev slice squeeze transpose".split()
-)
 Rule = Callable[[JaxprEqn, list[Known]], Known]
 
 ELEMENTWISE = ARITHMETIC | frozenset(
@@ -113,12 +116,6 @@ _EXACT: dict[str, Function] = {
 NEUTRAL = {"reduce_sum": 0, "reduce_or": False, "reduce_and": True, "reduce_prod": 1}
 _IDEMPOTENT = ("reduce_or", "reduce_and", "reduce_max", "reduce_min")
 _COUNT = "rows outside the gradient would count in it"
-
-
-def axes_of_rows(v: Atom) -> list[int]:
-    """Return the axes along which a variable has rows of a table."""
-    shape = getattr(aval_of(v), "shape", ())
-    return [i for i, size in enumerate(shape) if export.is_symbolic_dim(size)]
 
 
 class RowWise(optax.GradientTransformationExtraArgs):
@@ -265,7 +262,7 @@ def proved(
                 f"number of rows: {x.shape} becomes {shape}"
             )
     has_rows = all(shapes[i].shape[0] for i, table in enumerate(tables) if table is not None)
-    if dense and has_rows and _operations(_needed(dense)) != _operations(update.program):
+    if dense and has_rows and operations_of(_needed(dense)) != operations_of(update.program):
         raise NotRowLocalError("it chooses other operations for a table of this size")
     return update
 
@@ -275,22 +272,6 @@ def _needed(traced: ClosedJaxpr) -> ClosedJaxpr:
     program = inlined(traced)
     eqns, _ = needed_for(program.jaxpr.outvars, program.jaxpr.eqns)
     return ClosedJaxpr(program.jaxpr.replace(eqns=eqns), program.consts)
-
-
-def _operations(program: ClosedJaxpr) -> list[tuple[str, ...]]:
-    """Return the operations on numbers that are no integers, in order, and their literals.
-
-    A trace with an open number of rows and one for the table must have the same. An open size
-    is never *equal* to a number, so a mask that asks `x.shape[0] == vocabulary` differs. What
-    indexes is left out, since JAX itself indexes by other operations where a size is open.
-    """
-    return [
-        (eqn.primitive.name, *(str(v) for v in eqn.invars if isinstance(v, Literal)))
-        for eqn in within(program.jaxpr.eqns)
-        if eqn.primitive.name not in _TAKING
-        and not holds_jaxprs(eqn)
-        and not all(jnp.issubdtype(aval_of(v).dtype, jnp.integer) for v in eqn.outvars)
-    ]
 
 
 # --- the proof ----------------------------------------------------------------------------

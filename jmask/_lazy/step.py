@@ -14,7 +14,6 @@ The one pass makes its combiner of the equations of the same program.
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 import operator
 import weakref
@@ -27,7 +26,7 @@ import optax
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from jmask._base.array_types import added, has_8_bits, is_narrow, joint_dtype, wide
+from jmask._base.array_types import has_8_bits
 from jmask._base.jaxprs import evaluate, in_sequence, lifted, origins
 from jmask._base.row_ids import hide
 from jmask._base.shardings import automatically, explicit_mesh, spec_of, varying_axes
@@ -35,7 +34,6 @@ from jmask._base.side_table import SideTable
 from jmask._base.types import (
     Argument,
     Atom,
-    Gradient,
     PyTree,
     PyTreeDef,
     RowArray,
@@ -44,7 +42,6 @@ from jmask._base.types import (
 )
 from jmask._kernels.rows import gather_unique_rows, ids_after_reading, set_rows
 from jmask._kernels.sharded_rows import Exchange
-from jmask._kernels.stochastic_rounding import stochastic_round
 from jmask._lazy import row_local
 from jmask._lazy.checks import (
     NotRowLocalError,
@@ -53,21 +50,21 @@ from jmask._lazy.checks import (
     in_lines,
     is_entries,
     is_gradient_leaf,
+    keep_valid,
+    unchanged_where_masked,
     with_whole_rows,
     with_wide_rows,
 )
 from jmask._lazy.row_local import Known, RowLocal, RowWise
 from jmask._lazy.state_rows import check_nothing_held_back, rows_of_state
 from jmask._tables.rows_at import (
-    add_to_dense,
     check_one_table,
     exchange_for,
     routed_to_shards,
     shape_of,
 )
-from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import is_row_sparse
-from jmask._tensors.storage import stored_values, with_stored_values
+from jmask._tensors.storage import stored_values
 
 Kind = Literal["gradient", "state", "param", "extra"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -497,64 +494,3 @@ def is_written_in_rows(new: object, old: object) -> bool:
     """Decide whether `new` is `old`, or was noted as `old` with rows written."""
     before = _BEFORE.of(new)
     return new is old or (before is not None and before() is old)
-
-
-# --- applied, where the gradient is valid -----------------------------------------------
-
-
-def unchanged_where_masked(update: jax.Array, valid: jax.Array | None) -> jax.Array:
-    """Return the update of a parameter, -0.0 where the gradient is masked."""
-    return keep_valid(update, jnp.asarray(-0.0, jnp.result_type(update)), valid)
-
-
-def keep_valid(new: jax.Array, old: jax.Array, valid: jax.Array | None) -> jax.Array:
-    """Return `new` where valid, `old` elsewhere.
-
-    They have the shape of `valid` (n, *row), or one entry for each of its rows: (n,), (n, 1).
-    """
-    if valid is None:
-        return new
-    shape = jnp.shape(new)
-    valid = valid.any(tuple(range(len(shape), valid.ndim)))
-    merged = tuple(d for d, size in enumerate(shape) if size == 1 != valid.shape[d])
-    valid = valid.any(merged, keepdims=True)
-    if valid.shape != shape:
-        raise NotRowLocalError(
-            f"its state of shape {shape} matches neither the entries nor the rows of a "
-            "masked gradient"
-        )
-    return jnp.where(valid, new, old)
-
-
-@dataclasses.dataclass(frozen=True)
-class Replaced:
-    """In place of an update, the parameter that it is added to already."""
-
-    param: jax.Array
-
-
-def with_updates(params: PyTree, updates: PyTree, key: jax.Array | None = None) -> PyTree:
-    """Return parameters with updates added, which fit them."""
-    keys = (None if key is None else jax.random.fold_in(key, i) for i in itertools.count())
-
-    def apply(update: Gradient | None, param: jax.Array | None) -> jax.Array | None:
-        leaf_key = next(keys)
-        if update is None or param is None:
-            return param
-        if isinstance(update, Replaced):
-            return update.param
-        if isinstance(update, MaskedTensor):
-            step, valid = gradient_and_valid(update)
-            step = with_stored_values(step, unchanged_where_masked(stored_values(step), valid))
-        else:
-            step = update
-        if is_row_sparse(step):
-            return add_to_dense(param, step, leaf_key)
-        param = jnp.asarray(param)
-        if leaf_key is None or not is_narrow(param.dtype):
-            return added(param, step).astype(param.dtype)
-        exact = added(param.astype(wide(joint_dtype(param, step))), step)
-        return stochastic_round(exact, param.dtype, leaf_key)
-
-    is_leaf = lambda x: x is None or is_gradient_leaf(x)
-    return jax.tree.map(apply, updates, params, is_leaf=is_leaf)
