@@ -43,6 +43,7 @@ from jmask._autodiff.views import (
     View,
     planned,
     read_at,
+    tables_of,
     view_of_table,
     without_gradient,
 )
@@ -142,7 +143,7 @@ class Forward:
         array = functools.partial(self.array, is_constant=not is_live)
         lookup = lookup_of(eqn, name, args, array, self.taps.rows_only)
         if lookup is not None:
-            return [self._looked_up(lookup, aval, is_live, looked_up=x)]
+            return [self._looked_up(lookup, aval, x, is_live)]
 
         # 4. What is a view again. Few rows are looked up before they are computed on. What is
         # computed with a larger array is no table, as logits with their bias are not.
@@ -159,7 +160,7 @@ class Forward:
                 return made_views
 
         # 5. Anything else needs arrays.
-        tables = frozenset[int]().union(*(a.tables for a in args if isinstance(a, View)))
+        tables = tables_of(args)
         return self._bound(eqn, name, [array(a, tables=tables) for a in args])
 
     def _bound(self, eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> list[Argument]:
@@ -179,18 +180,22 @@ class Forward:
         self,
         lookup: Lookup,
         abstract: Argument,
+        x: View,
         is_live: bool = True,
-        of: View | None = None,
-        looked_up: View | None = None,
+        *,
+        is_whole: bool = False,
     ) -> Argument:
-        """Return rows; in a trial note their taps, and return their abstract value."""
+        """Return rows of a view; in a trial note their taps, and return their abstract value.
+
+        Args:
+            is_whole: whether they are all of the view, which something needs as an array.
+        """
         plan, run = lookup
         if not self.taps.is_trial:
             return run(self.taps if is_live else NONE)
-        is_lookup, eqns = (True, ()) if of is None else (of.is_lookup, of.computed_by)
-        varies = varying_axes(abstract) if of is None else of.varies
-        source = of or looked_up
-        computed_by = source.computed_by[-1] if source and source.computed_by else None
+        is_lookup, eqns = (x.is_lookup, x.computed_by) if is_whole else (True, ())
+        varies = x.varies if is_whole else varying_axes(abstract)
+        computed_by = x.computed_by[-1] if x.computed_by else None
         for tap in plan if is_live else ():
             self.taps.record.append(dataclasses.replace(tap, varies=varies))
             count = tap.rows_of(self.leaves[tap.table].shape)
@@ -206,7 +211,7 @@ class Forward:
         An array that several equations need is made once. No gradient is taken of a constant.
 
         Args:
-            tables: those of all operands of the equation that needs the array.
+            tables: the tables that all operands of the equation are made of.
         """
         if not isinstance(x, View):
             return x
@@ -221,12 +226,12 @@ class Forward:
         if few is not None:
             # As in `aux`: the loss has these rows already, or they are read without taps.
             rows = self.taps.made.get((x, False))
-            rows = self._looked_up(few, abstract, is_live=False) if rows is None else rows
+            rows = self._looked_up(few, abstract, x, is_live=False) if rows is None else rows
             return rows if self.taps.is_trial else lax.stop_gradient(rows)
         if x.tables and not is_constant:
             lookup = self._reading_of_all(x)
             if lookup is not None:
-                return self._looked_up(lookup, abstract, of=x)
+                return self._looked_up(lookup, abstract, x, is_whole=True)
             eqns = x.computed_by or self.eqns
             # What scales a larger table goes first: rows of that may be read in the next round,
             # where a dense parameter is an array.
@@ -276,7 +281,7 @@ class Forward:
 
     def _has_larger_array(self, args: Sequence[Argument]) -> bool:
         """Decide whether an array among operands is larger than all tables of the others."""
-        tables = frozenset[int]().union(*(x.tables for x in args if isinstance(x, View)))
+        tables = tables_of(args)
         shapes = [tuple(self.leaves[t].shape) for t in tables]
         # Masks are broadcast to what they choose from.
         arrays = [x for x in args if np.ndim(x) and not isinstance(x, View)]

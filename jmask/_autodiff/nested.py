@@ -24,7 +24,14 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.sharding import PartitionSpec as P
 
 from jmask._autodiff.taps import Tap, Taps
-from jmask._autodiff.views import Positions, Reading, TableView, View, view_of_table
+from jmask._autodiff.views import (
+    Positions,
+    Reading,
+    TableView,
+    View,
+    tables_of,
+    view_of_table,
+)
 from jmask._base.array_types import is_known
 from jmask._base.forms import (
     PLAIN_CALLS,
@@ -211,11 +218,10 @@ def _scan(
     if taps.is_trial:
         begin, needs = len(forward.needs), forward.needs
         _, (_, record) = step(init, (None, plain, None))
-        # The rounds read different arrays of a stack: together they read so many times as many
-        # rows, which of layers are all that there are. Their number may be that of a batch, and
-        # open.
-        read_so = stacks.values() if is_known(length) else ()
-        tables = frozenset[int]().union(*(x.tables for x in read_so))
+        # The rounds read different arrays of a stack. Together they read `length` times the rows
+        # of one: of a stack of layers, every row. An open number of rounds, as of examples in a
+        # batch, multiplies nothing.
+        tables = tables_of(stacks.values() if is_known(length) else ())
         for k, need in enumerate(needs[begin:], begin):
             if need.rows and need.table in tables:
                 needs[k] = need._replace(rows=need.rows * length)

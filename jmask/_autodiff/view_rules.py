@@ -27,6 +27,7 @@ from jmask._autodiff.views import (
     View,
     as_view,
     per_entry,
+    tables_of,
 )
 from jmask._base.array_types import trailing
 from jmask._base.forms import aval_of, parameter
@@ -467,7 +468,7 @@ def views_of(eqns: Sequence[JaxprEqn], name: str, xs: Sequence[Argument]) -> lis
     is_empty = any(0 in x.shape for x in (*avals, *operands))
     if rule is None or is_empty or equations > tuning.VIEW_EQUATIONS:
         return None
-    tables = frozenset[int]().union(*(x.tables for x in operands))
+    tables = tables_of(operands)
     is_move = name not in (*COMPUTING, "dynamic_slice")
     is_lookup = name == "dynamic_slice" or any(x.is_lookup for x in operands)
     first = (x.computed_by for x in operands if x.computed_by)

@@ -11,7 +11,7 @@ its gradient is rows. What equations make of views is in `view_rules`.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -152,6 +152,12 @@ def view_of_table(number: int, x: Argument, width: int | None = None) -> TableVi
         array=x,
         width=width,
     )
+
+
+def tables_of(operands: Iterable[Argument]) -> frozenset[int]:
+    """Return the numbers of the tables that operands are made of; arrays are made of none."""
+    views = (x for x in operands if isinstance(x, View))
+    return frozenset[int]().union(*(x.tables for x in views))
 
 
 def as_view(x: Argument) -> View:
