@@ -317,7 +317,7 @@ def _tensor_gradient(x: Tensor, of_values: jax.Array, everywhere: jax.Array | No
 
 
 def _in_order(*arrays: jax.Array, beside: int) -> list[jax.Array]:
-    """Return the arrays; the first, the loss, is computed after as many more as `beside`."""
+    """Return the arrays. The loss comes first, and is computed after the `beside` next ones."""
     loss, *others = arrays
     bits = BITS.get(loss.dtype.itemsize)
     if bits is None or not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -364,11 +364,11 @@ def after_reading(
     """Make the ids of gradients depend on the loss, and on what `aux` reads of tables.
 
     Args:
-        beside: the parts of `aux` that are computed of tables, by their numbers.
+        beside: parts of `aux` that are computed from tables, by their positions in it.
         dense, sparse: gradients, by the numbers of their parameters.
 
     Returns:
-        `beside`, `dense` and `sparse`, so ordered.
+        `beside`, `dense` and `sparse`, the same values.
     """
     if not isinstance(loss, jax.core.Tracer) or not sparse:
         return beside, dense, sparse

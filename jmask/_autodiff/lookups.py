@@ -95,7 +95,7 @@ class Sums:
         return with_tap(tap, result, ids)
 
     def lookup_by_rows(self) -> Lookup | None:
-        """Read the rows one by one, and sum them; None if rows of `x` cannot be read."""
+        """Return how rows are read and then summed, or None if rows of `x` cannot be read."""
         x, count, dtype = self.x, self.entries, id_dtype(self.entries)
         plan = planned(x, 1, (count,))
 

@@ -218,7 +218,7 @@ def _scan(
     if taps.is_trial:
         begin, needs = len(forward.needs), forward.needs
         _, (_, record) = step(init, (None, plain, None))
-        # The rounds read different arrays of a stack. Together they read `length` times the rows
+        # The rounds read different arrays of a stack, together `length` times the rows
         # of one: of a stack of layers, every row. An open number of rounds, as of examples in a
         # batch, multiplies nothing.
         tables = tables_of(stacks.values() if is_known(length) else ())

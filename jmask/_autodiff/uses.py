@@ -173,8 +173,8 @@ def _hides_lookups(need: Need, shape: Shape, size: float) -> bool:
     lookups = [e for e in inner if e.primitive.name in LOOKING_UP]
     if eqn.primitive.name == "shard_map":  # where a table may be in parts
         return bool(lookups)
-    # Others may be looked up beside it, as in a loop that begins with a state that is trained;
-    # and as many rows as there are, as where a solver puts them in another order.
+    # The lookups may be in another array: a loop over lookups that starts from a trained state.
+    # Or they read every row, as a solver does that permutes rows.
     size_of = lambda v: math.prod(getattr(aval_of(v), "shape", ()))
     pairs = [(size_of(v), size_of(e.outvars[0])) for e in lookups for v in e.invars]
     return any(size == math.prod(shape) > found for size, found in pairs)

@@ -244,8 +244,8 @@ class LossProgram:
         tables: the inputs in `real` whose gradient is row-sparse.
         taps: of the lookups of tables, as the record of `Taps`.
         needs: of each input that might have been a table.
-        beside: the outputs after the loss, all returned as `aux`, that are computed of tables.
-            A table that is returned as it is is none of them.
+        beside: which outputs after the loss, parts of `aux`, are computed from tables. A table
+            that is returned unchanged is not computed.
     """
 
     def __init__(

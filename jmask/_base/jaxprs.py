@@ -68,8 +68,8 @@ def in_sequence(
     """Return two programs as one, with the outputs of the first and then of the second.
 
     Args:
-        sources: for each input of `second` which output of `first` it is, and counted on from
-            there which input; None is a new input, after those of `first`.
+        sources: for each input of `second` an index into the outputs of `first` followed by its
+            inputs; None adds an input after those of `first`.
     """
     pairs = [zip(x.jaxpr.constvars, x.consts, strict=True) for x in (first, second)]
     consts: dict[Var, Argument] = dict(itertools.chain(*pairs))

@@ -253,8 +253,9 @@ class Combiner(NamedTuple):
 def _combiner(step: LazyStep, parts: Parts, table: int, *, by_rows: bool) -> Combiner | None:
     """Return how to compute new rows of a table, or None if it takes more than one pass.
 
-    Of its gradient, and then the values made of that alone (clipped by a norm), the first is
-    taken from which one scatter computes the rows, or a linear step; the gradient if none is.
+    It starts from the gradient if one scatter, or a linear step, computes the rows from that;
+    else from the first such value made of the gradient alone, as one clipped by a norm; else
+    from the gradient.
 
     Args:
         by_rows: whether to compute with rows that are gathered, as for what is more than

@@ -124,7 +124,7 @@ def _as_equation(equations: list[_Equation], step: LazyStep) -> tuple[PyTree, Py
 
 @dataclasses.dataclass(frozen=True)
 class _FoundStep:
-    """Hold a step that was found in a program, or those of a chain as one."""
+    """Hold one step of a program, or several steps of a chain, merged."""
 
     step: LazyStep  # with variables in place of arrays
     eqn: JaxprEqn  # of the last step
