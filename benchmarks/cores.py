@@ -13,6 +13,7 @@ docs/performance.md. The table goes to `benchmarks/results/cores.md`.
 import argparse
 import contextlib
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -69,6 +70,13 @@ def _seconds(task: Task, rounds: int) -> list[np.ndarray]:
         else worker_of(task.who, cores)
         for cores in (1, os.cpu_count())
     ]
+    return seconds_of_steps(task, interpreters, rounds)
+
+
+def seconds_of_steps(
+    task: Task, interpreters: Sequence[Interpreter], rounds: int
+) -> list[np.ndarray]:
+    """Of each round, for each of several workers, which take turns and are closed."""
     runs = [RemoteContender(interpreter, task) for interpreter in interpreters]
     count = (rounds + _WARM_UP) * _STEPS
     draw = partial(batches, task.ids, task.rows)

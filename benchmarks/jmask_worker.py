@@ -1,6 +1,10 @@
-"""jmask in a process of its own, as its peers are: for `cores.py`, which gives it cores."""
+"""jmask in a process of its own, as its peers are: for `cores.py`, which gives it cores.
+
+With `--as-it-is` for `kept_memory.py`: what the process frees is not kept.
+"""
 
 import os
+import sys
 
 import contenders
 import jax
@@ -25,5 +29,6 @@ def build(work, optimizer, rows, width, rate, tables=1, bags=0):
 
 
 if __name__ == "__main__":
-    jmask.keep_memory()  # as torch does
+    if "--as-it-is" not in sys.argv:
+        jmask.keep_memory()  # as torch does
     serve(build, f"jax {jax.__version__}, {len(os.sched_getaffinity(0))} cores")

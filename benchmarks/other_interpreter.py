@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,19 @@ class Interpreter:
             the one that this runs in.
         script: a file of this folder that calls `worker.serve`.
         cores: how many it may use, by Linux's `taskset`; all if None.
+        arguments: of the script.
 
     Attributes:
         version: of its library and of Python, once it has started.
     """
 
-    def __init__(self, environment: str | None, script: str, cores: int | None = None):
+    def __init__(
+        self,
+        environment: str | None,
+        script: str,
+        cores: int | None = None,
+        arguments: Sequence[str] = (),
+    ):
         python = Path(sys.executable)
         if environment is not None:
             python = Path(__file__).parents[1] / environment / "bin" / "python"
@@ -44,6 +52,7 @@ class Interpreter:
             *pinned,
             str(python),
             str(Path(__file__).parent / script),
+            *arguments,
         ]
         self._process: subprocess.Popen | None = None
         self.version: str | None = None
