@@ -267,6 +267,8 @@ def _tricks(rounds: int) -> list[Comparison]:
         (Task(width=32), ("fast gather",)),
         (Task(rows=1_000), ("whole small tables",)),
         (_DENSE, ("whole small tables",)),
+        (BAGS, ("gathered gradients", "bags in blocks")),
+        (_TABLES, ("gathered gradients", "bags in blocks")),
     ):
         theirs = tuple(replace(ours, without=name) for name in names)
         found.append(Comparison(ours, theirs, rounds))

@@ -261,11 +261,14 @@ def is_bag_sum(
 def bag_sum(*operands: Argument) -> jax.Array:
     """Return the sums of a `BagSum` of these attributes."""
     x = BagSum(*operands)
+    return BAG_SUM(x)[0] if has_many_rows(x) else x.by_parts()
+
+
+def has_many_rows(x: BagSum) -> bool:
+    """Decide whether the rows of bags are better not materialised; how many may be open."""
     shape = *x.positions.shape, *x.table.shape[1:]
-    # Many rows are better not materialised; how many there are may be open.
     is_closed = is_known(x.bags, *shape)
-    pays = is_closed and math.prod(shape) * x.table.dtype.itemsize > tuning.SMALL_ROWS
-    return BAG_SUM(x)[0] if pays else x.by_parts()
+    return is_closed and math.prod(shape) * x.table.dtype.itemsize > tuning.SMALL_ROWS
 
 
 def _weighted(rows: jax.Array, weights: jax.Array | None) -> jax.Array:
