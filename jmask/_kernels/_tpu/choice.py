@@ -219,29 +219,31 @@ def _written_in_lines(
         read=[],
     )
     rest = table.shape[0] - whole * LANES
-    if rest:  # the last line, which at most one entry writes
-        is_last = line == whole
-        bits = lax.bitcast_convert_type(lines, jnp.int32)
-        bits = jnp.sum(jnp.where(is_last[:, None], bits, 0), axis=0, dtype=bits.dtype)
-        last = lax.bitcast_convert_type(bits, table.dtype)
-        last = jnp.where(jnp.any(is_last), last, _last_line(table))[:rest]
+    if rest:  # entries that fill no whole line; at most one of `lines` has what is new in them
+        (new,) = lax.dynamic_slice_in_dim(lines, jnp.argmax(line == whole), 1)
+        numbers = whole * LANES + lax.iota(ids.dtype, rest)
+        is_new = jnp.any(ids[:, None] == numbers[None], axis=0)
+        # Read by itself: XLA would copy what a fusion reads and writes in part.
+        old, flat = lax.optimization_barrier((flat[0, whole * LANES :], flat))
+        last = jnp.where(is_new, new[:rest], old)
         flat = lax.dynamic_update_slice(flat, last[None], (0, whole * LANES))
     return flat.reshape(table.shape)
 
 
-def _last_line(table: TableArray) -> jax.Array:
-    """Return the line (128,) in which entries of a table (V, 1, ..., 1) fill no whole line."""
-    rest = lax.slice_in_dim(table, table.shape[0] // LANES * LANES, None).reshape(-1)
-    return jnp.pad(rest, (0, LANES - rest.shape[0]))
-
-
 def _lines_and_entries(table: TableArray, ids: IdVector) -> tuple[jax.Array, jax.Array]:
-    """Read the lines (n, 128) of ids in a table (V, 1, ..., 1), and their entries (n,)."""
+    """Read the lines (n, 128) of ids in a table (V, 1, ..., 1), and their entries (n,).
+
+    Entries that fill no whole line are read apart; their line is the one before.
+    """
     line, whole = ids // LANES, table.shape[0] // LANES
     lines = read_lines(table.reshape(1, -1), jnp.minimum(line, whole - 1))
+    entries = picked(lines, ids % LANES, 1)
     if table.shape[0] % LANES:
-        lines = jnp.where((line == whole)[:, None], _last_line(table), lines)
-    return lines, picked(lines, ids % LANES, 1).reshape(-1)
+        last = lax.slice_in_dim(table, whole * LANES, None).reshape(-1)
+        last = jnp.pad(last, (0, LANES - last.size))
+        of_last = picked(jnp.broadcast_to(last, lines.shape), ids % LANES, 1)
+        entries = jnp.where((line == whole)[:, None], of_last, entries)
+    return lines, entries.reshape(-1)
 
 
 def _read_on_a_tpu(table: TableArray, ids: IdVector, *, order: Order) -> list[jax.Array]:
