@@ -28,7 +28,7 @@ from jax import lax
 from jmask._base.array_types import is_known, sum_dtype
 from jmask._base.lowering import CallPrimitive, switched_on
 from jmask._base.row_ids import Order
-from jmask._base.shardings import Shards, entry, spec_of, varying_alike
+from jmask._base.shardings import Shards, automatically, entry, spec_of, varying_alike
 from jmask._base.types import Function, IdVector, PyTree, TableArray
 from jmask._kernels import tuning
 from jmask._kernels._tpu import choice, row_updates
@@ -63,6 +63,7 @@ class Update:
     kernel: Form | None = None
     # Whether ids need not be unique: rows of equal ids may come one at a time.
     additive: bool = False
+    by_rows: bool = False  # whether it may take more than one entry of a row
 
     @property
     def fastest(self) -> Form:
@@ -132,10 +133,9 @@ def _on_shards(shards: Shards, x: RowUpdate) -> list[jax.Array]:
     as_they_come = x.update.additive and exchange is None
     is_kept = as_they_come or any(map(jnp.ndim, x.scalars))
     is_sent = bool(shards.rows) and not is_kept and not is_routed(shards, x.ids, x.order)
-    # A sum along a row, one number of which is kept, needs all of its columns.
-    is_whole = any(shards.columns) and any(y.shape != x.tables[0].shape for y in x.tables)
+    in_columns = any(shards.columns) and x.update.by_rows  # and needs all of them
     order: Order = "any"
-    if is_sent and exchange is not None and not is_whole:  # each round updates the tables
+    if is_sent and exchange is not None and not in_columns:  # each round updates the tables
         where = entry(exchange.batch)
     else:
         exchange = None
@@ -145,9 +145,11 @@ def _on_shards(shards: Shards, x: RowUpdate) -> list[jax.Array]:
         where = shards.spec[0] if is_routed(shards, x.ids, x.order) else None
         order = "any" if x.order == "any" else "unique"
     of_rows = (where, *shards.columns)
-    if is_whole:
+    if in_columns:
         ids, values = shards.put(x.ids, (where,)), shards.put(x.rows, of_rows)
-        return _defined(dataclasses.replace(x, ids=ids, values=values))
+        arrays, tree = jax.tree.flatten(dataclasses.replace(x, ids=ids, values=values))
+        run = lambda *arrays: _defined(tree.unflatten(arrays))
+        return automatically(run, *arrays, spec=[spec_of(y) for y in x.tables])
 
     def here(
         tables: list[jax.Array], ids: IdVector, values: jax.Array, *scalars: jax.Array

@@ -10,7 +10,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import fewer, is_narrow
 from jmask._base.row_ids import id_dtype
-from jmask._base.shardings import explicit_mesh, typed_like
+from jmask._base.shardings import explicit_mesh, on_every_device, typed_like
 from jmask._base.types import Argument, Gradient, KeyPath, PyTree, PyTreeDef, RowArray, Table
 from jmask._base.validation import (
     KEEP_ARRAYS,
@@ -290,7 +290,9 @@ def _entries_as_rows(
     """Turn entries (nse,) at (row, ...) into coalesced rows and their valid entries."""
     rows, row = storage.shape[0], tuple(storage.shape[1:])
     values = jnp.where(_in_promised_order(storage), values, jnp.nan).astype(values.dtype)
-    first, *others = coordinates(storage)
+    # Equal ids are found by a sort, which JAX does of no array that is spread over devices.
+    first, *others = map(on_every_device, coordinates(storage))
+    values, valid = on_every_device(values), on_every_device(valid)
     slots = fewer(values.shape[0], rows)
     if slots == 0:
         return RowSparse.zeros(storage.shape, values.dtype), jnp.zeros((0, *row), bool)
@@ -334,7 +336,8 @@ def keep_valid(new: jax.Array, old: jax.Array, valid: jax.Array | None) -> jax.A
             f"its state of shape {shape} matches neither the entries nor the rows of a "
             "masked gradient"
         )
-    return jnp.where(valid, new, old)
+    like = jax.typeof(old if jnp.ndim(old) else new)  # a gradient may lie elsewhere
+    return jnp.where(typed_like(valid, like), typed_like(new, like), old)
 
 
 # --- fit ----------------------------------------------------------------------------------

@@ -411,7 +411,8 @@ def _updated_tables(
 
     if not combiner.is_elementwise:
         others = [*scalars] if valid is None else [*scalars, valid]
-        return updated(RowUpdate(Update(new_rows), tables, ids, rows, others, order))
+        by_rows = Update(new_rows, by_rows=True)
+        return updated(RowUpdate(by_rows, tables, ids, rows, others, order))
     if valid is None:
         return updated(update_elementwise(new_entries, tables, ids, rows, scalars, order))
 

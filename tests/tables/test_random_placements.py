@@ -7,6 +7,7 @@ rows that are not looked up keep their bits, and a table stays where it is.
 """
 
 import contextlib
+import functools
 from unittest import mock
 
 import hypothesis.strategies as st
@@ -16,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import given, settings
+from jax.experimental.sparse import BCOO
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -50,6 +52,8 @@ PARTS = optax.partition(
 TRANSFORMATIONS = OPTIMIZERS | {
     "adam, averaged": optax.chain(jmask.adam(0.1), jmask.ema(0.9)),
     "rmsprop, noted": optax.chain(OPTIMIZERS["optax.rmsprop"], jmask.touched()),
+    "optimistic": jmask.lazy(optax.optimistic_gradient_descent(0.1)),
+    "norms, bounded": jmask.lazy(optax.chain(optax.sgd(0.1), jmask.max_row_norm(0.7))),
     "in parts": PARTS,
     "in parts, if finite": jmask.skip_nonfinite(PARTS),
     "deferred": jmask.deferred(optax.adam(0.1)),
@@ -197,11 +201,22 @@ PLAIN = {
     "has_few_rows": False,
     "batches": FEW,
 }
+COLUMNS = {"way": "apply_gradients", "spec": (None, "x")}
 FOUND = {
     "lines on every device": {"kind": "packed"},
     "deferred columns": {"name": "deferred", "spec": (None, "x")},
     "ids that lie elsewhere": {"kind": "beside shared", "spec": ("x", None)},
     "rows to catch up that lie elsewhere": {"kind": "beside shared", "name": "deferred"},
+    "norms of columns": {
+        "name": "norms, bounded",
+        "way": "apply_gradients",
+        "spec": (None, "x"),
+    },
+    "counts of columns": {
+        "name": "adam per row",
+        "way": "apply_gradients",
+        "spec": (None, "x"),
+    },
     "few rows of no mesh": {"way": "apply_gradients", "of_no_mesh": True, "has_few_rows": True},
 }
 
@@ -210,6 +225,65 @@ FOUND = {
 @pytest.mark.dtype_promotion
 def test_what_was_refused(name):
     check(PLAIN | FOUND[name])
+
+
+# --- gradients that lie elsewhere than their tables -----------------------------------------
+
+IDS, ROWS = np.array([3, 9, 3, 77], "i4"), TABLE[:4] - 1
+PLACES = np.argwhere(TABLE > 1.5)
+# Made of functions that put arrays (n, ...) on a mesh, spread by rows or not.
+GRADIENTS = {
+    "rows": lambda put: jmask.RowSparse(put(IDS), put(ROWS), TABLE.shape),
+    "masked": lambda put: jmask.masked_tensor(put(TABLE), put(TABLE > 0)),
+    "entries": lambda put: BCOO(
+        (put(TABLE[tuple(PLACES.T)]), put(PLACES)), shape=TABLE.shape, unique_indices=True
+    ),
+}
+
+
+def stepped(tx, way, table, gradient):
+    tx = jmask.multi_steps(jmask.adam(0.1), 2, like=gradient) if tx is None else tx
+    run, state = jax.jit(functools.partial(WAYS[way], tx)), tx.init(table)
+    for _ in range(2):
+        table, state = run(gradient, state, table)
+    return table, state
+
+
+@st.composite
+def elsewhere(draw):
+    names = set(TRANSFORMATIONS) - {"deferred", "in parts", "in parts, if finite"}
+    axis = st.sampled_from([None, "data", "table"])
+    rows, columns = draw(axis), draw(axis)
+    spec = rows, columns if columns != rows else None
+    ways, kinds = st.sampled_from(sorted(STEPS)), st.sampled_from(sorted(GRADIENTS))
+    return draw(st.sampled_from(sorted(names))), draw(ways), draw(kinds), spec, draw(axis)
+
+
+def check_elsewhere(case):
+    name, way, kind, spec, axis = case
+    mesh = mesh_of(2, 4, axes="explicit")
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+    by_rows = lambda x: put(x, axis if len(x) % mesh.shape.get(axis, 1) == 0 else None)
+    # JAX adds no arrays that lie in different places, and optax selects from none.
+    if kind == "masked" and (axis is not None or "optimistic" in name):
+        by_rows = lambda x: put(x, *spec)
+    expected = stepped(TRANSFORMATIONS[name], way, TABLE, GRADIENTS[kind](jnp.asarray))
+    with jax.set_mesh(mesh):
+        gradient = GRADIENTS[kind](by_rows)
+        found = stepped(TRANSFORMATIONS[name], way, put(TABLE, *spec), gradient)
+    assert_close(found, expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.dtype_promotion
+@few_or_many(6, 60)
+def test_gradients_that_lie_elsewhere(count):
+    settings(max_examples=count)(given(elsewhere())(check_elsewhere))()
+
+
+@pytest.mark.parametrize("kind", ["masked", "entries"])
+@pytest.mark.parametrize("name", ["adam", "adam unless not finite", "microbatches"])
+def test_masks_that_lie_elsewhere(name, kind):
+    check_elsewhere((name, "update", kind, ("data", "table"), None))
 
 
 @pytest.mark.parametrize("spec", [("x",), (None, "x")], ids=str)
