@@ -189,6 +189,11 @@ def form_of(steps: Sequence[HostArray], per_row: Sequence[bool]) -> Form:
     )
     if form.quotient is None:
         return form
+    if scales[-1] < 2e-18:  # rows of `Probes` hold its square, and a hundredth of that
+        raise NotDeferrableError(
+            f"`eps`={scales[-1]:.3g} is too small for its square to be a number of float32: "
+            "take 1e-17 or more"
+        )
     b1, b2 = (float(np.float32(1 + moves[0][i, i])) for i in form.quotient)
     terms = terms_for(b1, b2)
     if terms is None:

@@ -317,7 +317,7 @@ def _in_promised_order(storage: BCOO | BCSR) -> jax.Array | bool:
 
 def unchanged_where_masked(update: jax.Array, valid: jax.Array | None) -> jax.Array:
     """Return the update of a parameter, -0.0 where the gradient is masked."""
-    return keep_valid(update, jnp.asarray(-0.0, jnp.result_type(update)), valid)
+    return keep_valid(update, -jnp.zeros((), jnp.result_type(update)), valid)
 
 
 def keep_valid(new: jax.Array, old: jax.Array, valid: jax.Array | None) -> jax.Array:

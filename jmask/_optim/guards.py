@@ -102,7 +102,7 @@ def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide)
         for outer in reversed(states):
             state = outer._replace(inner_state=state)
         # -0.0 changes nothing: -0.0 + 0.0 would be 0.0. Rows that are padding are not added.
-        unmoved = lambda x: x if is_row_sparse(x) else _kept(take, x, -0.0)
+        unmoved = lambda x: x if is_row_sparse(x) else _kept(take, x, is_update=True)
         return _at_leaves(unmoved, updates), state
 
     guard = Guard(init, update)
@@ -114,14 +114,16 @@ def _at_leaves(function: Function, tree: PyTree) -> PyTree:
     return jax.tree.map(function, tree, is_leaf=is_gradient_leaf)
 
 
-def _kept(keep: jax.Array, x: Gradient, zero: float = 0.0) -> Gradient:
-    """Return a gradient where `keep`, elsewhere padding, masked entries, or `zero`.
+def _kept(keep: jax.Array, x: Gradient, *, is_update: bool = False) -> Gradient:
+    """Return a gradient where `keep`, elsewhere padding, masked entries, or zero.
 
     Args:
         keep: a scalar, or one for each row; of a masked gradient, for each entry.
+        is_update: whether zero is -0.0, in both parts of a complex number.
     """
     values = stored_values(x.storage if isinstance(x, MaskedTensor) else x)
-    other = jnp.asarray(zero, jnp.result_type(values))
+    zero = jnp.zeros((), jnp.result_type(values))
+    other = -zero if is_update else zero
     values = jnp.where(trailing(keep, values.ndim) if keep.ndim else keep, values, other)
     if isinstance(x, MaskedTensor):
         return x.with_values(values, x.valid & keep)

@@ -238,6 +238,17 @@ def test_refused(name):
         tx.init(START)
 
 
+@pytest.mark.parametrize("eps", [1e-8, 1e-15, 3e-17, 1e-18, 1e-25])
+def test_the_square_of_eps_is_a_number_or_it_is_refused(eps):
+    inner = optax.adam(0.1, eps=eps)
+    if eps < 2e-18:
+        with pytest.raises(ValueError, match="`eps`=1e-.* too small for its square"):
+            jmask.deferred(inner).init(START)
+        return
+    (params, *_), (dense, *_) = both(inner)
+    np.testing.assert_allclose(params["t"], dense["t"], rtol=1e-5, atol=1e-6)
+
+
 def test_a_cast_to_a_floating_dtype_is_a_rounding():
     inner = of_moment(lambda g, m: m.astype(jnp.bfloat16).astype(m.dtype))
     (params, *_), (dense, *_) = both(inner)

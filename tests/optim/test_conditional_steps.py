@@ -125,11 +125,19 @@ def test_derivatives_backwards(how, value, expected):
     np.testing.assert_allclose(jax.jvp(after, (value,), (1.0,))[1], expected, rtol=1e-6)
 
 
-def test_a_step_not_taken_keeps_the_sign_of_zero():
-    tx, params = jmask.skip_nonfinite(jmask.sgd(1.0)), jnp.array([-0.0, 0.0])
-    updates, _ = tx.update(jnp.array([jnp.nan, 1.0]), tx.init(params), params)
-    kept = np.asarray(optax.apply_updates(params, updates))
-    np.testing.assert_array_equal(np.signbit(kept), [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+def test_what_is_not_moved_keeps_the_sign_of_zero(dtype):
+    params = jnp.zeros(2, dtype).at[0].set(-jnp.zeros((), dtype))
+    gradient, parts = jnp.array([jnp.nan, 1.0]).astype(dtype), (jnp.real, jnp.imag)
+    masked = jmask.masked_tensor(gradient, jnp.zeros(2, bool))
+    for tx, updates in (
+        (jmask.skip_nonfinite(jmask.sgd(1.0)), gradient),
+        (jmask.lazy(optax.sgd(1.0)), masked),
+    ):
+        updates, _ = tx.update(updates, tx.init(params), params)
+        kept = optax.apply_updates(params, updates)
+        for part in parts[: 1 + jnp.iscomplexobj(params)]:
+            np.testing.assert_array_equal(jnp.signbit(part(kept)), [True, False])
 
 
 # --- microbatches --------------------------------------------------------------------------
