@@ -22,10 +22,9 @@ from jmask._base.validation import (
     not_on_device,
 )
 from jmask._kernels.coalesce import unique_slots
-from jmask._kernels.lines import masked_lines
 from jmask._kernels.rows import set_rows
 from jmask._tables.rows_at import add_to_dense, shape_of
-from jmask._tensors.masked_tensor import MaskedTensor, joined
+from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import coordinates, is_sparse, stored_values
 
@@ -196,26 +195,6 @@ def gradient_and_valid(gradient: Gradient) -> tuple[Table, jax.Array | None]:
     if is_row_sparse(storage):
         return storage.with_values(values), valid
     return _entries_as_rows(storage, values, valid)
-
-
-def in_lines(gradient: Gradient) -> Gradient:
-    """Return the gradient of a packed table as lines of which entries exist, others as is.
-
-    Its ids are unique, one of them for each line that is written.
-    """
-    if not is_row_sparse(gradient) or gradient.width is None:
-        return gradient
-    if gradient.ndim != 2:
-        raise ValueError(
-            f"{gradient!r} is the gradient of stacked packed tables: make one table of them, "
-            "`lines.reshape(-1, 128)`, and look row `i` of table `m` up as `m * V + i`."
-        )
-    rows, shape = gradient.coalesce(), gradient.shape
-    if not rows.nse:
-        return joined(RowSparse.zeros(shape, rows.dtype), jnp.zeros((0, shape[1]), bool))
-    ids, values, valid = masked_lines(rows.flat().row_ids(), rows.values, shape[0])
-    lines = RowSparse.from_rows(ids, values, shape, coalesced=False)
-    return joined(lines.with_leaves(lines.index_leaf, values, order="unique"), valid)
 
 
 def is_entries(x: object) -> TypeGuard[RowSparse]:

@@ -157,7 +157,7 @@ def densified(
         check_made_by(tx.init, state, fit.params, dtypes=isinstance(tx, RowWise))
         gradients = fit.dense(but_stacks=True)  # which are one table
         if has_gradients(gradients):
-            step = LazyStep.of(tx, gradients, state, fit.params, extra_args)
+            step = LazyStep.of(tx, gradients, state, fit.params, extra_args, by_lines=False)
             whole = lambda x: dataclasses.replace(x, given=dense_gradient(x.given), table=None)
             return dataclasses.replace(step, leaves=list(map(whole, step.leaves))).update()
         return tx.update(gradients, state, fit.params, **extra_args)

@@ -27,7 +27,6 @@ those for the number of rows that the table has.
 import contextlib
 import dataclasses
 import functools
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 
@@ -203,21 +202,16 @@ class RowLocal:
         sizes = {(owners[v], aval_of(v).shape) for v in needed if v in owners}
         return by_rows | {i for i, shape in sizes if shape != shapes[i] or 0 in shape}
 
-    def mixes_entries(self, table: int, is_masked: bool) -> bool:
+    def mixes_entries(self, table: int) -> bool:
         """Decide whether some part of a step takes more than one entry of a row.
 
         What repeats, joins or reshapes entries keeps them apart, though no combiner of scalars
-        does it. A number for each row is one more entry of rows that are updated whole, as by
-        `jmask.ema` after an optimizer, but not where some of their entries are masked.
+        does it.
         """
         row = aval_of(self.program.jaxpr.invars[table]).shape[1:]
-        for v in (v for v, owner in self.owners.items() if owner == table):
-            shape = aval_of(v).shape
-            # A complex entry is a pair, along one dimension more.
-            is_number = not is_masked and math.prod(shape[1:]) == 1
-            if shape[1 : 1 + len(row)] != row and not is_number:
-                return True
-        return any(
+        shapes = [aval_of(v).shape for v, owner in self.owners.items() if owner == table]
+        # A complex entry is a pair, along one dimension more.
+        return any(x[1 : 1 + len(row)] != row for x in shapes) or any(
             self.owners.get(v) == table
             for eqn in within(self.program.jaxpr.eqns)
             if not holds_jaxprs(eqn) and eqn.primitive.name not in _ENTRY_BY_ENTRY

@@ -47,7 +47,6 @@ from jmask._lazy.checks import (
     NotRowLocalError,
     coalesced,
     gradient_and_valid,
-    in_lines,
     is_entries,
     is_gradient_leaf,
     keep_valid,
@@ -60,10 +59,12 @@ from jmask._lazy.state_rows import check_nothing_held_back, rows_of_state
 from jmask._tables.rows_at import (
     check_one_table,
     exchange_for,
+    from_lines,
+    in_lines,
     routed_to_shards,
     shape_of,
 )
-from jmask._tensors.row_sparse import is_row_sparse
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values
 
 Kind = Literal["gradient", "state", "param", "extra"]
@@ -88,9 +89,7 @@ def step_of(
     """
     check_nothing_held_back(state)
 
-    def proved(gradients: PyTree, **how: bool) -> "LazyStep":
-        gradients = jax.tree.map(in_lines, gradients, is_leaf=is_gradient_leaf)
-        return LazyStep.of(inner, gradients, state, params, extra_args).proved(**how)
+    proved = lambda x, **how: LazyStep.of(inner, x, state, params, extra_args).proved(**how)
 
     def by_entries_or_rows(gradients: PyTree, **how: bool) -> "LazyStep":
         if any(map(is_entries, leaves)):
@@ -107,21 +106,20 @@ def step_of(
         with contextlib.suppress(TypeError):
             step = by_entries_or_rows(wide, same_dtypes=True)
     step = step or by_entries_or_rows(updates)
-    for i, leaf in enumerate(step.gradients):
-        is_packed = is_row_sparse(leaf.value) and leaf.value.order == "unique"
-        if is_packed and step.proof and step.proof.mixes_entries(i, leaf.valid is not None):
-            raise NotRowLocalError(
-                "it works row by row, and the table is packed: it would take lines of several "
-                "rows for rows",
-                "Leave the table unpacked, `jmask.embedding_lookup(lines, jnp.arange(V), "
-                "width=D)`, or use an optimizer that works entry by entry.",
-            )
+    packed = [i for i, leaf in enumerate(step.gradients) if leaf.packed is not None]
+    if step.proof and any(step.proof.mixes_entries(i) for i in packed):
+        raise NotRowLocalError(
+            "it works row by row, and the table is packed: it would take lines of several rows "
+            "for rows",
+            "Leave the table unpacked, `jmask.embedding_lookup(lines, jnp.arange(V), "
+            "width=D)`, or use an optimizer that works entry by entry.",
+        )
     return step
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["given", "valid", "home"],
+    data_fields=["given", "valid", "home", "packed"],
     meta_fields=["kind", "table", "inner_row", "stored"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +141,8 @@ class Leaf:
     stored: Shape | None = None  # of a stack, the shape as one table
     # Of a gradient, an array of its table whose type says which shards have which rows, if any.
     home: jax.Array | None = None
+    # Of a packed table, the gradient in rows; what is given are its lines.
+    packed: RowSparse | None = None
 
     @functools.cached_property
     def value(self) -> Argument:
@@ -184,6 +184,7 @@ class Leaf:
     def as_given(self, new: Table) -> Table:
         """Return what `value` becomes, of a stack in the shape that was given."""
         if is_row_sparse(new):
+            new = new if self.packed is None else from_lines(new, self.packed)
             return new if self.stored is None else new.stacked_as(self.given)
         new = new if self.stored is None else jnp.reshape(new, self.given.shape)
         return new if self.table is None else written_in_rows(new, self.given)
@@ -220,14 +221,17 @@ class LazyStep:
         state: PyTree,
         params: PyTree,
         extra_args: dict[str, PyTree],
+        by_lines: bool = True,
     ) -> "LazyStep":
-        """Return a step of `inner` whose arguments fit, not proved yet."""
+        """Return a step of `inner` whose arguments fit, not proved; packed tables by lines."""
         given, gradient_tree = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
         states, state_tree = jax.tree.flatten(state)
         param_leaves, param_tree = jax.tree.flatten(params)
         # Without parameters the gradient has their structure and shapes.
         shapes = list(map(shape_of, given if params is None else param_leaves))
-        stacks = {i: x for i, x in enumerate(given) if is_row_sparse(x) and x.leading > 1}
+        sparse = {i: x for i, x in enumerate(given) if is_row_sparse(x)}
+        packed = {i: x.coalesce() for i, x in sparse.items() if by_lines and x.width}
+        stacks = {i: x for i, x in sparse.items() if x.leading > 1 and i not in packed}
         flat = [
             x.update(shape=(g.row_count, *(1,) * (g.leading - 1), *g.row)) if i in stacks else x
             for i, (x, g) in enumerate(zip(shapes, given, strict=True))
@@ -237,23 +241,22 @@ class LazyStep:
         owners = rows_of_state(
             inner.init, shapes, is_table, gradient_tree, state, as_tables=flat, dtypes=dtypes
         )
-        pairs = [(x, None) if is_row_sparse(x) else gradient_and_valid(x) for x in given]
+        split = lambda x: (x, None) if is_row_sparse(x) else gradient_and_valid(x)
+        pairs = [in_lines(packed[i]) if i in packed else split(x) for i, x in enumerate(given)]
         gradients, valid = [x for x, _ in pairs], [x for _, x in pairs]
         # The parameter says which shards have which rows; where it is not given, the state.
-        homes: dict[int, jax.Array] = {}
-        arrays: list[tuple[int | None, jax.Array]] = [*enumerate(param_leaves)]
-        arrays += [(i, x) for (i, _), x in zip(owners, states, strict=True)]
-        for i, x in arrays:
-            if i is not None and is_row_sparse(given[i]) and any(spec_of(x)[:1]):
-                homes.setdefault(i, x)
+        arrays = [(i, x) for (i, _), x in zip(owners, states, strict=True)]
+        arrays += enumerate(param_leaves)
+        unpacked = sparse.keys() - packed.keys()
+        homes = {i: x for i, x in arrays if i in unpacked and any(spec_of(x)[:1])}
 
         def leaf(x: Argument, kind: Kind, i: int | None, row: Shape = ()) -> Leaf:
             if i is None:
                 return Leaf(x, kind)
             table = i if is_row_sparse(gradients[i]) else None
             if i not in stacks:
-                home = homes.get(i) if kind == "gradient" else None
-                return Leaf(x, kind, table, valid[i], home=home)
+                known = (homes.get(i), packed.get(i)) if kind == "gradient" else (None, None)
+                return Leaf(x, kind, table, valid[i], None, None, *known)
             like, table_row = stacks[i], flat[i].shape[1:]
             if kind == "state":
                 # One number for each row is stored in one dimension: XLA copies the scattered

@@ -18,10 +18,8 @@ import optax
 from jmask._base.array_types import added
 from jmask._base.types import PyTree, Scalar
 from jmask._lazy.checks import Fit
-from jmask._lazy.lazy import lazy
-from jmask._lazy.row_local import RowWise
 from jmask._lazy.state_rows import only_state
-from jmask._optim.row_rule import Slot, check_numbers, row_rule
+from jmask._optim.row_rule import Slot, check_numbers, row_rule, watching
 
 
 class EmaState(NamedTuple):
@@ -113,14 +111,13 @@ def ema(decay: Scalar) -> Ema:
     slots = {"average": Slot(None), "last": Slot(0, per_row=True, dtype=jnp.int32)}
     averages = row_rule(EmaState, slots, rule, lambda count: (count,), needs_param=True)
 
-    def update(updates, state, params=None, **extra_args):
+    def new_state(updates, state, params=None, **extra_args):
         new = updates
         if params is not None:  # as they are stored: a parameter of 16 bits is rounded
             new = jax.tree.map(lambda p, u: added(p, u).astype(p.dtype), params, updates)
-        return updates, averages.update(new, state, params, **extra_args)[1]
+        return averages.update(new, state, params, **extra_args)[1]
 
-    lifted = lazy(RowWise(averages.init, update))
-    transformation = Ema(lifted.init, lifted.update)
+    transformation = Ema(*watching(averages.init, new_state))
     transformation.decay = decay
     return transformation
 

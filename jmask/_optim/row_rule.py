@@ -35,11 +35,13 @@ from jmask._base.array_types import (
     wide,
 )
 from jmask._base.shardings import sharding_of_rows
-from jmask._base.types import Argument, PyTreeDef, Scalar
+from jmask._base.types import Argument, PyTree, PyTreeDef, Scalar
 from jmask._base.validation import check_flag, checked_choice, checked_dtype, shown
+from jmask._lazy.checks import is_gradient_leaf, with_whole_rows
 from jmask._lazy.lazy import densified, lazy
 from jmask._lazy.row_local import RowWise
 from jmask._tables.rows_at import shape_of
+from jmask._tensors.row_sparse import is_row_sparse
 
 Results = tuple[Argument, ...]
 
@@ -167,6 +169,30 @@ def row_rule(
     transformation = RowRule(init, update)
     transformation.slots, transformation.rule, transformation.scalars = slots, rule, scalars
     return transformation
+
+
+def watching(
+    init: optax.TransformInitFn, new_state: Callable[..., PyTree]
+) -> optax.GradientTransformationExtraArgs:
+    """Return the transformation that passes updates on and keeps `new_state` of them.
+
+    Lines of packed tables come to it whole: where a row of one moves by zero, all that is kept
+    of the line stays true.
+    """
+
+    def update(updates, state, params=None, **extra_args):
+        return updates, new_state(updates, state, params, **extra_args)
+
+    lifted = lazy(RowWise(init, update))
+
+    def update_lines(updates, state, params=None, **extra_args):
+        lines = with_whole_rows(updates, lines=True)
+        new, state = lifted.update(lines, state, params, **extra_args)
+        is_packed = lambda x: is_row_sparse(x) and x.width
+        passed = lambda given, new: given if is_packed(given) else new
+        return jax.tree.map(passed, updates, new, is_leaf=is_gradient_leaf), state
+
+    return optax.GradientTransformationExtraArgs(lifted.init, update_lines)
 
 
 class Incoming(NamedTuple):

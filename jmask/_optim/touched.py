@@ -36,10 +36,8 @@ from jmask._base.validation import (
 )
 from jmask._embedding.lookup import embedding_lookup
 from jmask._kernels.rows import set_rows
-from jmask._lazy.lazy import lazy
-from jmask._lazy.row_local import RowWise
 from jmask._lazy.state_rows import only_state
-from jmask._optim.row_rule import Slot, row_rule
+from jmask._optim.row_rule import Slot, row_rule, watching
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 
 
@@ -83,10 +81,7 @@ def touched() -> optax.GradientTransformationExtraArgs:
     slots = {"last": Slot(0, per_row=True, dtype=jnp.int32)}
     steps = row_rule(TouchedState, slots, rule, lambda count: (count,))
 
-    def update(updates, state, params=None, **extra_args):
-        return updates, steps.update(updates, state, params, **extra_args)[1]
-
-    return lazy(RowWise(steps.init, update))
+    return watching(steps.init, lambda *args, **extra: steps.update(*args, **extra)[1])
 
 
 def rows_since(opt_state: PyTree, step: Index, *, size: int | None = None) -> PyTree:

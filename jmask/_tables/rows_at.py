@@ -1,19 +1,28 @@
 """Rows of a gradient in the arrays that have them.
 
 tables (M, V, D)              are one table (M * V, D)
+packed table (L, 128)         rows are entries of its lines
 table sharded by its type     each shard has its own rows of the gradient
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
 from jmask._base.array_types import is_complex, is_narrow, joint_dtype, wide
 from jmask._base.row_ids import hide, id_dtype
 from jmask._base.shardings import Shards, spec_of
 from jmask._base.types import Ids, Numbers
-from jmask._kernels.rows import gather_unique_rows, is_routed, set_rows
+from jmask._kernels.lines import masked_lines, picked
+from jmask._kernels.rows import (
+    gather_rows,
+    gather_unique_rows,
+    ids_after_reading,
+    is_routed,
+    set_rows,
+)
 from jmask._kernels.sharded_rows import Exchange, routed
 from jmask._kernels.stochastic_rounding import stochastic_round
 from jmask._kernels.update_rows import add_to_rows
@@ -60,6 +69,40 @@ def shape_of(x: ArrayLike | RowSparse) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(values))
 
 
+# --- packed tables ------------------------------------------------------------------------
+
+
+def in_lines(gradient: RowSparse) -> tuple[RowSparse, jax.Array]:
+    """Return the gradient of a packed table as lines (n, 128), and which entries exist.
+
+    Their ids are unique, one of them for each line that is written.
+    """
+    if gradient.ndim != 2:
+        raise ValueError(
+            f"{gradient!r} is the gradient of stacked packed tables: make one table of them, "
+            "`lines.reshape(-1, 128)`, and look row `i` of table `m` up as `m * V + i`."
+        )
+    rows, shape = gradient.coalesce(), gradient.shape
+    if not rows.nse:
+        return RowSparse.zeros(shape, rows.dtype), jnp.zeros((0, shape[1]), bool)
+    ids, values, valid = masked_lines(rows.flat().row_ids(), rows.values, shape[0])
+    lines = RowSparse.from_rows(ids, values, shape, coalesced=False)
+    return lines.with_leaves(lines.index_leaf, values, order="unique"), valid
+
+
+def from_lines(lines: RowSparse, like: RowSparse) -> RowSparse:
+    """Undo `in_lines`: return the rows of `like`, coalesced, as the lines have them."""
+    target, ids, n = lines.row_ids(), like.flat().row_ids(), like.nse
+    # Like the ids of the lines, those of the rows are known after what was read.
+    ids = ids_after_reading(ids, target)
+    writes = target < lines.row_count
+    writer = lax.cummin(jnp.where(writes, lax.iota(jnp.int32, n), n), reverse=True)
+    width, (_, columns) = like.row[0], lines.shape
+    rows = picked(gather_rows(lines.values, writer), ids % (columns // width), width)
+    rows = jnp.where((ids < like.row_count)[:, None], rows, jnp.zeros_like(rows))
+    return like.with_leaves(hide(ids), rows, order="sorted")
+
+
 # --- add to dense -------------------------------------------------------------------------
 #
 # `dense + rows`: the one sum of a table and rows of it that does not cost O(table).
@@ -84,6 +127,9 @@ def add_to_dense(dense: jax.Array, rows: RowSparse, key: jax.Array | None = None
             f"cannot add rows of a tensor of shape {rows.shape} to an array of shape "
             f"{dense.shape}: a RowSparse does not broadcast."
         )
+    if rows.width:  # a TPU would copy the lines to reshape them
+        rows, valid = in_lines(rows)
+        rows = rows.with_values(jnp.where(valid, rows.values, -0.0))
     if rows.leading > 1:
         check_one_table(dense, rows)
         table = jnp.reshape(dense, rows.flat().shape)

@@ -35,6 +35,8 @@ FIXED = (
     ("multi_steps(sgd, 2, like)", "8 devices"),
     ("skip_nonfinite(multi_steps(sgd, 2, like))", "rows over table, batch over both"),
     ("lazy(optax.chain(decay, sgd))", "entries of a stack"),
+    ("optax.chain(lazy(decay), sgd)", "packed"),
+    ("optax.chain(lazy(decay), sgd)", "packed complex"),
     ("adamw", "stack"),
     ("ftrl", "packed complex"),
 )
@@ -105,6 +107,7 @@ WRAPPED = functions("like", {**vars(jmask), **globals()})("""
     multi_steps(sgd, 2, like); multi_steps(sgd, 2, like, use_grad_mean=False);
     optax.chain(sgd, EMA); lazy(optax.chain(sgd, EMA));
     optax.chain(sgd, optax.masked(EMA, [True, True])); lazy(optax.chain(decay, sgd));
+    optax.chain(lazy(decay), sgd);
     skip_nonfinite(multi_steps(sgd, 2, like));
     multi_steps(skip_nonfinite(optax.chain(sgd, EMA)), 2, like)
 """)
@@ -179,9 +182,10 @@ AVERAGED_BY_ROWS = "lazy(optax.chain(sgd, EMA))"
 def has_model(name, kind):
     """Entries of a row that is averaged move with it; masked ones are in its norm.
 
-    The bounds of such rows are in test_masked_gradients.py.
+    The bounds of such rows are in test_masked_gradients.py. Updates have no mask, so that what
+    comes next in a chain moves all entries.
     """
-    if "max_row_norm" in name:
+    if "max_row_norm" in name or "lazy(decay)" in name:
         return kind not in MASKED
     return name != AVERAGED_BY_ROWS or kind not in OF_ENTRIES or kind == "vector"
 
