@@ -21,6 +21,7 @@ from jmask._base.row_ids import hide
 from jmask._base.shardings import (
     explicit_mesh,
     on_every_device,
+    on_explicit_mesh,
     rows_in_any_order,
     typed_like,
 )
@@ -159,7 +160,11 @@ def multi_steps(
         state = MultiStepsState(jnp.where(last, 0, step + 1), kept, None)
         return last, noticed_as(updates, mean), state
 
-    return guarded(inner, init, accumulate)
+    def accumulate_on_mesh(updates, state, params):
+        with on_explicit_mesh(updates):
+            return accumulate(updates, state, params)
+
+    return guarded(inner, init, accumulate_on_mesh)
 
 
 def _parts(x: Gradient) -> Accumulated:

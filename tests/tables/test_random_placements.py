@@ -159,11 +159,14 @@ def check(program):
     kind, (sizes, axes) = program["kind"], program["mesh"]
     mesh, spec = mesh_of(*sizes, axes=axes), placed(kind, program["spec"], axes)
     # JAX asks for the mesh outside of jit, and brings arrays of no mesh there by itself.
-    is_eager = program["way"] == "outside of jit"
+    is_eager, by_jax = (
+        program["way"] == "outside of jit",
+        kind in ("indexed", "stack", "vector"),
+    )
     if program["of_no_mesh"] and (is_eager or kind not in ("rows", "bags", "beside shared")):
         program = program | {"of_no_mesh": False}
     put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
-    is_set = (program["is_set"] or is_eager) and axes == "explicit"
+    is_set = (program["is_set"] or (is_eager and by_jax)) and axes == "explicit"
     few = {"DENSE_ROWS_FOR_EACH_LOOKUP": 1000 if program["has_few_rows"] else 0}
     few["EXCHANGED_IDS"] = 1024
     in_mesh = jax.set_mesh(mesh) if is_set else contextlib.nullcontext()
@@ -203,6 +206,11 @@ PLAIN = {
 }
 COLUMNS = {"way": "apply_gradients", "spec": (None, "x")}
 FOUND = {
+    "microbatches outside of jit": {
+        "name": "microbatches",
+        "way": "outside of jit",
+        "spec": ("x", None),
+    },
     "lines on every device": {"kind": "packed"},
     "deferred columns": {"name": "deferred", "spec": (None, "x")},
     "ids that lie elsewhere": {"kind": "beside shared", "spec": ("x", None)},
