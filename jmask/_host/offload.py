@@ -323,7 +323,8 @@ class Offloaded:
 
         Raises:
             FileNotFoundError: if there is no checkpoint.
-            ValueError: if it has arrays of other names, shapes or dtypes.
+            ValueError: if it has arrays of other names or shapes, or rows of other dtypes. What
+                is on the device gets the dtype that it had.
         """
         folder = Path(path).absolute()
         changes = snapshots.newest(folder)
