@@ -293,7 +293,7 @@ def _tensor_gradient(x: Tensor, of_values: jax.Array, everywhere: jax.Array | No
     """Return the gradient of a tensor, from those in its stored values and its placeholder."""
     if everywhere is None:
         return with_values_of(x, of_values)
-    # At all entries it is that in the stored values where they are specified.
+    # Stored entries have the gradient of the stored values, others that of the placeholder.
     storage = x.storage if isinstance(x, MaskedTensor) else x
     kept = x.valid if isinstance(x, MaskedTensor) else jnp.ones(of_values.shape, bool)
     if not is_sparse(storage):

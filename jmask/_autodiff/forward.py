@@ -145,8 +145,8 @@ class Forward:
         if lookup is not None:
             return [self._looked_up(lookup, aval, x, is_live)]
 
-        # 4. What is a view again. Few rows are looked up before they are computed on. What is
-        # computed with a larger array is no table, as logits with their bias are not.
+        # 4. What is a view again. Few rows are looked up before they are computed on. A result
+        # with an array larger than its tables, as logits with their bias, is an array.
         if name in COMPUTING:
             args = [array(a) if self._reading_of_few(a) else a for a in args]
         if name in ENTRYWISE and self._has_larger_array(args):
@@ -233,8 +233,8 @@ class Forward:
             if lookup is not None:
                 return self._looked_up(lookup, abstract, x, is_whole=True)
             eqns = x.computed_by or self.eqns
-            # What scales a larger table goes first: rows of that may be read in the next round,
-            # where a dense parameter is an array.
+            # A small factor of a large table is dense first. The large one waits, with a need
+            # of no rows: in the next round the factor is an array, and rows of it may be read.
             sizes = {t: math.prod(self.leaves[t].shape) for t in x.tables | tables}
             small = {t for t, size in sizes.items() if 8 * size <= max(sizes.values())}
             for t in x.tables:

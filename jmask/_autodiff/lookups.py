@@ -167,7 +167,7 @@ class Windows:
     sizes: Shape  # of a window along each dimension of it
     single: frozenset[int]  # the dimensions that the result does not have, of size 1
     batch: Shape  # the shape of the entries
-    offsets: Sequence[int]  # the dimensions of the result that the others of a window are
+    offsets: Sequence[int]  # of each other dimension of a window, its place in the result
     # By its dimension, where windows begin: (*batch,), or one number.
     starts: Callable[[], Mapping[int, Index]]
     started: frozenset[int]  # the dimensions that `starts` will have
@@ -190,7 +190,7 @@ class Windows:
                 break
             leading -= 1
         if leading == len(shape) > 1:
-            # Entries in the shape of a matrix, as of a sort, are no lookup of some.
+            # A gather of as many entries as the matrix has, as in a sort, is no lookup.
             if self.batch == shape:
                 return None
             if math.prod(self.sizes) > 1:
@@ -371,7 +371,7 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup 
     # 2. How many dimensions number rows that can be read. Single entries of a matrix that would
     # make whole windows are no lookup of rows.
     is_cut = any(sizes[d] != shape[d] for d in range(leading, len(shape)))
-    while not x.fits[leading]:
+    while not x.fits[leading]:  # more dimensions, until the view can be read by them
         leading += 1
         is_matrix = leading == len(shape) > 1 and math.prod(sizes) > 1
         if is_cut or leading > len(shape) or is_matrix:

@@ -141,7 +141,7 @@ def _in_trial(args: Sequence[Argument], jaxpr: Jaxpr) -> list[Argument]:
 
 
 def _merged(known: Mapping[int, Argument], others: Sequence[Argument]) -> list[Argument]:
-    """Return values in order, some of which are known by their number."""
+    """Return known values at their places, and the others in the places that are left."""
     rest, count = iter(others), len(known) + len(others)
     return [known[i] if i in known else next(rest) for i in range(count)]
 
@@ -156,7 +156,7 @@ def _remat(
     if is_recomputed_apart(eqn):  # of a gradient that the program took itself
         return forward.run(program, _behind_a_barrier(args, taps), flags)
     views = {i: x for i, x in enumerate(args) if isinstance(x, View)}
-    # What it returns as it came in may still be looked up in.
+    # Inputs that it returns unchanged stay views.
     passed = {i: views[s] for i, s in enumerate(forwarded(program[0])) if s in views}
     specs, arrays = taps.next_nested()
 

@@ -164,7 +164,7 @@ class Taps:
         ids: Callable[[], PyTree],
         as_result: ArrayFunction = lambda tap: tap,
     ) -> jax.Array:
-        """Return rows that are read with the next tap, of which `as_result` makes the like."""
+        """Return rows that are read with the next tap, which `as_result` brings into form."""
         rows = read()
         if self.is_without:
             return rows

@@ -253,7 +253,7 @@ class Computed:
                 given = [_Label(x) for x in kinds]
             for body, _ in bodies_of(eqn):
                 labels = run(body, given[len(given) - len(body.invars) :], eqns)
-                # What has the shape of a table is the table, changed round by round.
+                # A result with the shape of a table is that table, updated by a loop.
                 changed = (frozenset(i for i in tables if shapes[i] == x) for x in made)
                 every = zip(labels, kept, changed, strict=True)
                 return [_Label(x.kind, x.tables | y | z) for x, y, z in every]

@@ -240,7 +240,7 @@ class LossProgram:
     Attributes:
         leaves, jaxpr: the inputs of the program, and the program.
         live: the inputs that a gradient comes to.
-        real: the inputs that a gradient is taken in: all but placeholders that none comes to.
+        real: the inputs to differentiate: all but placeholders without a gradient.
         tables: the inputs in `real` whose gradient is row-sparse.
         taps: of the lookups of tables, as the record of `Taps`.
         needs: of each input that might have been a table.
@@ -275,8 +275,8 @@ class LossProgram:
         self.real = set(range(len(avals))) - (self.leaves.placeholders - self.live)
         self.needs: dict[int, list[Need]] = {}
         self.tables = {i for i in self.real - self.leaves.of_tensors if avals[i].shape}
-        # Tables may be computed with each other: what is dense is an array of the next round.
-        # Each round drops a table, or is the last.
+        # Whether a table is sparse may depend on others: one that is dense is an array in the
+        # next round. The last round drops none.
         self.taps: PyTree = []
         dense = self.tables
         while dense:
@@ -305,7 +305,7 @@ class LossProgram:
         trees = zip(self._models.items(), self.leaves.rebuilt(arrays), strict=True)
         models = {n: model.with_parameters(tree) for (n, model), tree in trees}
         args = [models.get(i, x) for i, x in enumerate(self._args)]
-        # Of a model that holds functions or flags the function gets a copy anyway.
+        # A model with functions or flags is copied anyway: writes to it are not checked.
         whole = [n for n, model in self._models.items() if not model.others]
         result = checked_result(self._fun, args, self._kwargs, whole, self._has_aux)
         results, self._structure = jax.tree.flatten(result)

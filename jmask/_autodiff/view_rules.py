@@ -70,7 +70,7 @@ def window_of(
 
     @functools.cache
     def begins() -> list[Index]:
-        """Return where the window begins, moved to where it fits, as static bounds do."""
+        """Return where the window begins, clipped so that it fits; static bounds do fit."""
 
         def begin(s: Index, n: int, size: int) -> Index:
             if isinstance(s, int):
@@ -116,7 +116,7 @@ def part_along(x: View, d: int, begin: int, size: int) -> View:
 
 
 def transposed(x: View, order: Sequence[int]) -> View:
-    """Return a transpose of a view; one of a transpose is one of what that was made of."""
+    """Return a transpose of a view; a transpose of a transpose is one transpose."""
     x, first = x.transpose_of or (x, range(x.ndim))
     order = [first[d] for d in order]
 

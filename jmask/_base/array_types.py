@@ -3,7 +3,7 @@
     trailing([1, 2], ndim=3)     ->  [[[1]], [[2]]]      one number for each row
     is_known(b, 5)               ->  False               b of `jax.export.symbolic_shape("b")`
 
-Where a size is not known, no way can be chosen by it: the one that is right for all is taken.
+Where a size is symbolic, code that chooses a way by sizes takes the one that is always right.
 Sums are computed in float32 at least:
 
     wide(bfloat16)   float32        wide(float64)  float64       wide(int8)   int8
@@ -38,12 +38,12 @@ _JITTED = SideTable[Argument]()
 def shapes_from(function: Function, *args: PyTree) -> PyTree:
     """Return the abstract results of a function, as `jax.eval_shape`.
 
-    That keeps 19 objects of each call as long as the function lives (jax 0.12), which steps
-    outside of jit would add up.
+    `jax.eval_shape` keeps 19 objects of each call as long as the function lives (jax 0.12),
+    which steps outside of jit would add up.
     """
     jitted = _JITTED.of(function)
     if jitted is None:
-        call: Function = weakref.ref(function)
+        call: Function = weakref.ref(function)  # or `jitted` would keep its own note alive
         jitted = jax.jit(lambda *args: call()(*args))
         _JITTED.note(function, jitted)
     return jitted.eval_shape(*args)

@@ -30,7 +30,7 @@ _collected: contextvars.ContextVar["list[Fallback] | None"] = contextvars.Contex
 _registries: dict[str, dict[str | tuple[str, type[Warning], int], int]] = {}
 # Dense gradients that were returned as such.
 _expected = SideTable[bool]()
-# Bytes of a table that is worth a word where all of it is computed on.
+# Bytes from which a table is reported that is used as a whole.
 LARGE = 2**20
 _LIBRARIES = tuple(
     os.path.dirname(path) + os.sep for path in (os.path.dirname(__file__), jax.__file__)
@@ -105,7 +105,7 @@ def strict() -> Iterator[None]:
 def collected() -> Iterator[list[Fallback]]:
     """Context in which fallbacks are neither warned of nor raised: yields a list of them.
 
-    As of a trial trace, whose fallbacks are reported by the real one.
+    For a trial trace: the real one reports them.
     """
     reports: list[Fallback] = []
     with _set(_collected, reports):
@@ -133,7 +133,7 @@ def report_fallback(message: str, place: Place | None = None, remedy: str = "") 
 
 
 def expect_dense(x: jax.Array) -> None:
-    """Note that `x`, the dense gradient of a table, came from jmask: no more is to be said."""
+    """Note that jmask returned `x`, the dense gradient of a table, and has reported it."""
     _expected.note(x, True)
 
 

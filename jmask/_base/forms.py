@@ -43,7 +43,7 @@ class Form(NamedTuple):
     # Others that may occur. No rule reads them: they are passed on unchanged, or do not change
     # what is computed.
     beside: frozenset[str]
-    # Whether what the parameters are is known too; None if that is no matter.
+    # Whether the values of the parameters are known too; None if any will do.
     holds: Callable[[JaxprEqn], bool] | None
 
 
@@ -62,8 +62,8 @@ def opened(jaxpr: Jaxpr | ClosedJaxpr) -> Opened:
 class Scan(NamedTuple):
     """A `scan`: inputs are so many `consts`, so many of the `carry`, then what is scanned.
 
-    `how` is reverse and unroll, as `jax.lax.scan` takes them. It takes no length that is not
-    known, but from what is scanned.
+    `how` is reverse and unroll, as `jax.lax.scan` takes them, which finds a symbolic length in
+    what is scanned alone.
     """
 
     body: Opened
@@ -76,8 +76,8 @@ class Scan(NamedTuple):
 def scan_of(eqn: JaxprEqn) -> Scan:
     """Return the form of a `scan`.
 
-    How many inputs are what is read off the shapes, which are the same in every version: what
-    is scanned or stacked has an axis more outside the body than inside.
+    Counts of constants, carries and scanned inputs are read off the shapes, which are the same
+    in every version: what is scanned or stacked has an axis more outside the body than inside.
     """
     jaxpr, consts = opened(eqn.params["jaxpr"])
     scanned = _with_an_axis_more(eqn.invars, jaxpr.invars)
@@ -191,7 +191,7 @@ def calls(jaxpr: Jaxpr, name: str) -> bool:
 
 
 def within(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-    """Yield equations and the equations of jaxprs that they run, in known forms or not."""
+    """Return equations and the equations of jaxprs that they run, in known forms or not."""
     every = list(eqns)
     for eqn in eqns:
         for jaxpr in jaxprs_in_params(eqn.params):
@@ -297,8 +297,7 @@ FORMS: dict[str, Form] = {
 def name_of(eqn: JaxprEqn) -> str:
     """Return the primitive of an equation, under which rules are found.
 
-    The name of one whose parameters are not as known is another, which says what they are: no
-    rule has it.
+    Parameters that are not as known are appended to the name: no rule has that.
     """
     name, given = eqn.primitive.name, eqn.params.keys()
     form = FORMS.get(name)

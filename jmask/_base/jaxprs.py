@@ -94,7 +94,7 @@ def in_sequence(
 def _add_inlined(
     jaxpr: Jaxpr, names: dict[Var, Atom], eqns: list[JaxprEqn], consts: dict[Var, Argument]
 ) -> list[Atom]:
-    """Add the equations of a jaxpr; what its outputs are called in the program."""
+    """Add the equations of a jaxpr, calls in line; return its outputs as named there."""
     calls = (*CALLS, *REMATS)
     for eqn in jaxpr.eqns:
         inputs = [names.get(v, v) if isinstance(v, Var) else v for v in eqn.invars]
@@ -132,10 +132,10 @@ def contexts_of(eqn: JaxprEqn) -> tuple[Context, Context]:
 def bound(eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> list[jax.Array]:
     """Bind an equation to `inputs`.
 
-    In a `shard_map` arrays are typed as varying over its devices or not, and an operation asks
-    that its operands be so alike: here, though the equation was traced for other types.
+    In a `shard_map` JAX asks that operands vary over the same axes. They are made to, for the
+    equation may have been traced for other types.
     """
-    if jax.sharding.get_abstract_mesh().manual_axes:  # asked here since all equations come by
+    if jax.sharding.get_abstract_mesh().manual_axes:  # tested first: each equation comes by
         inputs = varying_alike(*inputs)
     outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
@@ -222,7 +222,7 @@ def origins(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
 
 
 def forwarded(jaxpr: Jaxpr) -> list[int | None]:
-    """Return, for each output of a jaxpr, which input it is unchanged, or None."""
+    """Return, for each output of a jaxpr, the number of the input that it is, or None."""
     inputs: dict[Var, int] = {v: i for i, v in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         if name_of(eqn) in (*CALLS, *REMATS):

@@ -99,7 +99,7 @@ def lower(
     on_several: ArraysFunction | None = None,
     platform: str | None = None,
 ) -> None:
-    """Lower it as this, for one platform or for all others.
+    """Register a lowering of a primitive, for one platform or for all others.
 
     Args:
         on_several: on several devices, over which arrays may be sharded; None if as `on_one`,

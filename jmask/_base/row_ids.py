@@ -32,8 +32,8 @@ from jmask._base.types import Argument, DType, IdArray, Ids
 
 INT32_MAX = np.iinfo(np.int32).max
 
-# What is known of ids: unique, in order and with padding last; unique apart from padding; the
-# same, and each on the shard of the table that has its row; or nothing.
+# What is known of ids. "sorted": ascending, unique, padding last. "unique": unique apart from
+# padding. "routed": the same, each on the shard of the table that has its row. "any": nothing.
 Order = Literal["sorted", "unique", "routed", "any"]
 
 
@@ -91,7 +91,7 @@ def wrap(words: jax.Array) -> jax.Array:
 
 
 def reveal(leaf: jax.Array) -> jax.Array:
-    """Return the integer ids of an opaque leaf (...,), or of its shape their shape."""
+    """Return the integer ids of an opaque leaf (...,), or their shape for its shape."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return shapes_from(reveal, leaf)
     words = jax.random.key_data(leaf)
@@ -116,7 +116,7 @@ def most_rows() -> int:
 def id_dtype(rows: int) -> DType:
     """Return the integer dtype that holds the ids and the padding of a table of `rows` rows.
 
-    A number that is not known, of a batch of any size, is taken for one of 32 bits.
+    A symbolic number of rows, of `jax.export`, gets 32 bits.
     """
     if not is_known(rows) or rows <= INT32_MAX:
         return np.dtype(np.int32)
@@ -131,8 +131,8 @@ def id_dtype(rows: int) -> DType:
 def canonical(ids: Ids, rows: int) -> IdArray:
     """Cast integer ids to `id_dtype(rows)`; those out of range become `rows`."""
     ids = widen(ids, rows)
-    # Negative ones are the greatest without a sign. XLA knows that a minimum twice is one, so
-    # that rows read at ids and at the ids of their gradient are read once.
+    # As unsigned numbers, negative ids are the greatest. XLA simplifies min(min(x, V), V), so
+    # that a lookup and the read at the ids of its gradient become one gather.
     unsigned = np.dtype(f"uint{8 * ids.dtype.itemsize}")
     padding = np.asarray(rows, unsigned)
     bounded = lax.min(lax.bitcast_convert_type(ids, unsigned), padding)

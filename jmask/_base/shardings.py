@@ -9,7 +9,7 @@ where its ids do, and an array that is updated stays where it is. How the operat
 there is left to XLA's partitioner, as for axes that are not explicit.
 
 In a `shard_map` a type says over which axes an array varies from device to device. For its own
-operations jmask keeps to JAX's rule: what goes in varies alike, and so does what comes out.
+operations jmask keeps to JAX's rule: operands vary over the same axes, and so do results.
 """
 
 import contextlib
@@ -105,7 +105,7 @@ def with_whole_rows(array: jax.Array, d: int = 0) -> jax.Array:
 
 
 def on_every_device(x: jax.Array, *others: jax.Array) -> jax.Array:
-    """Return an array on all devices of the explicit mesh of any of these arrays, if any."""
+    """Return `x` on every device of the explicit mesh in one of these types, if any."""
     return resharded(x, explicit_mesh(x, *others), (None,) * x.ndim)
 
 
@@ -135,7 +135,7 @@ def flattened(x: jax.Array, dimensions: int) -> jax.Array:
 
 
 def rows_in_any_order(ids: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return ids (n,) of ids (*n,), and their rows (n, *row), in an order that moves nothing.
+    """Return ids (n,) and rows (n, *row), flattened so that devices exchange no entries.
 
     Where types shard dimensions behind the first, each device has its own entries in sequence.
     """
@@ -203,7 +203,7 @@ def typed_like(x: jax.Array, like: Shaped) -> jax.Array:
 
 
 def automatically(function: Function, *arrays: jax.Array, spec: Spec | list[Spec]) -> PyTree:
-    """Call a function; on explicit axes XLA places its steps, and `spec` its results."""
+    """Call a function, its explicit axes automatic inside; `spec` shards its results."""
     mesh = explicit_mesh(*arrays)
     if mesh is None:
         return function(*arrays)
@@ -217,7 +217,7 @@ def automatically(function: Function, *arrays: jax.Array, spec: Spec | list[Spec
 def by_rows(mesh: AnyMesh, axes: MeshAxes, ndim: int) -> NamedSharding:
     """Return the sharding of an array (V, *row) by rows over `axes`, as a step returns it.
 
-    A step that is given another spelling than it returns is compiled twice.
+    To `jax.jit` P("x") and P("x", None) differ: a step would be compiled twice.
     """
     is_explicit = AxisType.Explicit in mesh.axis_types
     return NamedSharding(mesh, P(axes, *(None,) * (ndim - 1 if is_explicit else 0)))

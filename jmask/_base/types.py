@@ -29,7 +29,7 @@ else:  # `typing.TypeIs` is of Python 3.13; only a checker sees the difference
 PyTree = Any
 """A tree of arrays and tensors, or a model that holds them; a state of optax is one."""
 Argument = Any
-"""What a user or an equation of a jaxpr hands over, and is passed on as it came."""
+"""What is passed on unchanged: an argument of the user's, an operand, a parameter."""
 Function = Callable[..., Any]
 """A function of the user's, or of JAX, whose arguments are said where it is taken."""
 

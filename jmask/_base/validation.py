@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuse what is neither True nor False: of "no" the truth is True."""
+    """Refuse what is neither True nor False: the string "no" is true."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"`{name}` must be True or False, got {shown(value)}.")
 
@@ -163,7 +163,7 @@ def leaf_name(tree: str, path: KeyPath) -> str:
 def named_parts(
     name: str, paths: Sequence[KeyPath], tree: PyTree, owners: str = "the parameters"
 ) -> dict[int, PyTree]:
-    """Return what the argument `name`, a part of a tree like the parameters, has for each."""
+    """Return what is at each path of `name`, a tree like the parameters with parts missing."""
     parts = {i: functools.reduce(_child, path, tree) for i, path in enumerate(paths)}
     parts = {i: node for i, node in parts.items() if node is not None}
     if sum(len(jax.tree.leaves(node)) for node in parts.values()) != len(jax.tree.leaves(tree)):

@@ -367,7 +367,7 @@ def _caught_up_at(
     new = caught_up(form, since, [x.astype(since.dtype) for x in entries])
     waited = trailing(clock - last, new[0].ndim)
     new[0] = jnp.where(waited < lines.shape[0], new[0], jnp.nan)
-    # Both: JAX 0.10 reads what it may from a copy.
+    # After both reads: jaxlib 0.10 makes the other one from a copy.
     ids = ids_after_reading(ids_after_reading(ids, entries[0]), last)
     # XLA's CPU compiler would compute the rows inside of the scatters, in one thread and
     # once for each: a step took 1.4 times as long (jaxlib 0.12).

@@ -71,7 +71,7 @@ Rows = RowArray | GatheredRows
 
 
 class _Known(SideTable[GatheredRows]):
-    """Notes how traced arrays are made; of others nothing is kept."""
+    """Notes how traced arrays are made; others are materialised."""
 
     def note(self, x: object, fact: GatheredRows) -> None:
         if isinstance(x, jax.core.Tracer):
@@ -87,7 +87,7 @@ def pays(sources: int, entries: int) -> bool:
 
 
 def gathered(rows: RowArray) -> Rows:
-    """Return what is known to make the rows, or the array itself."""
+    """Return the `GatheredRows` that an array is known to be, or the array itself."""
     known = GATHERED.of(rows)
     return rows if known is None else known
 
@@ -265,7 +265,7 @@ def bag_sum(*operands: Argument) -> jax.Array:
 
 
 def has_many_rows(x: BagSum) -> bool:
-    """Decide whether the rows of bags are better not materialised; how many may be open."""
+    """Decide whether bags have rows that are better not materialised; not of symbolic sizes."""
     shape = *x.positions.shape, *x.table.shape[1:]
     is_closed = is_known(x.bags, *shape)
     return is_closed and math.prod(shape) * x.table.dtype.itemsize > tuning.SMALL_ROWS

@@ -155,7 +155,7 @@ def masked_lines(
         #     entry 1   0 0 | b b               a a | b b    the last of a line writes it
         words = widened(words, place)
         target, words = joined_in_lines(target, lines, rows_per_line, words)
-    # What writes nothing counts in no norm of the gradient, either.
+    # Entries that write nothing are masked, so that norms leave them out.
     mask = (words != 0) & (target < lines)[:, None]
     entries = lax.bitcast_convert_type(jnp.where(mask, words ^ absent, 0), rows.dtype)
     return target, entries.astype(dtype), mask

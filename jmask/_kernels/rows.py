@@ -77,8 +77,8 @@ class Gather:
     unique_indices: bool = False
 
     def __post_init__(self) -> None:
-        # None is nan for floating rows; of two nans neither is equal to the other, and what is
-        # compiled for the one would not be found for the other.
+        # None means nan for floating rows. A nan is unequal to itself: JAX would not find what
+        # it has compiled for it.
         if self.fill_value is not None and self.fill_value != self.fill_value:
             object.__setattr__(self, "fill_value", None)
 
@@ -230,7 +230,7 @@ def rows_or_fill(
 ) -> jax.Array:
     """Gather `table[ids]` (*ids, *row); padding ids read `fill`, None for nan, and no row.
 
-    The table has rows, and its derivative none for padding. If `plain`, it is one operation.
+    The table must have a row. Padding has no derivative. If `plain`, it is one operation.
     """
     # Not `table.at[ids].get(...)`: like `jnp.where`, it drops what has no entries, and JAX then
     # gives a table that is looked up for nothing a gradient of dense zeros.
@@ -324,14 +324,14 @@ _SCATTERS = {"set": lax.scatter, "add": lax.scatter_add}
 def _write(
     kind: Kind, table: TableArray, ids: IdVector, rows: RowArray, order: Order
 ) -> TableArray:
-    # There is no row, or no id. A sum without terms still depends on them, as a gradient.
+    # Nothing is written. Adding no rows is kept: a gradient goes through it to `rows`.
     if table.shape[0] == 0 or (kind == "set" and 0 in ids.shape):
         return table
     shards = Shards.of(table, ids, rows)
     rows = rows.astype(table.dtype)
     if shards.mesh is not None:
         of_rows = spec_of(rows)
-        # Else JAX itself knows where the result is to be.
+        # Otherwise JAX infers the sharding of the result.
         if shards.rows or of_rows[0] or spec_of(ids)[0] or of_rows[1:] != shards.columns:
             return _on_shards(shards, kind, order, table, ids, rows)
     if order == "any" or not ids.shape[0]:

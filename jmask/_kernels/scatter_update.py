@@ -7,9 +7,9 @@ one operation reads, computes and writes each touched row:
     scatter(param, m, v; ids; grad, lr, -)  with  (p, m, v, g, lr, -) -> (p', m', v')
 
 XLA runs it in place, with no temporaries, on CPU and TPU. The combiner can capture nothing,
-so k operands have room for the gradient and k - 1 scalars. Ids must be unique apart from
-padding. On GPUs, for which XLA makes such a scatter a loop over the rows, one at a time,
-under vmap and where derivatives are taken, the same is done by gather, compute, scatter.
+so with k operands there are k updates: the gradient and k - 1 scalars. Ids must be unique
+apart from padding. On GPUs, for which XLA makes such a scatter a loop over the rows, one at a
+time, under vmap and where derivatives are taken, the same is done by gather, compute, scatter.
 """
 
 import functools

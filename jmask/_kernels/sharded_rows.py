@@ -57,7 +57,7 @@ _Carried = TypeVar("_Carried")
 
 # --- rows sent to the shard that they live on, and to no other: all-to-all with a capacity ----
 #
-#     entries of device 0, sorted by id, by the shard they go to     0 0 0 | 1 | -
+#     shards to which the sorted entries of device 0 go, - for none  0 0 0 | 1 | -
 #     round 1, of which 2 fit between two shards                     0 0   | 1 | -
 #     round 2                                                        0     | - | -
 #
@@ -89,7 +89,7 @@ class Exchange(NamedTuple):
 
     @classmethod
     def of_sums(cls, ids: IdVector, values: RowArray) -> "Exchange | None":
-        """Return the exchange for sums over rows, which may be made on any device, or None."""
+        """Return the exchange that spreads rows over all devices for sums, or None."""
         mesh = explicit_mesh(ids, values)
         if mesh is None or any(spec_of(values)[1:]):
             return None
@@ -150,6 +150,7 @@ def _in_rounds(
     ) -> tuple[jax.Array, jax.Array, _Carried]:
         begin, _, carried = state
         after = begin + capacity
+        # The first id that does not fit, counted from the first row of the shard.
         without_room = ids.at[after].get(mode="fill", fill_value=0) - first
         # TPUs have no minimum of 64 bits over devices.
         limit = jnp.where(after < ends, without_room, size).astype(id_dtype(size))
@@ -393,7 +394,7 @@ def summed_over_rows(
         function: (rows (k, *row)) -> their sums, to which rows of zeros add nothing.
     """
     shards, size = exchange.shards, -(-count // exchange.shards.count)
-    if shards.count * size != count:  # else XLA finds the same rows in what comes to a table
+    if shards.count * size != count:  # equal ids let XLA share the exchange of the update
         ids = jnp.where(ids < count, ids, np.asarray(shards.count * size, ids.dtype))
     row = jax.ShapeDtypeStruct((1, *values.shape[1:]), values.dtype)
     like: list[Shaped] = jax.eval_shape(function, row)

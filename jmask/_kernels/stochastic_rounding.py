@@ -39,9 +39,9 @@ def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Arra
     """Round `x` to a narrower dtype, up or down at random with `x` as the mean.
 
     A number between two neighbours a < x < b becomes b with probability (x - a) / (b - a).
-    That is exact for float32 to bfloat16 and to float16 (16 random bits decide, and no more
-    are lost), subnormal results of float16 apart, where it is off by less than 2**-16, as for
-    dtypes of 8 bits.
+    That is exact for float32 to bfloat16 and float16 (16 random bits decide, and no more are
+    lost). For subnormal results of float16, and dtypes of 8 bits, it is off by less than
+    2**-16.
 
     Args:
         x: floating.

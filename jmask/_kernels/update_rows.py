@@ -53,7 +53,7 @@ Form = Callable[["RowUpdate"], list[jax.Array]]
 class Update:
     """A function of the rows of a gradient, in one or more forms.
 
-    None closes over a traced array: JAX keeps the parameters of a primitive.
+    No form closes over a traced array: JAX keeps the parameters of a primitive.
     """
 
     definition: Form  # in operations that can be batched and differentiated
@@ -319,8 +319,8 @@ def _plan(ids: IdVector, rows: int, size: int) -> list[jax.Array]:
         ids (blocks, size + 1): of the sums that are complete after the block, or padding;
         the number of blocks that are needed.
     """
-    # One block more than n / size rounded down holds all ids. The sum that the last of them
-    # leaves open is complete only where another id follows: the second one is padding alone.
+    # All ids fit in n // size + 1 blocks. One more, of padding, completes the sum that the last
+    # of these leaves open.
     blocks = ids.shape[0] // size + 2
     padding = blocks * size - ids.shape[0]
     ids, entries = in_order(ids)

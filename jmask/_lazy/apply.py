@@ -32,7 +32,7 @@ from jmask._tensors.storage import stored_values, with_stored_values
 class Lifted(optax.GradientTransformationExtraArgs):
     """A transformation whose update is a step of another one on rows.
 
-    What copies it as the pair that it is, as Keras does, leaves that one out.
+    Code that copies it as a pair of functions, as Keras does, drops `inner`.
     """
 
     is_a_step = True  # so `apply_gradients` need not look for steps in it

@@ -284,7 +284,7 @@ def _entries_as_rows(
 
 
 def _in_promised_order(storage: BCOO | BCSR) -> jax.Array | bool:
-    """Decide whether positions are unchanged: arithmetic mapped over them may give integers."""
+    """Decide whether indices are sorted and unique still: arithmetic may have changed them."""
     if not (isinstance(storage, BCOO) and storage.indices_sorted and storage.unique_indices):
         return True
     before, after = storage.indices[:-1], storage.indices[1:]

@@ -191,7 +191,7 @@ def _run(
         if eqn.primitive.name in ARITHMETIC:
             return bound(eqn, values)
         if not numbers and any(map(axes_of_rows, eqn.outvars)):
-            return values[:1]  # a fill: an entry of it is the number
+            return values[:1]  # a fill: one entry stands for all
         return bound(eqn.replace(params=params_with_sizes(eqn, numbers)), values)
 
     run(eqns, values, rule)
@@ -246,7 +246,7 @@ class Combiner(NamedTuple):
     # Whether the result is what is added to a parameter, is not computed of that, and is linear
     # in the gradient: rows of equal ids may be added one at a time.
     is_linear: bool
-    # Which of the places are written without a look at what was there, which others read.
+    # Leaves whose old rows are read before they are written; see `LazyStep.read_first`.
     read_first: frozenset[int]
 
 

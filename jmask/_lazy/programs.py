@@ -76,7 +76,7 @@ _LAZY_STEP.def_abstract_eval(lambda *operands, number, types: list(types))
 
 
 def tells_all(x: Gradient) -> bool:
-    """Decide whether an update of it tells the next step of a chain all that it does.
+    """Decide whether the update for this gradient is all that the next step of a chain needs.
 
     An update has no mask, one of single entries may be of whole rows, and one in 16 bits has
     been rounded.

@@ -19,9 +19,9 @@ two tables apart. What has to be followed is one scalar for each value: what it 
 the gradient does not touch, where that is known. An operation without a rule here is refused.
 
 The program that was proved is the one that runs: `with_sizes` puts numbers in the place of the
-open dimensions. Python would not do: code that asks `x.shape[0] == 8` goes another way for
-eight rows. An open number is equal to none; so the operations of the program are compared with
-those for the number of rows that the table has.
+open dimensions. To run `inner.update` again would not do: its code may ask `x.shape[0] == 8`.
+An open number equals no number, so the operations of the program are compared with those for
+the number of rows that the table has.
 """
 
 import contextlib
@@ -84,9 +84,9 @@ ELEMENTWISE = ARITHMETIC | frozenset(
 FILL = "broadcast_in_dim"
 # They keep the entries of a row apart if the result's shape begins with the shape of a row.
 _ENTRY_BY_ENTRY = {*ELEMENTWISE, FILL, "concatenate", "reshape", "slice", "split", "squeeze"}
-# Operations on real numbers that NumPy rounds as XLA does, with a result that is no integer, or
-# a cast of integers: a value in untouched rows is found with these where it can be. XLA would
-# compile each, and where a mesh of devices is set that are only described it can run none.
+# Operations that NumPy rounds as XLA does. Values in untouched rows are computed by them: XLA
+# would compile each, and runs none under a mesh of devices that are only described. Not for
+# complex operands, nor where the result is an integer, but for casts.
 _EXACT: dict[str, Function] = {
     "abs": np.abs,
     "add": np.add,

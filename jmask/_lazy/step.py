@@ -93,7 +93,7 @@ def step_of(
 
     def by_entries_or_rows(gradients: PyTree, **how: bool) -> "LazyStep":
         if any(map(is_entries, leaves)):
-            # Refused may be a state with one number for each row.
+            # It is refused for a state with one number for each row.
             with contextlib.suppress(NotRowLocalError):
                 step = proved(gradients, **how)
                 if not (step.proof and step.proof.by_rows):
@@ -139,7 +139,7 @@ class Leaf:
     valid: jax.Array | None = None
     inner_row: Shape | None = None  # of a stack, a row as `inner` sees it: (1, D)
     stored: Shape | None = None  # of a stack, the shape as one table
-    # Of a gradient, an array of its table whose type says which shards have which rows, if any.
+    # Of a gradient, the parameter or state whose type shards the rows of its table, if any.
     home: jax.Array | None = None
     # Of a packed table, the gradient in rows; what is given are its lines.
     packed: RowSparse | None = None
@@ -390,7 +390,7 @@ class LazyStep:
 
     @functools.cached_property
     def read_first(self) -> dict[int, int]:
-        """Outputs written to rows that they do not depend on, and the leaf whose rows are read.
+        """Outputs that do not depend on the rows they overwrite, and leaves to be read before.
 
         A new row of the state that does not depend on the old one; an update that does not
         depend on the parameter where the state does (an average of parameters). XLA may then

@@ -106,7 +106,7 @@ def ema(decay: Scalar) -> Ema:
         average = _caught_up(decay, param, average, count - last)
         # A step moves the parameter once, after all steps that the row has missed.
         average = new + jnp.asarray(decay, new.dtype) * (average - new)
-        return new, average, jnp.full_like(last, 0) + count + 1
+        return new, average, jnp.full_like(last, count + 1)
 
     slots = {"average": Slot(None), "last": Slot(0, per_row=True, dtype=jnp.int32)}
     averages = row_rule(EmaState, slots, rule, lambda count: (count,), needs_param=True)

@@ -83,7 +83,7 @@ def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide)
         states: list[PyTree] = []
         for decide in decisions:
             wanted, gradients, new = decide(gradients, state, params)
-            if states:  # it counts what comes to it
+            if states:  # an inner guard counts the steps that outer ones take
                 kept = functools.partial(_where, take)
                 new = jax.tree.map(kept, new, state._replace(inner_state=None))
             states.append(new)

@@ -114,9 +114,9 @@ class Slot(NamedTuple):
 
     # Its value before the first step; the parameter's, in float32 at least, if None.
     initial: Scalar | None
-    # Whether it has one entry for each row: (V, 1) for a parameter (V, D). It is (M, V, 1) for
-    # (M, V, D), which may be a stack of M tables as well as one table of rows (V, D); their
-    # entries are all the same then.
+    # Whether it has one entry for each row: (V, 1) for a parameter (V, D), and (M, V, 1) for
+    # (M, V, D), since M may number tables. In one table of rows (V, D) the V entries of a row
+    # are equal.
     per_row: bool = False
     dtype: DTypeLike | None = None  # of the array; the rule's, or the parameter's, if None
 

@@ -76,7 +76,7 @@ def touched() -> optax.GradientTransformationExtraArgs:
     """
 
     def rule(grad, param, last, count):
-        return grad, jnp.full_like(last, 0) + count + 1
+        return grad, jnp.full_like(last, count + 1)
 
     slots = {"last": Slot(0, per_row=True, dtype=jnp.int32)}
     steps = row_rule(TouchedState, slots, rule, lambda count: (count,))

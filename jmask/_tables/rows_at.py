@@ -120,7 +120,7 @@ def add_to_dense(dense: jax.Array, rows: RowSparse, key: jax.Array | None = None
     With a `key` of `jax.random`, sums are rounded stochastically to a 16-bit dtype.
     """
     dense = jnp.asarray(dense)
-    # Rows of 16 bits may be many of one id: what is rounded is their sum, in the table.
+    # Duplicates of 16-bit rows are summed in float32, and rounded once, in the table.
     rows = rows if rows.order == "sorted" else rows.widened()
     if dense.shape != rows.shape:
         raise ValueError(

@@ -84,7 +84,7 @@ def sharded(
         and table.committed
         and table.sharding.device_set != set(mesh.devices.flat)
     )
-    if is_elsewhere:  # it comes together there first
+    if is_elsewhere:  # it is gathered on its own mesh first
         whole = automatically(jax.jit(padded), table, spec=(None,) * table.ndim)
         return jax.device_put(whole, sharding)
     return jax.jit(padded, out_shardings=sharding)(table)
