@@ -42,7 +42,14 @@ from jmask._ops.lift import adopted, contracts, dense, existing, extends, filled
 from jmask._tensors.masked_tensor import MaskedTensor, any_masked, is_tensor, joined
 from jmask._tensors.methods import library
 from jmask._tensors.row_sparse import RowSparse
-from jmask._tensors.storage import coordinates, is_sparse, stored_at, stype, summed_before_cast
+from jmask._tensors.storage import (
+    coordinates,
+    is_sparse,
+    sparse_sizes,
+    stored_at,
+    stype,
+    summed_before_cast,
+)
 
 # --- operands: an array, or one of these -------------------------------------------------
 
@@ -310,7 +317,7 @@ def multiplies(function: Function) -> Function:
         if not any_masked(x, y):
             is_product = is_sparse(x) or is_sparse(y)
             return dot(x, y) if is_product else function(x, y, **kwargs)
-        if _is_sparse_matrix(x) and not _is_sparse_matrix(y) and function is jnp.matmul:
+        if _has_entries(x) and not _has_entries(y) and function is jnp.matmul and y.ndim < 3:
             y = dense(y, "matmul")
             terms = dot(existing(x), existing(y))
             return joined(dot(filled(x), filled(y)), terms > 0.5)
@@ -319,8 +326,9 @@ def multiplies(function: Function) -> Function:
     return lifted
 
 
-def _is_sparse_matrix(x: TensorLike) -> bool:
-    return isinstance(x, MaskedTensor) and isinstance(x.storage, BCOO | BCSR)
+def _has_entries(x: TensorLike) -> bool:
+    """Decide whether `x` is a masked matrix that stores entries, and not rows of them."""
+    return isinstance(x, MaskedTensor) and x.ndim == 2 and sparse_sizes(x.storage) == x.shape
 
 
 @functools.wraps(nn.dot_product_attention)

@@ -62,7 +62,7 @@ def to_csr(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
 
 def to_row_sparse(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     """Return the tensor on row-sparse storage: the rows with a valid entry, in order."""
-    stored = x.storage
+    stored = x.storage if x.size else x.to_dense().storage
     if isinstance(stored, BCOO | BCSR):
         return _assembled_rows(x, stored, nse)
     ids = stored.row_ids() if isinstance(stored, RowSparse) else jnp.arange(x.shape[0])

@@ -186,6 +186,8 @@ def scattered(values: jax.Array, like: Storage, fill: Scalar) -> jax.Array:
     if not is_sparse(like):
         return values
     dense = jnp.full(like.shape, fill, values.dtype)
+    if not dense.size:  # to which JAX scatters padding, but without a derivative
+        return dense
     first, *others = coordinates(like)
     first = jnp.where(is_stored(like), first, like.shape[0])
     return dense.at[(first, *others)].set(values, mode="drop")
@@ -267,6 +269,8 @@ def as_dense(x: Storage) -> jax.Array:
     """Make a sparse tensor dense; booleans add as `or`, sums are rounded once."""
     if not is_sparse(x):
         return x
+    if isinstance(x, BCOO | BCSR) and 0 in x.shape:  # as in `scattered`
+        return jnp.zeros(x.shape, x.dtype)
     dtype = sum_dtype(x.dtype)
     if isinstance(x, RowSparse) or dtype == x.dtype:
         return x.todense()

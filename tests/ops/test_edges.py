@@ -39,6 +39,7 @@ QUARTERS = masked([1.0, inf, 4.0, -3.0, 2.0], [T, F, T, T, T])
 BYTES, NOTHING = jnp.arange(3, dtype=jnp.int8), np.zeros(3, bool)
 LIKE, NO_SPARSE = coo(np.eye(2, dtype=np.float32)), BCOO.fromdense(jnp.ones((2, 3)), n_dense=2)
 NO_ROWS = jmask.RowSparse.zeros((3, 2), nse=0)
+WITH_ROWS = MaskedTensor(BCOO((jnp.ones((2, 2)), jnp.array([[0], [2]])), shape=(3, 2)))
 ENDS, METHODS = jnp.array([-inf, 1.0, inf]), ("linear", "lower", "higher", "nearest")
 
 EDGES = """
@@ -99,6 +100,8 @@ EDGES = """
     jnm.max(jnp.eye(2), 0, None, True) | [[1.0, 1.0]]
     [jnm.sum(ROW, initial=3.0), jnm.prod(ROW, initial=2.0), jnm.max(ROW, initial=9.0)] |
         [19.0, 240.0, 9.0]
+    [WITH_ROWS @ jnp.ones(2), WITH_ROWS @ jnp.ones((2, 2)), WITH_ROWS @ jnp.ones((1, 2, 1))] |
+        [[2.0, None, 2.0], [[2.0] * 2, [None] * 2, [2.0] * 2], [[[2.0], [None], [2.0]]]]
     jnm.einsum("ij,kj", X, X, precision="highest") | [[98.0, 56.0], [56.0, 53.0]]
     jnm.matmul(X, X.T, precision="highest", preferred_element_type=float) |
         [[98.0, 56.0], [56.0, 53.0]]
