@@ -40,6 +40,7 @@ BYTES, NOTHING = jnp.arange(3, dtype=jnp.int8), np.zeros(3, bool)
 LIKE, NO_SPARSE = coo(np.eye(2, dtype=np.float32)), BCOO.fromdense(jnp.ones((2, 3)), n_dense=2)
 NO_ROWS = jmask.RowSparse.zeros((3, 2), nse=0)
 WITH_ROWS = MaskedTensor(BCOO((jnp.ones((2, 2)), jnp.array([[0], [2]])), shape=(3, 2)))
+PADDING = lambda values: BCOO((values, jnp.array([[3, 0], [3, 0]])), shape=(3, 0))
 ENDS, METHODS = jnp.array([-inf, 1.0, inf]), ("linear", "lower", "higher", "nearest")
 
 EDGES = """
@@ -102,6 +103,9 @@ EDGES = """
         [19.0, 240.0, 9.0]
     [WITH_ROWS @ jnp.ones(2), WITH_ROWS @ jnp.ones((2, 2)), WITH_ROWS @ jnp.ones((1, 2, 1))] |
         [[2.0, None, 2.0], [[2.0] * 2, [None] * 2, [2.0] * 2], [[[2.0], [None], [2.0]]]]
+    [jax.grad(lambda v: f(PADDING(v)).sum())(jnp.ones(2)) for f in (
+        jmask.todense, lambda x: MaskedTensor(x).to_tensor(0), jnm.transpose,
+        lambda x: jmask.cast_storage(x, "row_sparse", nse=2).values)] | [[0.0] * 2] * 4
     jnm.einsum("ij,kj", X, X, precision="highest") | [[98.0, 56.0], [56.0, 53.0]]
     jnm.matmul(X, X.T, precision="highest", preferred_element_type=float) |
         [[98.0, 56.0], [56.0, 53.0]]
