@@ -260,6 +260,8 @@ def _entries(values: jax.Array | HostArray, valid: jax.Array | HostArray, head: 
         np.r_[:edge, 0, n - edge : n] if is_cut else np.arange(n)
         for n, is_cut in zip(values.shape, cut, strict=True)
     ]
+    if valid.dtype == jax.dtypes.float0:  # a tangent or gradient of JAX has no mask
+        valid = np.ones(values.shape, bool)
     with jax.ensure_compile_time_eval():  # a constant may be printed while tracing
         values, valid = (np.asarray(x[np.ix_(*ends)]) for x in (values, valid))
     if jnp.issubdtype(values.dtype, jnp.floating) and values.dtype.kind != "f":

@@ -120,7 +120,8 @@ class MaskedTensor(MaskedMethods):
         register_in_flax(cls)
         node = object.__new__(cls)
         node.storage, node.valid = children
-        if isinstance(node.valid, jax.Array) and node.valid.dtype != jnp.dtype(bool):
+        kinds = (jnp.dtype(bool), jax.dtypes.float0)  # that of tangents and cotangents
+        if isinstance(node.valid, jax.Array) and node.valid.dtype not in kinds:
             raise TypeError(
                 f"the mask of a MaskedTensor came back as {node.valid.dtype} numbers: "
                 "something mapped arithmetic over its leaves. Put an optax transformation "

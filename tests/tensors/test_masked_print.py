@@ -24,9 +24,14 @@ PRINTED = """
     masked(jnp.array([jnp.nan, -jnp.inf, 1e30])) -> [nan, -inf, 1e+30], dtype=float32
     masked(coo(EYE), TWO) -> coo, float32[2, 4], nse=3, values=[3.0, --, 5.0]
     masked(csr(EYE)) -> csr, float32[2, 4], nse=3, values=[3.0, 4.0, 5.0]
+    slope(masked(EYE[1, 1:], TWO)) -> [0.0, 0.0, 10.0], dtype=float32
+    jax.jit(slope)(masked(EYE[1, 1:], TWO)) -> [0.0, 0.0, 10.0], dtype=float32
+    jax.jit(slope)(masked(coo(EYE), TWO)) -> coo, float32[2, 4], nse=3, values=[6.0, 0.0, 10.0]
     masked(coo(0 * EYE)) -> coo, float32[2, 4], nse=0, values=[]
 """
 TWO = jnp.array([True, False, True])
+# JAX's gradient, in which the booleans of the mask have a dtype without values.
+slope = jax.grad(lambda x: (x * x).to_tensor(0).sum(), allow_int=True)
 
 
 @pytest.mark.parametrize("line", PRINTED.strip().splitlines())
