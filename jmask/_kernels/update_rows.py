@@ -148,8 +148,10 @@ def _on_shards(shards: Shards, x: RowUpdate) -> list[jax.Array]:
     if in_columns:
         ids, values = shards.put(x.ids, (where,)), shards.put(x.rows, of_rows)
         arrays, tree = jax.tree.flatten(dataclasses.replace(x, ids=ids, values=values))
-        run = lambda *arrays: _defined(tree.unflatten(arrays))
-        return automatically(run, *arrays, spec=[spec_of(y) for y in x.tables])
+        defined = lambda *arrays: _defined(tree.unflatten(arrays))
+        new: list[jax.Array]
+        new = automatically(defined, *arrays, spec=[spec_of(y) for y in x.tables])
+        return new
 
     def here(
         tables: list[jax.Array], ids: IdVector, values: jax.Array, *scalars: jax.Array

@@ -120,8 +120,6 @@ def add_to_dense(dense: jax.Array, rows: RowSparse, key: jax.Array | None = None
     With a `key` of `jax.random`, sums are rounded stochastically to a 16-bit dtype.
     """
     dense = jnp.asarray(dense)
-    # Duplicates of 16-bit rows are summed in float32, and rounded once, in the table.
-    rows = rows if rows.order == "sorted" else rows.widened()
     if dense.shape != rows.shape:
         raise ValueError(
             f"cannot add rows of a tensor of shape {rows.shape} to an array of shape "
@@ -135,9 +133,11 @@ def add_to_dense(dense: jax.Array, rows: RowSparse, key: jax.Array | None = None
         table = jnp.reshape(dense, rows.flat().shape)
         return add_to_dense(table, rows.flat(), key).reshape(dense.shape)
     both_inexact = all(jnp.issubdtype(x.dtype, jnp.inexact) for x in (dense, rows))
-    dtype = joint_dtype(dense, rows.values)
     if not both_inexact or is_complex(dense) < is_complex(rows):
-        dense = dense.astype(dtype)
+        dense = dense.astype(joint_dtype(dense, rows.values))
+    # Duplicates of 16-bit rows are summed in float32, and rounded once, in the table.
+    rows = rows if rows.order == "sorted" else rows.widened()
+    dtype = joint_dtype(dense, rows.values)
     key = key if is_narrow(dense.dtype) else None
     if dense.dtype == dtype and key is None:
         return add_to_rows(dense, rows.row_ids(), rows.rows(), rows.order)

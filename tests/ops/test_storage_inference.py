@@ -281,6 +281,17 @@ def test_integers_wrap_before_they_meet_others(dtype):
                 np.testing.assert_array_equal(result, function(other, x.todense()))
 
 
+@pytest.mark.parametrize("ids", [[1, 1], [0, 1]])
+@pytest.mark.dtype_promotion
+def test_sums_of_16_bits_and_whole_numbers(ids):
+    """Have JAX's dtype, whatever the rows are added in."""
+    for dtype in ("bfloat16", "float16"):
+        x = jmask.RowSparse(ids, jnp.ones(2, dtype), (3,), coalesced=ids == [0, 1])
+        for dense in (jnp.arange(3), jnp.zeros(3, bool)):
+            for result in (x + dense, dense - x):
+                assert result.dtype == dtype
+
+
 def test_operands_by_name():
     """A function is 0 where its slope is only where its `x` is, too."""
     slope = jmask.RowSparse([1], jnp.ones((1, 3)), (ROWS, WIDTH))
