@@ -29,7 +29,7 @@ from jmask._base.array_types import is_known, sum_dtype
 from jmask._base.lowering import CallPrimitive, switched_on
 from jmask._base.row_ids import Order
 from jmask._base.shardings import Shards, automatically, entry, spec_of, varying_alike
-from jmask._base.types import Function, IdVector, PyTree, TableArray
+from jmask._base.types import Function, IdVector, PyTree, PyTreeDef, TableArray
 from jmask._kernels import tuning
 from jmask._kernels._tpu import choice, row_updates
 from jmask._kernels.coalesce import coalesce_rows, in_order, summed_where_first
@@ -147,6 +147,7 @@ def _on_shards(shards: Shards, x: RowUpdate) -> list[jax.Array]:
     of_rows = (where, *shards.columns)
     if in_columns:
         ids, values = shards.put(x.ids, (where,)), shards.put(x.rows, of_rows)
+        tree: PyTreeDef
         arrays, tree = jax.tree.flatten(dataclasses.replace(x, ids=ids, values=values))
         defined = lambda *arrays: _defined(tree.unflatten(arrays))
         new: list[jax.Array]

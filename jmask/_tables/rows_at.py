@@ -125,10 +125,7 @@ def add_to_dense(dense: jax.Array, rows: RowSparse, key: jax.Array | None = None
             f"cannot add rows of a tensor of shape {rows.shape} to an array of shape "
             f"{dense.shape}: a RowSparse does not broadcast."
         )
-    if rows.width:  # a TPU would copy the lines to reshape them
-        rows, valid = in_lines(rows)
-        rows = rows.with_values(jnp.where(valid, rows.values, -0.0))
-    if rows.leading > 1:
+    if rows.leading > 1 and not rows.width:
         check_one_table(dense, rows)
         table = jnp.reshape(dense, rows.flat().shape)
         return add_to_dense(table, rows.flat(), key).reshape(dense.shape)
@@ -137,6 +134,9 @@ def add_to_dense(dense: jax.Array, rows: RowSparse, key: jax.Array | None = None
         dense = dense.astype(joint_dtype(dense, rows.values))
     # Duplicates of 16-bit rows are summed in float32, and rounded once, in the table.
     rows = rows if rows.order == "sorted" else rows.widened()
+    if rows.width:  # a TPU would copy the lines to reshape them
+        rows, valid = in_lines(rows)
+        rows = rows.with_values(jnp.where(valid, rows.values, -jnp.zeros((), rows.dtype)))
     dtype = joint_dtype(dense, rows.values)
     key = key if is_narrow(dense.dtype) else None
     if dense.dtype == dtype and key is None:

@@ -242,7 +242,7 @@ def test_refused(name):
 def test_the_square_of_eps_is_a_number_or_it_is_refused(eps):
     inner = optax.adam(0.1, eps=eps)
     if eps < 2e-18:
-        with pytest.raises(ValueError, match="`eps`=1e-.* too small for its square"):
+        with pytest.raises(ValueError, match=r"`eps`=1e-.* too small for its square"):
             jmask.deferred(inner).init(START)
         return
     (params, *_), (dense, *_) = both(inner)
