@@ -86,26 +86,24 @@ def argument_positions(
 def check_argument(fun: Function, number: int, argument: PyTree) -> None:
     """Refuse a differentiated argument with leaves that have no gradient, by name."""
     for path, leaf in jax.tree.leaves_with_path(argument, is_leaf=is_tensor):
-        array = None if is_tensor(leaf) else abstract_leaf(leaf)
-        is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
-        is_real = array is not None and jnp.issubdtype(array.dtype, jnp.inexact)
-        in_host_memory = is_on_host(array)
-        if is_tensor(leaf) or (is_real and not is_shape and not in_host_memory):
+        if is_tensor(leaf):
             continue
-        name = leaf_name(argument_name(fun, number), path)
-        if in_host_memory:
-            raise not_on_device(name)
+        array = abstract_leaf(leaf)
+        name = lambda path=path: leaf_name(argument_name(fun, number), path)
+        if is_on_host(array):
+            raise not_on_device(name())
         if array is None:
-            raise not_an_array(name, leaf, _KEEP_ARRAYS)
-        if not is_real:
+            raise not_an_array(name(), leaf, _KEEP_ARRAYS)
+        if not jnp.issubdtype(array.dtype, jnp.inexact):
             raise TypeError(
-                f"{name} is {array.dtype}, and grad requires real- or complex-valued inputs: "
+                f"{name()} is {array.dtype}, and grad requires real- or complex-valued inputs: "
                 f"pass it as another argument, or {_KEEP_ARRAYS}."
             )
-        raise TypeError(
-            f"{name} is a ShapeDtypeStruct, which holds no numbers: use jmask.explain, or "
-            "jax.eval_shape(jmask.grad(f), ...)."
-        )
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"{name()} is a ShapeDtypeStruct, which holds no numbers: use jmask.explain, "
+                "or jax.eval_shape(jmask.grad(f), ...)."
+            )
 
 
 def checked_result(

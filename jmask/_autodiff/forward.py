@@ -276,7 +276,8 @@ class Forward:
         """Return how all of a view is read if it is small: better read before it is used."""
         if not isinstance(x, View) or isinstance(x, TableView) or not is_known(*x.shape):
             return None
-        is_small = 8 * math.prod(x.shape) <= self._table_size(x)
+        largest = max((math.prod(self.leaves[t].shape) for t in x.tables), default=0)
+        is_small = 8 * math.prod(x.shape) <= largest
         return self._reading_of_all(x) if is_small else None
 
     def _has_larger_array(self, args: Sequence[Argument]) -> bool:
@@ -289,11 +290,6 @@ class Forward:
         if not tables or not is_known(*itertools.chain(*shapes, *others)):
             return False
         return max(map(math.prod, others), default=0) > sum(map(math.prod, shapes))
-
-    def _table_size(self, x: Argument) -> int:
-        """Return the size of the largest table that a view is made of; 0 of an array."""
-        tables = x.tables if isinstance(x, View) else ()
-        return max((math.prod(self.leaves[t].shape) for t in tables), default=0)
 
 
 def _is_slow(eqn: JaxprEqn) -> bool:

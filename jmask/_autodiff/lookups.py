@@ -37,7 +37,6 @@ from jmask._autodiff.views import (
     planned,
     read_at,
     rows_of_ids,
-    with_tap,
 )
 from jmask._base.array_types import trailing, wide
 from jmask._base.forms import aval_of, parameter
@@ -92,7 +91,7 @@ class Sums:
                 ids = jnp.where(bag < self.bags, ids, padding)
             return ids, bag, weight
 
-        return with_tap(tap, result, ids)
+        return [tap], lambda taps: taps.take(result, ids)
 
     def lookup_by_rows(self) -> Lookup | None:
         """Return how rows are read and then summed, or None if rows of `x` cannot be read."""
@@ -338,9 +337,11 @@ def lookup_of(
         return None
     result = lambda: bound(eqn, [x.array, ids])[0]
     if name == LOOKUP.name:
-        return with_tap(_sharded_tap(x, ids.shape, aval), result, lambda: ids)
+        tap = _sharded_tap(x, ids.shape, aval)
+        return [tap], lambda taps: taps.take(result, lambda: ids)
     width, rows = aval.shape[-1], math.prod(ids.shape)
-    return with_tap(x.tap((rows, width), rows, width=width), result, lambda: ids.reshape(-1))
+    tap = x.tap((rows, width), rows, width=width)
+    return [tap], lambda taps: taps.take(result, lambda: ids.reshape(-1))
 
 
 def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup | None:
@@ -365,7 +366,8 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup 
         result = lambda: gather_of(eqn)(*arrays) if name in WINDOWS else bound(eqn, arrays)[0]
         if any((*spec_of(aval), *spec_of(x.array))):
             tap = _sharded_tap(x, windows.batch, aval)
-            return with_tap(tap, result, windows.ids) if windows.are_rows() else None
+            lookup = [tap], lambda taps: taps.take(result, windows.ids)
+            return lookup if windows.are_rows() else None
         leading = numbered_dimensions(shape, leading)  # of entries, if there are so many
 
     # 2. How many dimensions number rows that can be read. Single entries of a matrix that would
@@ -397,7 +399,7 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup 
                 return windows.ids().reshape(-1)
             return ids_at(reading()[0], shape[:leading])
 
-        return with_tap(plan[0], result, ids, lambda tap: reading()[1](tap))
+        return plan, lambda taps: taps.take(result, ids, lambda tap: reading()[1](tap))
 
     # 5. Any other view: rows are read.
     def run(taps: Taps) -> jax.Array:

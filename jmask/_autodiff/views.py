@@ -23,7 +23,7 @@ from jmask._autodiff.taps import NONE, Tap, Taps
 from jmask._base.array_types import trailing
 from jmask._base.row_ids import id_dtype, most_rows, numbered
 from jmask._base.shardings import explicit_mesh, flattened, on_this_mesh, varying_axes
-from jmask._base.types import Argument, ArrayFunction, DType, Options, PyTree, Shape
+from jmask._base.types import Argument, ArrayFunction, DType, Options, Shape
 from jmask._kernels.rows import Gather
 from jmask._kernels.sharded_rows import looked_up
 
@@ -121,11 +121,6 @@ class TableView(View):
         known: Options = {"dtype": self.dtype, "width": self.width} | more
         return Tap(self.number, 2 if known["width"] else leading, shape, rows=rows, **known)
 
-    def tap_of_rows(self, leading: int, entries: Shape) -> Tap:
-        """Return the tap of rows that `leading` dimensions number."""
-        rows = math.prod(entries)
-        return self.tap((rows, *self.shape[leading:]), rows, leading)
-
     def rows(self, p: Positions, taps: Taps) -> jax.Array:
         """Return rows, or entries of rows, with their tap."""
         leading, lead = numbered_dimensions(self.shape, p.count), len(p.entries)
@@ -175,17 +170,6 @@ def without_gradient(x: View) -> View:
     return View(x.shape, x.dtype, reading, make, equations=x.equations, is_stopped=True)
 
 
-def with_tap(
-    tap: Tap,
-    result: Callable[[], jax.Array],
-    ids: Callable[[], PyTree],
-    as_result: ArrayFunction = lambda tap: tap,
-) -> Lookup:
-    """Return the lookup that is a result, computed of a table itself, with a tap."""
-
-    return [tap], lambda taps: taps.take(result, ids, as_result)
-
-
 # --- reads --------------------------------------------------------------------------------
 
 
@@ -218,7 +202,8 @@ class Reader:
             return x.rows(p, self.taps)
         can_be_read = p.count == 1 if x.width else p.count > 0
         if can_be_read:
-            self.plan.append(x.tap_of_rows(numbered_dimensions(x.shape, p.count), p.entries))
+            leading, rows = numbered_dimensions(x.shape, p.count), math.prod(p.entries)
+            self.plan.append(x.tap((rows, *x.shape[leading:]), rows, leading))
         return can_be_read
 
 

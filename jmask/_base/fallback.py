@@ -68,7 +68,8 @@ class StorageFallbackWarning(UserWarning):
 
 
 @contextlib.contextmanager
-def _set(variable: contextvars.ContextVar[_T], value: _T) -> Iterator[_T]:
+def setting(variable: contextvars.ContextVar[_T], value: _T) -> Iterator[_T]:
+    """Context in which a variable has a value."""
     token = variable.set(value)
     try:
         yield value
@@ -97,7 +98,7 @@ def strict() -> Iterator[None]:
             ...
         jmask.StorageFallbackWarning: ...
     """
-    with _set(_strict, True):
+    with setting(_strict, True):
         yield
 
 
@@ -108,7 +109,7 @@ def collected() -> Iterator[list[Fallback]]:
     For a trial trace: the real one reports them.
     """
     reports: list[Fallback] = []
-    with _set(_collected, reports):
+    with setting(_collected, reports):
         yield reports
 
 

@@ -25,7 +25,7 @@ import optax
 from jax import lax
 
 from jmask._base.array_types import fewer, trailing, wide
-from jmask._base.row_ids import Order, id_dtype
+from jmask._base.row_ids import Order, id_dtype, numbered
 from jmask._base.shardings import Shards, end_to_end, sharding_of_rows
 from jmask._base.types import (
     ArrayFunction,
@@ -408,10 +408,9 @@ def _numbers(name: str, ids: Numbers | tuple[Numbers, ...], shape: Shape) -> jax
     given = ids if isinstance(ids, tuple) else (ids,)
     parts = [checked_integers(x, name, "fill") for x in given[: len(sizes)]]
     dtype = id_dtype(math.prod(sizes))
-    number = jnp.zeros((), dtype)
-    for size, x in zip(sizes, parts, strict=False):
-        # Rows outside are rows of the edge, which it does no harm to catch up.
-        place = jnp.clip(jnp.where(x < 0, x + size, x), 0, size - 1).astype(dtype)
-        number = number * size + place
+    # Rows outside are rows of the edge, which it does no harm to catch up.
+    at = lambda x, size: jnp.clip(jnp.where(x < 0, x + size, x), 0, size - 1)
+    along = [at(x, size) for x, size in zip(parts, sizes, strict=False)]
+    number = numbered(along, sizes[: len(parts)], dtype)
     each = math.prod(sizes[len(parts) :])
     return (number.reshape(-1, 1) * each + jnp.arange(each, dtype=dtype)[None]).reshape(-1)

@@ -31,7 +31,7 @@ from jmask._base.row_ids import Order
 from jmask._base.shardings import Shards, automatically, entry, spec_of, varying_alike
 from jmask._base.types import Function, IdVector, PyTree, PyTreeDef, TableArray
 from jmask._kernels import tuning
-from jmask._kernels._tpu import choice, row_updates
+from jmask._kernels._tpu import choice
 from jmask._kernels.coalesce import coalesce_rows, in_order, summed_where_first
 from jmask._kernels.gathered_rows import GatheredRows, Rows, rows_at
 from jmask._kernels.rows import add_rows, is_of_numbers, is_routed, zero_of
@@ -196,17 +196,7 @@ def _added(x: RowUpdate) -> list[jax.Array]:
     return [add_rows(x.tables[0], x.ids, x.rows, x.order) if x.ids.shape[0] else x.tables[0]]
 
 
-def _added_by_kernel(x: RowUpdate) -> list[jax.Array]:
-    rows = x.rows
-    if not choice.accepts(x.tables, x.ids, [rows]):
-        return _added(x)
-    rows = rows.astype(x.tables[0].dtype)
-    return row_updates.update(
-        lambda old, step: [old + step], x.tables, x.ids, [rows], padding_last=x.is_sorted
-    )
-
-
-ADDITION = Update(_added, kernel=_added_by_kernel, additive=True)
+ADDITION = Update(_added, additive=True)
 
 
 # --- lowered for devices --------------------------------------------------------------------

@@ -172,8 +172,7 @@ def densified(
 #
 #     jmask.lazy(optax.adam(1e-3)) with jax.value_and_grad        dense, and right: but O(table)
 #
-# The result is right and costs O(table), so each large table is reported. Gradients that
-# `jmask.grad` itself made dense are not: it has said why.
+# Gradients that `jmask.grad` itself made dense are not reported: it has said why.
 
 # A large array is a table, and no weight of a layer, if it has so many rows, and so many rows
 # for each entry of a row.

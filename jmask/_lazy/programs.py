@@ -25,14 +25,15 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import jax
 from jax.extend.core import JaxprEqn, Primitive, Var, get_opaque_trace_state
 
 from jmask._base.array_types import is_narrow
-from jmask._base.fallback import collected
+from jmask._base.fallback import collected, setting
 from jmask._base.jaxprs import bound, contexts_of, needed_for, read, run
 from jmask._base.types import Argument, Atom, Gradient, PyTree, PyTreeDef
 from jmask._base.validation import abstract_leaf
@@ -52,14 +53,9 @@ _this_trace = functools.partial(get_opaque_trace_state, convention="nnx")
 _WAY = contextvars.ContextVar[tuple[object, Way]]("way", default=(None, LazyStep.update))
 
 
-@contextlib.contextmanager
-def taking(way: Way) -> Iterator[None]:
-    """Context in which the steps of this trace are taken in some way."""
-    token = _WAY.set((_this_trace(), way))
-    try:
-        yield
-    finally:
-        _WAY.reset(token)
+def taking(way: Way) -> AbstractContextManager[object]:
+    """Return a context in which the steps of this trace are taken in some way."""
+    return setting(_WAY, (_this_trace(), way))
 
 
 def taken(step: LazyStep) -> tuple[PyTree, PyTree]:
