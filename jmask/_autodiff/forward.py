@@ -47,7 +47,7 @@ from jmask._autodiff.views import (
     view_of_table,
     without_gradient,
 )
-from jmask._base.array_types import is_known
+from jmask._base.array_types import at_most, is_known
 from jmask._base.forms import PLAIN_CALLS, Opened, aval_of, called, name_of, within
 from jmask._base.jaxprs import bound, bound_to_differentiate, contexts_of, read
 from jmask._base.shardings import varying_axes, varying_over
@@ -236,7 +236,8 @@ class Forward:
             # A small factor of a large table is dense first. The large one waits, with a need
             # of no rows: in the next round the factor is an array, and rows of it may be read.
             sizes = {t: math.prod(self.leaves[t].shape) for t in x.tables | tables}
-            small = {t for t, size in sizes.items() if 8 * size <= max(sizes.values())}
+            is_small = lambda size: any(at_most(8 * size, other) for other in sizes.values())
+            small = {t for t, size in sizes.items() if is_small(size)}
             for t in x.tables:
                 waits = bool(small) and t not in small
                 self.needs.append(Need(t, eqns, 0 if waits else None, is_lookup=waits))
@@ -267,7 +268,9 @@ class Forward:
                 if is_entry and not tap.width and tap.rows > 1:
                     return False  # single entries of a matrix, as of columns, are no rows
                 total[tap.table] += tap.size
-            return all(2 * n <= math.prod(self.leaves[t].shape) for t, n in total.items())
+            return all(
+                at_most(2 * n, math.prod(self.leaves[t].shape)) for t, n in total.items()
+            )
 
         few = [reading for reading in readings if is_few(reading[0])]
         return min(few, key=lambda reading: sum(x.size for x in reading[0]), default=None)
@@ -276,8 +279,8 @@ class Forward:
         """Return how all of a view is read if it is small: better read before it is used."""
         if not isinstance(x, View) or isinstance(x, TableView) or not is_known(*x.shape):
             return None
-        largest = max((math.prod(self.leaves[t].shape) for t in x.tables), default=0)
-        is_small = 8 * math.prod(x.shape) <= largest
+        size, sizes = math.prod(x.shape), (math.prod(self.leaves[t].shape) for t in x.tables)
+        is_small = any(at_most(8 * size, other) for other in sizes)
         return self._reading_of_all(x) if is_small else None
 
     def _has_larger_array(self, args: Sequence[Argument]) -> bool:

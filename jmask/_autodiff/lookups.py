@@ -41,7 +41,7 @@ from jmask._autodiff.views import (
 from jmask._base.array_types import trailing, wide
 from jmask._base.forms import aval_of, parameter
 from jmask._base.jaxprs import bound
-from jmask._base.row_ids import canonical, id_dtype, widen
+from jmask._base.row_ids import as_number, canonical, id_dtype, widen
 from jmask._base.shardings import explicit_mesh, spec_of, typed_like
 from jmask._base.types import (
     Argument,
@@ -87,7 +87,7 @@ class Sums:
             if bag is None:
                 bag = lax.iota(jnp.int32, self.entries) // (self.entries // self.bags)
             else:
-                padding = np.asarray(self.x.shape[0], ids.dtype)
+                padding = as_number(self.x.shape[0], ids.dtype)
                 ids = jnp.where(bag < self.bags, ids, padding)
             return ids, bag, weight
 
@@ -103,7 +103,7 @@ class Sums:
             ids = call.positions.reshape(-1)
             rows, is_row = rows_of_ids(x, ids, taps)
             rows = rows.astype(self.aval.dtype)
-            which = jnp.where(is_row, lax.iota(dtype, count), np.asarray(count, dtype))
+            which = jnp.where(is_row, lax.iota(dtype, count), as_number(count, dtype))
             which = which.reshape(call.positions.shape)
             (sums,) = BAG_SUM(dataclasses.replace(call, table=rows, positions=which))
             return sums.astype(self.aval.dtype).reshape(self.aval.shape)
@@ -143,7 +143,7 @@ def sparse_product(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Sums |
     def call() -> BagSum:
         at, bag = places(), jnp.zeros(entries, jnp.int32)
         ids = canonical(at[contract[0]], rows)
-        padding = np.asarray(rows, ids.dtype)
+        padding = as_number(rows, ids.dtype)
         inside = ids < padding
         for d in kept:
             inside = inside & (at[d] >= 0) & (at[d] < shape[d])

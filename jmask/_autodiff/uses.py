@@ -21,7 +21,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmask._autodiff.forward import Need
 from jmask._autodiff.lookups import LOOKUPS
-from jmask._base.array_types import is_known
+from jmask._base.array_types import at_most, is_known
 from jmask._base.fallback import LARGE, Place, in_bytes, place_among, report_fallback
 from jmask._base.forms import (
     PLAIN_CALLS,
@@ -96,9 +96,10 @@ def reason(
     lookups = [n for n in needs if n.is_lookup and not _may_be_of_logits(n, needs, len(shape))]
     # Nothing is said where as many rows are looked up as there are, as of transitions between
     # tags: a dense gradient costs no more than rows would.
-    shares = [n.rows / n.of if is_known(n.rows) else 0.0 for n in lookups if n.rows and n.of]
+    share = lambda n: n.rows / n.of if is_known(n.rows, n.of) else 0.0
+    shares = [share(n) for n in lookups if n.rows and n.of]
     hidden = next((need for need in needs if _hides_lookups(need, shape, size)), None)
-    is_small = size < LARGE and hidden is None and not (shares and sum(shares) < 1)
+    is_small = not at_most(LARGE, size) and hidden is None and not (shares and sum(shares) < 1)
     if not needs or is_small:
         return None
     others = [need for need in needs if not need.is_lookup]
@@ -168,7 +169,7 @@ def _hides_lookups(need: Need, shape: Shape, size: float) -> bool:
         return False
     eqn = need.eqns[-1]
     if eqn.primitive.name == _OPAQUE:
-        return size >= LARGE
+        return at_most(LARGE, size)
     inner = within([eqn])[1:] if holds_jaxprs(eqn) else []
     lookups = [e for e in inner if e.primitive.name in LOOKING_UP]
     if eqn.primitive.name == "shard_map":  # where a table may be in parts

@@ -30,6 +30,7 @@ from jmask._autodiff.nested import Needed
 from jmask._autodiff.taps import Taps, gradients_of_tables
 from jmask._autodiff.uses import report_dense
 from jmask._autodiff.views import view_of_table
+from jmask._base.array_types import at_most, is_known
 from jmask._base.fallback import LARGE
 from jmask._base.forms import aval_of
 from jmask._base.jaxprs import forwarded, origins
@@ -347,11 +348,12 @@ class LossProgram:
         if any(need.rows is None for need in needs):
             return False
         slices = [need for need in needs if not need.is_lookup]
-        share = sum((need.rows or 0) / max(need.of, 1) for need in slices)
+        known = [need for need in slices if is_known(need.of)]  # else it is a small share
+        share = sum((need.rows or 0) / max(need.of, 1) for need in known)
         if len(slices) < len(needs):  # `table[1:]` is a use of the whole table
             return share < 0.5
         size = math.prod(table.shape) * table.dtype.itemsize
-        is_large = size >= LARGE and table.shape[0] >= _MANY
+        is_large = at_most(LARGE, size) and at_most(_MANY, table.shape[0])
         return bool(slices) and is_large and 8 * share <= 1
 
     def result(self, computed: Sequence[jax.Array]) -> PyTree:

@@ -29,10 +29,10 @@ from jmask._autodiff.views import (
     per_entry,
     tables_of,
 )
-from jmask._base.array_types import trailing
+from jmask._base.array_types import at_most, trailing
 from jmask._base.forms import aval_of, parameter
 from jmask._base.jaxprs import ARITHMETIC, bound
-from jmask._base.row_ids import id_dtype, numbered, positions_of, widen
+from jmask._base.row_ids import as_number, id_dtype, numbered, positions_of, widen
 from jmask._base.shardings import on_this_mesh, varying_alike, varying_axes, varying_over
 from jmask._base.types import Argument, ArrayFunction, Index, Shape
 from jmask._kernels import tuning
@@ -201,7 +201,7 @@ def reshaped(x: View, shape: Shape) -> View:
         while j + 1 in fits and sizes[j + 1] == sizes[j] and j + 1 < x.ndim:
             j += 1
         # What is less than a row of a table, single entries of a matrix, is no lookup of rows.
-        is_entry = j == x.ndim and count < len(shape) and size > 1
+        is_entry = j == x.ndim and count < len(shape) and not at_most(size, 1)
         return None if is_entry else j
 
     def reading(p: Positions) -> Reading | None:
@@ -215,7 +215,7 @@ def reshaped(x: View, shape: Shape) -> View:
         def at() -> tuple[list[jax.Array], Valid]:
             dtype = id_dtype(max(math.prod(x.shape[:j]), math.prod(shape[:count])))
             number = jnp.broadcast_to(numbered(p.along, shape[:count], dtype), p.entries)
-            number = per_entry(number * np.asarray(each, dtype), several)
+            number = per_entry(number * as_number(each, dtype), several)
             number = number + lax.broadcasted_iota(dtype, several, len(p.entries))
             valid = None if p.valid is None else per_entry(p.valid, several)
             return positions_of(number, x.shape[:j]), valid

@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmask._autodiff.taps import NONE, Tap, Taps
-from jmask._base.array_types import trailing
-from jmask._base.row_ids import id_dtype, most_rows, numbered
+from jmask._base.array_types import is_known, trailing
+from jmask._base.row_ids import as_number, id_dtype, most_rows, numbered
 from jmask._base.shardings import explicit_mesh, flattened, on_this_mesh, varying_axes
 from jmask._base.types import Argument, ArrayFunction, DType, Options, Shape
 from jmask._kernels.rows import Gather
@@ -220,7 +219,7 @@ def read_at(x: View, p: Positions, taps: Taps) -> jax.Array:
 
 def rows_of_ids(x: View, ids: jax.Array, taps: Taps) -> tuple[jax.Array, jax.Array]:
     """Return rows (*ids.shape, *row) of a view by canonical ids, and which ids are rows."""
-    last = np.asarray(x.shape[0] - 1, ids.dtype)
+    last = as_number(x.shape[0] - 1, ids.dtype)
     is_row = ids <= last
     p = Positions(1, ids.shape, lambda: ([jnp.minimum(ids, last)], is_row))
     return read_at(x, p, taps), is_row
@@ -228,7 +227,7 @@ def rows_of_ids(x: View, ids: jax.Array, taps: Taps) -> tuple[jax.Array, jax.Arr
 
 def numbered_dimensions(shape: Shape, count: int) -> int:
     """Return how many of the first `count` dimensions of a table ids can number."""
-    while count > 1 and math.prod(shape[:count]) > most_rows():
+    while count > 1 and is_known(*shape[:count]) and math.prod(shape[:count]) > most_rows():
         count -= 1
     return count
 
@@ -244,7 +243,7 @@ def ids_at(p: Positions, sizes: Shape) -> jax.Array:
     dtype = id_dtype(count)
     ids = jnp.broadcast_to(numbered(p.along, sizes, dtype), p.entries)
     if p.valid is not None:
-        ids = jnp.where(per_entry(p.valid, p.entries), ids, np.asarray(count, dtype))
+        ids = jnp.where(per_entry(p.valid, p.entries), ids, as_number(count, dtype))
     return flattened(ids, ids.ndim)
 
 

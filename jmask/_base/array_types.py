@@ -54,6 +54,11 @@ def is_known(*sizes: object) -> bool:
     return all(isinstance(x, int | np.integer) for x in sizes)
 
 
+def at_most(count: int, size: float) -> bool:
+    """Decide whether a size is at most another one; a symbolic one is taken for a large one."""
+    return is_known(count) and (not is_known(size) or count <= size)
+
+
 def fewer(count: int, limit: int) -> int:
     """Return the smaller of two sizes; the first where a program is for any size."""
     return min(count, limit) if is_known(count, limit) else count

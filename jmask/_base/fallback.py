@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 
+from jmask._base.array_types import is_known
 from jmask._base.side_table import SideTable
 
 _T = TypeVar("_T")
@@ -163,7 +164,9 @@ def place_among(lines: Iterable[tuple[str, int]]) -> Place | None:
 
 
 def in_bytes(size: int) -> str:
-    """Return a number of bytes as one reads it: 256 B, 25.6 MB."""
+    """Return a number of bytes as one reads it: 256 B, 25.6 MB; a symbolic one as it is."""
+    if not is_known(size):
+        return f"{size} B"
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if size >= factor:
             number = size / factor

@@ -128,13 +128,19 @@ def id_dtype(rows: int) -> DType:
     return np.dtype(np.int64)
 
 
+def as_number(size: int, dtype: DTypeLike) -> Ids:
+    """Return a size as a number; a symbolic one, of `jax.export`, is known in the program."""
+    known = is_known(size)
+    return np.asarray(size, dtype) if known else jnp.asarray(size).astype(dtype)
+
+
 def canonical(ids: Ids, rows: int) -> IdArray:
     """Cast integer ids to `id_dtype(rows)`; those out of range become `rows`."""
     ids = widen(ids, rows)
     # As unsigned numbers, negative ids are the greatest. XLA simplifies min(min(x, V), V), so
     # that a lookup and the read at the ids of its gradient become one gather.
     unsigned = np.dtype(f"uint{8 * ids.dtype.itemsize}")
-    padding = np.asarray(rows, unsigned)
+    padding = as_number(rows, unsigned)
     bounded = lax.min(lax.bitcast_convert_type(ids, unsigned), padding)
     return lax.bitcast_convert_type(bounded, ids.dtype)
 
@@ -145,7 +151,7 @@ def numbered(
     """Return the row-major numbers of positions along dimensions of these sizes."""
     number = jnp.zeros((), dtype)
     for size, position in zip(sizes, positions, strict=True):
-        number = number * np.asarray(size, dtype) + position.astype(dtype)
+        number = number * as_number(size, dtype) + position.astype(dtype)
     return number
 
 
@@ -153,7 +159,7 @@ def positions_of(number: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
     """Return the position along each dimension for row-major numbers: undo `numbered`."""
     positions: list[jax.Array] = []
     for size in reversed(sizes):
-        divisor = np.asarray(max(size, 1), number.dtype)
+        divisor = as_number(max(size, 1), number.dtype)
         positions.insert(0, lax.rem(number, divisor))
         number = lax.div(number, divisor)
     return positions

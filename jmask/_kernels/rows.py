@@ -386,7 +386,8 @@ def scattered(
         return new.reshape(table.shape)
     ids, rows = never_alone(table.shape[0], ids, rows)
     count, most = ids.shape[0], jnp.iinfo(ids.dtype).max
-    is_unique = order != "any" and is_known(count) and table.shape[0] + count <= most
+    are_known = is_known(count, table.shape[0])
+    is_unique = order != "any" and are_known and table.shape[0] + count <= most
     if is_unique:  # padding V, V, V becomes V, V+1, V+2, so that this can be promised to XLA
         padding = table.shape[0] + lax.iota(ids.dtype, count)
         ids = jnp.where(ids >= table.shape[0], padding, ids)

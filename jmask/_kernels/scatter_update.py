@@ -147,10 +147,6 @@ def _shapes_of_tables(*operands: Shaped, program: ClosedJaxpr, is_sorted: bool) 
     return list(operands[: len(operands) // 2])
 
 
-def _tensor_type(aval: Shaped) -> mlir.ir.Type:
-    return mlir.ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype))
-
-
 def _lowered(
     ctx: Argument,
     *operands: Argument,
@@ -165,7 +161,7 @@ def _lowered(
     tables, ids, updates = operands[:count], operands[count], operands[count + 1 :]
     rank = len(ctx.avals_in[0].shape)
     scatter = stablehlo.ScatterOp(
-        [_tensor_type(aval) for aval in ctx.avals_out],
+        [x.type for x in tables],
         tables,
         ids,
         updates,
@@ -180,7 +176,8 @@ def _lowered(
         indices_are_sorted=mlir.ir.BoolAttr.get(is_sorted),
         unique_indices=mlir.ir.BoolAttr.get(True),
     )
-    entry = _tensor_type(aval_of(program.jaxpr.invars[0]))
+    dtype = aval_of(program.jaxpr.invars[0]).dtype
+    entry = mlir.ir.RankedTensorType.get((), mlir.dtype_to_ir_type(dtype))
     block = scatter.regions[0].blocks.append(*[entry] * (2 * count))
     with mlir.ir.InsertionPoint(block):
         results, _ = mlir.jaxpr_subcomp(

@@ -300,23 +300,27 @@ def test_exported_steps(table, name):
 LOOKUPS = functions("t, ids", globals())("""
     t[ids]; jnp.take(t, ids, axis=0, mode="clip"); jnp.exp(t)[ids]; t[ids[:, None]].sum(1);
     jmask.embedding_lookup(t, ids, padding_id=0); jmask.embedding_bag(t, ids[:, None]);
+    (t / jnp.linalg.norm(t, axis=1, keepdims=True) ** 2)[ids] + t[3][None]; t[ids] + jnp.sum(t[:2]);
     jax.lax.map(lambda i: t[i], ids)
 """)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "rowwise adagrad", "adam unless not finite"])
 @pytest.mark.parametrize("lookup", LOOKUPS)
-def test_steps_of_batches_of_any_size(lookup, name):
-    """The number of ids is left open where a step is exported."""
-    tx, table = NAMED[name], jnp.arange(4.0 * V).reshape(V, 4)
+@pytest.mark.parametrize("sizes", ["7, b", "v, b", "v, 5"])
+def test_steps_of_any_size(lookup, name, sizes):
+    """The numbers of rows and of ids are left open where a step is exported."""
+    tx, (rows, ids) = NAMED[name], export.symbolic_shape(sizes)
 
     def step(table, state, ids):
         grads = jmask.grad(lambda t: jnp.sum(jnp.sin(LOOKUPS[lookup](t, ids))))(table)
         return jmask.apply_gradients(tx, grads, state, table)
 
-    of_any_size = jax.ShapeDtypeStruct(export.symbolic_shape("b"), jnp.int32)
-    exported = export.export(jax.jit(step))(table, tx.init(table), of_any_size)
-    for count in (1, 5):
+    like = jax.ShapeDtypeStruct((rows, 4), jnp.float32)
+    args = like, jax.eval_shape(tx.init, like), jax.ShapeDtypeStruct((ids,), jnp.int32)
+    exported = export.export(jax.jit(step))(*args)
+    for count in (5, 1)[: 2 if "b" in sizes else 1]:
+        table = jnp.arange(28.0).reshape(7, 4)
         args = table, tx.init(table), jnp.arange(count, dtype=jnp.int32) % 3
         assert_close(exported.call(*args), step(*args), rtol=1e-5, atol=1e-6)
 

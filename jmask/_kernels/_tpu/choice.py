@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from jmask._base.array_types import is_known
+from jmask._base.array_types import at_most, is_known
 from jmask._base.fallback import LARGE
 from jmask._base.forms import CALLS, aval_of, name_of, names_in
 from jmask._base.jaxprs import ON_SCALARS, bound, inlined, interpret
@@ -50,7 +50,7 @@ _LOWERED = ON_SCALARS - {"cbrt", "expm1"}
 @functools.cache
 def warn_if_copied(shape: tuple[int, ...], dtype: DType) -> None:
     """Warn, once for each shape, of a large table whose rows are not whole lines."""
-    if has_narrow_rows(shape) and math.prod(shape) * dtype.itemsize >= LARGE:
+    if has_narrow_rows(shape) and at_most(LARGE, math.prod(shape) * dtype.itemsize):
         warnings.warn(
             f"on a TPU a step copies a table {dtype}{list(shape)} or keeps it transposed: its "
             "rows are not lines of 128 entries. `jmask.packed(table)` keeps them in such "
@@ -99,7 +99,7 @@ def _fits(table: Shaped, ids: IdVector, arrays: int) -> bool:
         and table.ndim == 2
         and table.shape[1] % LANES == 0
         and ids.dtype == jnp.int32
-        and is_known(*ids.shape)
+        and is_known(*table.shape, *ids.shape)
         and ids.shape[0] > 0
         and block_size(arrays, table.shape[1], ids.shape[0]) > 0
     )
@@ -197,6 +197,7 @@ def _is_in_lines(table: TableArray, ids: IdVector) -> bool:
     in_one_row = jax.ShapeDtypeStruct((1, LANES), table.dtype)
     return (
         table.ndim > 1
+        and is_known(*table.shape)
         and table.size == table.shape[0] >= LANES  # a line that is read lies in the table
         and not sorted_pays(table, ids)
         and accepts([in_one_row], ids, [])
