@@ -64,7 +64,7 @@ class Need(NamedTuple):
     # The equation that uses it, after those that run the program that this is in.
     eqns: tuple[JaxprEqn, ...]
     rows: int | None  # how many are read; None is all of them
-    of: int = 0  # how many there are
+    total: int = 0  # how many there are
     is_lookup: bool = False  # whether they are decided when it runs
     # The first equation that computes what is looked up, or None of a table itself.
     computed_by: JaxprEqn | None = None

@@ -96,8 +96,8 @@ def reason(
     lookups = [n for n in needs if n.is_lookup and not _may_be_of_logits(n, needs, len(shape))]
     # Nothing is said where as many rows are looked up as there are, as of transitions between
     # tags: a dense gradient costs no more than rows would.
-    share = lambda n: n.rows / n.of if is_known(n.rows, n.of) else 0.0
-    shares = [share(n) for n in lookups if n.rows and n.of]
+    share = lambda n: n.rows / n.total if is_known(n.rows, n.total) else 0.0
+    shares = [share(n) for n in lookups if n.rows and n.total]
     hidden = next((need for need in needs if _hides_lookups(need, shape, size)), None)
     is_small = not at_most(LARGE, size) and hidden is None and not (shares and sum(shares) < 1)
     if not needs or is_small:

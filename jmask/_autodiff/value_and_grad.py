@@ -348,8 +348,8 @@ class LossProgram:
         if any(need.rows is None for need in needs):
             return False
         slices = [need for need in needs if not need.is_lookup]
-        known = [need for need in slices if is_known(need.of)]  # else it is a small share
-        share = sum((need.rows or 0) / max(need.of, 1) for need in known)
+        known = [need for need in slices if is_known(need.total)]  # else it is a small share
+        share = sum((need.rows or 0) / max(need.total, 1) for need in known)
         if len(slices) < len(needs):  # `table[1:]` is a use of the whole table
             return share < 0.5
         size = math.prod(table.shape) * table.dtype.itemsize

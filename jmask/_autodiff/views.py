@@ -125,7 +125,7 @@ class TableView(View):
         leading, lead = numbered_dimensions(self.shape, p.count), len(p.entries)
         first = Positions(leading, p.entries, lambda: (p.along[:leading], p.valid))
         ids = lambda: ids_at(first, self.shape[:leading])
-        rows = taps.take(lambda: gathered(self.array, first), ids)
+        rows = taps.take(lambda: entries_at(self.array, first), ids)
         for position in p.along[leading:]:  # of a table of so many entries
             index = trailing(jnp.broadcast_to(position, p.entries), rows.ndim)
             index = jnp.broadcast_to(index, (*p.entries, 1, *rows.shape[lead + 1 :]))
@@ -158,7 +158,7 @@ def as_view(x: Argument) -> View:
     """Return a view; an array becomes one that is read without a tap."""
     if isinstance(x, View):
         return x
-    read = lambda p: ((), lambda: gathered(jnp.asarray(x), p))
+    read = lambda p: ((), lambda: entries_at(jnp.asarray(x), p))
     return View(tuple(x.shape), x.dtype, read, lambda _: x)
 
 
@@ -247,7 +247,7 @@ def ids_at(p: Positions, sizes: Shape) -> jax.Array:
     return flattened(ids, ids.ndim)
 
 
-def gathered(x: jax.Array, p: Positions) -> jax.Array:
+def entries_at(x: jax.Array, p: Positions) -> jax.Array:
     """Return the entries (*entries, *rest of the shape) of an array at positions in range."""
     x = on_this_mesh(x)  # rows are read where the view is looked up
     count, lead = p.count, len(p.entries)

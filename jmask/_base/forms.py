@@ -42,7 +42,7 @@ class Form(NamedTuple):
     read: frozenset[str]  # parameters that rules read
     # Others that may occur. No rule reads them: they are passed on unchanged, or do not change
     # what is computed.
-    beside: frozenset[str]
+    ignored: frozenset[str]
     # Whether the values of the parameters are known too; None if any will do.
     holds: Callable[[JaxprEqn], bool] | None
 
@@ -288,8 +288,8 @@ _HOLDS: dict[str, Callable[[JaxprEqn], bool]] = {
     "reshape": lambda eqn: eqn.params.get("dimensions") is None,
 }
 FORMS: dict[str, Form] = {
-    name: Form(frozenset(read.split()), frozenset(beside.split()), _HOLDS.get(name))
-    for names, read, beside in (re.split("[:|]", line) for line in _TABLE.split("\n")[1:-1])
+    name: Form(frozenset(read.split()), frozenset(ignored.split()), _HOLDS.get(name))
+    for names, read, ignored in (re.split("[:|]", line) for line in _TABLE.split("\n")[1:-1])
     for name in names.split()
 }
 
@@ -304,7 +304,7 @@ def name_of(eqn: JaxprEqn) -> str:
     if form is None:
         return name
     try:
-        is_known = form.read <= given and given <= form.read | form.beside
+        is_known = form.read <= given and given <= form.read | form.ignored
         if is_known and (form.holds is None or form.holds(eqn)):
             return name
     except (AttributeError, KeyError, TypeError, ValueError):

@@ -83,7 +83,7 @@ def checked_dtype(name: str, value: DTypeLike | None, *, floating: bool = False)
     return dtype
 
 
-def checked_choice(value: _T, name: str, choices: tuple[_T, ...]) -> _T:
+def checked_choice(name: str, value: _T, choices: tuple[_T, ...]) -> _T:
     if not (isinstance(value, str) or value is None) or value not in choices:
         known = ", ".join(map(repr, choices))
         raise ValueError(f"`{name}` must be one of {known}, got {shown(value)}.")

@@ -406,7 +406,7 @@ def _numbers(name: str, ids: Numbers | tuple[Numbers, ...], shape: Shape) -> jax
     """
     sizes = shape[:-1] if len(shape) > 1 else shape
     given = ids if isinstance(ids, tuple) else (ids,)
-    parts = [checked_integers(x, name, "fill") for x in given[: len(sizes)]]
+    parts = [checked_integers(name, x, "fill") for x in given[: len(sizes)]]
     dtype = id_dtype(math.prod(sizes))
     # Rows outside are rows of the edge, which it does no harm to catch up.
     at = lambda x, size: jnp.clip(jnp.where(x < 0, x + size, x), 0, size - 1)

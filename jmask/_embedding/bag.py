@@ -153,9 +153,9 @@ def embedding_bag(
         else:
             num_segments = padded.offsets.shape[0] - 1
     table = checked_table(table)
-    mode = checked_choice(mode, "mode", MODES)
-    ids = checked_integers(ids, "ids", mode, "embedding_bag(table, ids)")
-    combiner = checked_choice(combiner, "combiner", COMBINERS)
+    mode = checked_choice("mode", mode, MODES)
+    ids = checked_integers("ids", ids, mode, "embedding_bag(table, ids)")
+    combiner = checked_choice("combiner", combiner, COMBINERS)
     check_norm_type(norm_type)
     dtype = _sum_dtype(table.dtype, combiner, weights is not None)
     if weights is not None:
@@ -360,7 +360,7 @@ def _bags(
             bags = jnp.where(valid, bags, number)
         return Bags((number,), bags, left_out, valid)
 
-    segment_ids = checked_integers(segment_ids, "segment_ids", mode)
+    segment_ids = checked_integers("segment_ids", segment_ids, mode)
     if ids.ndim != 1 or segment_ids.shape != ids.shape:
         raise ValueError(
             "`segment_ids` say for each of the `ids` (n,) its bag: got `segment_ids` of shape "

@@ -155,7 +155,7 @@ def is_padding(ids: Ids, padding_id: object) -> Ids | None:
     return ids == np.asarray(number, ids.dtype) if limits.min <= number <= limits.max else None
 
 
-def checked_integers(x: Argument, name: str, mode: str, order: str = "") -> Ids:
+def checked_integers(name: str, x: Argument, mode: str, order: str = "") -> Ids:
     """Return `x` as a NumPy or JAX array of integers.
 
     NumPy arrays and lists stay NumPy, so that 64-bit ids are not cut to 32 bits. In mode
@@ -241,7 +241,7 @@ def renormalize(
                [30., 40.]], dtype=float32)
     """
     table = checked_table(table)
-    ids = checked_integers(ids, "ids", "zero", "renormalize(table, ids, max_norm)")
+    ids = checked_integers("ids", ids, "zero", "renormalize(table, ids, max_norm)")
     if isinstance(table, RowSparse | QuantizedRows):
         raise TypeError(
             f"`table` must be an array, got {type(table).__name__}: bound its rows after each "
@@ -348,8 +348,8 @@ def embedding_lookup(
                [0., 0.]], dtype=float32)
     """
     table = checked_table(table)
-    mode = checked_choice(mode, "mode", MODES)
-    ids = checked_integers(ids, "ids", mode, "embedding_lookup(table, ids)")
+    mode = checked_choice("mode", mode, MODES)
+    ids = checked_integers("ids", ids, mode, "embedding_lookup(table, ids)")
     absent = is_padding(ids, padding_id)
     shape = shape_of_rows(table, width)
     rows = looked_up_rows(table, reads_of(ids, absent, mode, shape, hashed), shape)
@@ -456,7 +456,7 @@ def exchange_overflow(
         0
     """
     table = as_table(table)
-    ids = checked_integers(ids, "ids", "zero", "exchange_overflow(table, ids)")
+    ids = checked_integers("ids", ids, "zero", "exchange_overflow(table, ids)")
     count = table.shape[0]
     positions = rows_read(ids, is_padding(ids, padding_id), count)
     positions = numbered_by(hashed, positions, count)

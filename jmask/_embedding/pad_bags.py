@@ -163,7 +163,7 @@ def _flat(
             weights, others = _joined("weights", weights)
             if not np.array_equal(starts, others):
                 raise ValueError("`weights` must have as many numbers in each bag as `ids`.")
-    ids = checked_integers(ids, "ids", "raise")
+    ids = checked_integers("ids", ids, "raise")
     if offsets is not None:
         starts = np.asarray(checked_offsets(offsets, ids, include_last_offset, "raise"))
         starts = starts if include_last_offset else np.append(starts, ids.size)
@@ -238,7 +238,7 @@ def _say_once(ids: int, *bags: int) -> None:
 
 def checked_offsets(offsets: Numbers, ids: Ids, include_last_offset: bool, mode: str) -> Ids:
     """Return integers (b,), ascending from 0 to n at most unless they are traced."""
-    offsets = checked_integers(offsets, "offsets", mode)
+    offsets = checked_integers("offsets", offsets, mode)
     if ids.ndim != 1 or offsets.ndim != 1:
         raise ValueError(
             "`offsets` (b,) say where each bag begins in `ids` (n,): got `offsets` of shape "

@@ -31,11 +31,9 @@ from jmask._kernels.gathered_rows import Rows
 from jmask._kernels.rows import gather_unique_rows, never_alone, set_rows
 from jmask._kernels.update_rows import Form, RowUpdate, Update
 
-Combiner = ArraysFunction
-
 
 def update_elementwise(
-    combiner: Combiner,
+    combiner: ArraysFunction,
     tables: Sequence[jax.Array],
     ids: IdVector,
     grad: Rows,
@@ -122,7 +120,7 @@ def _by_kernel(program: ClosedJaxpr, otherwise: Form) -> Form:
     return updated
 
 
-def entry_by_entry(scalar_function: Combiner) -> Combiner:
+def entry_by_entry(scalar_function: ArraysFunction) -> ArraysFunction:
     """Map a function of single entries over arrays of one shape, and scalars."""
 
     def function(*arrays: jax.Array) -> Arrays:

@@ -138,7 +138,7 @@ class NotRowLocalError(ValueError):
 # update is -0.0, the one number that changes nothing when added: -0.0 + 0.0 would be 0.0.
 
 
-def check_gradients(updates: PyTree, name: str = "updates") -> None:
+def check_gradients(name: str, updates: PyTree) -> None:
     """Refuse leaves that are no arrays, naming the first."""
     for path, x in jax.tree.leaves_with_path(updates, is_leaf=is_gradient_leaf):
         if not is_gradient_leaf(x) and abstract_leaf(x) is None:
@@ -151,7 +151,7 @@ def as_gradients(updates: PyTree) -> PyTree:
 
     Their ids refuse arithmetic, which optax maps over the indices of a BCOO without a word.
     """
-    check_gradients(updates)
+    check_gradients("updates", updates)
 
     def entries(path: KeyPath, x: Gradient | BCOO | BCSR) -> Gradient:
         if not isinstance(x, BCOO | BCSR):

@@ -363,7 +363,7 @@ def quantile(
     a: MaskedTensor, axis: Axes, q: Numbers, method: str = "linear", weights: None = None
 ) -> MaskedTensor:
     """Return the entry below which a part `q` of the valid entries lies; nan if one is nan."""
-    checked_choice(method, "method", tuple(_WEIGHTS))
+    checked_choice("method", method, tuple(_WEIGHTS))
     if weights is not None:
         raise NotImplementedError(
             "`weights` of quantiles are not supported: give JAX weights, 0 where masked, "

@@ -226,7 +226,7 @@ def dot(
             f"fit with transpose_a={transpose_a} and transpose_b={transpose_b}: dimension "
             f"{over[0]} of `lhs` and dimension {over[1]} of `rhs` must have one size."
         )
-    checked_choice(forward_stype, "forward_stype", (None, "default", "row_sparse"))
+    checked_choice("forward_stype", forward_stype, (None, "default", "row_sparse"))
     is_rows = isinstance(lhs, RowSparse) and lhs.ndim == 2
     has_rows = isinstance(lhs, BCOO | BCSR) or (is_rows and not transpose_a)
     sparse = forward_stype == "row_sparse"

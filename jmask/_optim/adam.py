@@ -165,7 +165,7 @@ def _adam(
     per_row: bool,
 ) -> optax.GradientTransformationExtraArgs:
     _check_adam(b1, b2, eps, eps_root, mu_dtype)
-    per_row_count = checked_choice(count, "count", ("steps", "per_row")) == "per_row"
+    per_row_count = checked_choice("count", count, ("steps", "per_row")) == "per_row"
     if per_row_count and not common.lazy_update:
         raise ValueError(
             '`count` must be "steps" where `lazy_update` is False: then each row is updated in '

@@ -168,7 +168,7 @@ def explain(
         )
     model = model_of(params)
     platform = jax.default_backend() if platform is None else platform
-    checked_choice(platform, "platform", PLATFORMS)
+    checked_choice("platform", platform, PLATFORMS)
     # Shapes become tracers; all else reaches the function as it is, as under value_and_grad.
     structure: PyTreeDef
     others, structure = jax.tree.flatten((batch, kwargs))

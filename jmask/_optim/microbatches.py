@@ -116,7 +116,7 @@ def multi_steps(
             f"jmask.multi_steps(tx, {every_k}, "
             "like=jax.eval_shape(jmask.grad(loss_fn), params, batch))."
         )
-    check_gradients(like, "like")
+    check_gradients("like", like)
     tree: PyTreeDef
     likes, tree = jax.tree.flatten(shapes_from(as_gradients, like), is_leaf=is_gradient_leaf)
     parts = [shapes_from(_parts, x) for x in likes]

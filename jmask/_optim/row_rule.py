@@ -220,7 +220,7 @@ class Common:
         check_flag("lazy_update", self.lazy_update)
         check_learning_rate(self.learning_rate)
         check_numbers(weight_decay=self.weight_decay, rescale_grad=scale)
-        checked_choice(self.decay_mode, "decay_mode", ("l2", "decoupled"))
+        checked_choice("decay_mode", self.decay_mode, ("l2", "decoupled"))
         if bound is not None:
             check_numbers(clip_gradient=bound)
         if self.state_dtype is not None:

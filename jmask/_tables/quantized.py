@@ -107,7 +107,7 @@ def quantize_rows(table: Numbers, dtype: DTypeLike) -> QuantizedRows:
         Array([[  8.,   2., 127.]], dtype=float32)
     """
     name = dtype if isinstance(dtype, str) else checked_dtype("dtype", dtype).name
-    kind = checked_choice(name, "dtype", tuple(_LARGEST))
+    kind = checked_choice("dtype", name, tuple(_LARGEST))
     array = as_table(table)
     has_rows = array.ndim > 1 and 0 not in array.shape[1:]
     if not has_rows or not jnp.issubdtype(array.dtype, jnp.floating):

@@ -91,7 +91,7 @@ def checked_capacity(nse: int) -> int:
     return nse
 
 
-def checked_indices(indices: Numbers, name: str = "indices") -> jax.Array:
+def checked_indices(name: str, indices: Numbers) -> jax.Array:
     if isinstance(indices, tuple) and any(map(np.ndim, indices)):  # the arguments of BCOO
         raise TypeError(
             f"`{name}` is a tuple of arrays: write RowSparse(indices, values, shape)."

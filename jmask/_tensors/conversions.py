@@ -179,7 +179,7 @@ def cast_storage(x: TensorLike, stype: str, *, nse: int | None = None) -> Tensor
         >>> x, jmask.cast_storage(x, "csr")
         (RowSparse(float32[2, 2], nse=1), BCSR(float32[2, 2], nse=1))
     """
-    checked_choice(stype, "stype", ("default", *_TO_SPARSE))
+    checked_choice("stype", stype, ("default", *_TO_SPARSE))
     if not isinstance(x, MaskedTensor):
         current = stype_of(x)
         storage = x if is_sparse(x) else jnp.asarray(x)

@@ -113,7 +113,7 @@ class RowSparse(RowSparseMethods):
         coalesced: bool = False,
         leading: int = 1,
     ):
-        indices = checks.checked_indices(indices)
+        indices = checks.checked_indices("indices", indices)
         values = checked_array("values", values)
         shape = checks.shape_that_fits(indices, values) if shape is None else shape
         shape = checks.checked_shape(shape)
@@ -342,7 +342,7 @@ class RowSparse(RowSparseMethods):
             Array([1., 0., 0., 0., 0.], dtype=float32)
         """
         ids = self.row_ids()
-        kept = jnp.isin(ids, widen(checks.checked_indices(rows, "rows"), self.shape[0]))
+        kept = jnp.isin(ids, widen(checks.checked_indices("rows", rows), self.shape[0]))
         return RowSparse(jnp.where(kept, ids, self.shape[0]), self.values, self.shape)
 
     def astype(self, dtype: DTypeLike) -> "RowSparse":

@@ -107,7 +107,7 @@ def reset(
     chosen: dict[int, jax.Array] = {}
     for i, ids in named_parts("rows", paths, rows).items():
         name, table = leaf_name("params", paths[i]), jnp.asarray(leaves[i])
-        ids = checked_integers(ids, leaf_name("rows", paths[i])[1:-1], "fill")
+        ids = checked_integers(leaf_name("rows", paths[i])[1:-1], ids, "fill")
         _check(name, table, ids, vocab)
         count = table.shape[0]
         ids = canonical(on_every_device(jnp.asarray(ids)).reshape(-1), count)

@@ -146,7 +146,7 @@ def create(
         raise ValueError(
             f"`ways`={ways} must be at most {_MOST_WAYS}, and at most `capacity`={capacity}."
         )
-    checked_choice(evict, "evict", ("lru", "lfu"))
+    checked_choice("evict", evict, ("lru", "lfu"))
     shards, sharding = 1, None
     if mesh is not None:
         axes = checked_axes(mesh, axis)

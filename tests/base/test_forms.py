@@ -89,7 +89,7 @@ def test_forms_are_as_known(name):
         given, form = eqn.primitive.name, _forms.FORMS.get(eqn.primitive.name)
         assert _forms.name_of(eqn) == given, (
             f"On jax {jax.__version__} `{given}` has the parameters {sorted(eqn.params)}; "
-            f"jmask reads {sorted(form.read)} and knows {sorted(form.beside)} beside them. "
+            f"jmask reads {sorted(form.read)} and knows {sorted(form.ignored)} beside them. "
             f"Teach jmask/_base/forms.py the new form: {eqn}"
         )
 

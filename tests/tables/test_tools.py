@@ -300,8 +300,8 @@ def test_exported_steps(table, name):
 LOOKUPS = functions("t, ids", globals())("""
     t[ids]; jnp.take(t, ids, axis=0, mode="clip"); jnp.exp(t)[ids]; t[ids[:, None]].sum(1);
     jmask.embedding_lookup(t, ids, padding_id=0); jmask.embedding_bag(t, ids[:, None]);
-    (t / jnp.linalg.norm(t, axis=1, keepdims=True) ** 2)[ids] + t[3][None]; t[ids] + jnp.sum(t[:2]);
-    jax.lax.map(lambda i: t[i], ids)
+    (t / jnp.linalg.norm(t, axis=1, keepdims=True) ** 2)[ids] + t[3][None];
+    t[ids] + jnp.sum(t[:2]); jax.lax.map(lambda i: t[i], ids)
 """)
 
 
