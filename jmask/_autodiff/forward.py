@@ -1,4 +1,4 @@
-"""Run a program forwards, some of whose values are views: arrays made of tables, and not made.
+"""Run a program forwards, some of whose values are views of tables that are not materialised.
 
     equation                          its operands
     jit, remat, scan, cond, ...       views go into what it runs

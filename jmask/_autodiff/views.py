@@ -1,4 +1,4 @@
-"""Views: arrays that are made of tables, and not made.
+"""Views: arrays that are computed from tables, and not materialised.
 
     y    = convert_element_type t        t (V, D) in bfloat16: O(V) where it is made
     rows = gather y ids                  convert_element_type (gather t ids): O(n)
