@@ -41,7 +41,7 @@ from jmask._base.array_types import (
     trailing,
 )
 from jmask._base.forms import aval_of, holds_jaxprs, parameter
-from jmask._base.jaxprs import ARITHMETIC, bound, needed_for, read, run
+from jmask._base.jaxprs import ARITHMETIC, bound, interpret, needed_for, read, run
 from jmask._base.shardings import explicit_mesh
 from jmask._base.types import Argument, Atom, Function, PyTree
 from jmask._kernels import tuning
@@ -387,8 +387,7 @@ def _updated_tables(
         function = entry_by_entry(new_entries) if combiner.is_elementwise else new_entries
         dense = add_to_rows(jnp.zeros_like(table, gradient.dtype), ids, rows, order)
         touched = set_rows(jnp.zeros(table.shape[:1], bool), ids, jnp.ones_like(ids, bool))
-        made = zip(function(*tables, dense, *scalars), tables, strict=True)
-        return [jnp.where(trailing(touched, x.ndim), new, x) for new, x in made]
+        return _kept_where_untouched(function, touched, tables, [dense, *scalars])
 
     def new_rows(x: RowUpdate) -> list[jax.Array]:
         *others, mask = x.scalars if is_masked else (*x.scalars, None)
@@ -434,6 +433,34 @@ def _updated_tables(
     else:
         others = [*scalars, valid.astype(gradient.dtype)]
     return updated(update_elementwise(new_valid_entries, tables, ids, rows, others, order))
+
+
+def _kept_where_untouched(
+    function: Function,
+    touched: jax.Array,
+    tables: Sequence[jax.Array],
+    others: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """Return `function(*tables, *others)`, tables, and the old ones in untouched rows."""
+    given = [*tables, *others]
+    program = jax.make_jaxpr(function)(*given)
+    outputs, done = program.jaxpr.outvars, set[Var]()
+    kept = lambda new, old: jnp.where(trailing(touched, old.ndim), new, old)
+
+    def rule(eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
+        # What is computed of a new table is computed of the one that is kept, the same in rows
+        # that are touched. Else XLA would copy the old table, which it needs to the end.
+        results = bound(eqn, inputs)
+        for i, v in enumerate(eqn.outvars):
+            if outputs.count(v) == 1:
+                results[i] = kept(results[i], tables[outputs.index(v)])
+                done.add(v)
+        return results
+
+    new = interpret(program.jaxpr, program.consts, given, rule)
+    return [
+        x if v in done else kept(x, y) for v, x, y in zip(outputs, new, tables, strict=True)
+    ]
 
 
 def is_saturated(gradient: RowSparse, tables: Sequence[jax.Array]) -> bool:

@@ -7,6 +7,7 @@ once.
 """
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -237,3 +238,22 @@ def test_a_run_is_traced_once(step):
         ids = jnp.asarray(rng.integers(rows, size=8), jnp.int32)
         params, state, _ = run(params, state, ids)
     assert traces == 1
+
+
+# Their gradient has the size of the table; table and slots are not copied (jaxlib 0.12).
+@pytest.mark.of_cpus
+@pytest.mark.parametrize(
+    "name", ["momentum", "adagrad", "adam", "optax.adamw", "rowwise adam", "ftrl", "optax.adan"]
+)
+def test_small_tables_are_updated_in_place(name):
+    tx, table = OPTIMIZERS[name], jnp.ones((10_000, 64))
+
+    def step(table, state, ids):
+        grads = jmask.grad(lambda t: jnp.sum(t[ids] ** 2))(table)
+        return jmask.apply_gradients(tx, grads, state, table)
+
+    args = table, tx.init(table), jnp.arange(8192, dtype=jnp.int32)
+    text = jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile().as_text()
+    # Of one that reads another slot as it was XLA may copy that.
+    most = name in ("ftrl", "optax.adan")
+    assert len(re.findall(r"= f32\[10000,64\]\S* copy\(", text)) <= most
