@@ -1,6 +1,7 @@
 """`jmask.grad`: JAX differentiates a program that has an argument of zeros at each lookup.
 
 value_and_grad        `jmask.value_and_grad`: trace, read, differentiate, rows
+nnx                   the same of flax nnx modules: `jmask.nnx`
 arguments             the function and its arguments, sparse and masked tensors among them
 taps                  the arguments of zeros, and gradients of tables from theirs
 forward, nested       running a program some of whose values are views, or trying to
