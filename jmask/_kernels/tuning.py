@@ -56,8 +56,8 @@ DENSE_ROWS_FOR_EACH_LOOKUP = 1.5
 REPEATS = 2
 # Bytes of rows up to which they are materialised though they are summed, or repeat. Below, a
 # loop gains nothing: one for each of 26 tables of 0.5 MB makes a step 1.3 times as long. From
-# 4 MB on a step of materialised rows takes 1.1 to 2.1 times as long, with `keep_memory` 1.1 to
-# 1.8 times (`make bench`, "without gathered gradients").
+# 4 MB on a step of materialised rows takes 1.1 to 2.1 times as long, with `keep_memory` 1.0 to
+# 1.8 times (17 shapes, by hand; 1.1 in `make bench`, "without gathered gradients").
 SMALL_ROWS = 2**21
 
 # --- tables computed on before they are looked up ---------------------------------------------

@@ -220,7 +220,7 @@ def _written_in_lines(
         read=[],
     )
     rest = table.shape[0] - whole * LANES
-    if rest:  # entries that fill no whole line; at most one of `lines` has what is new in them
+    if rest:  # the entries behind the last whole line, which the kernel has not written
         (new,) = lax.dynamic_slice_in_dim(lines, jnp.argmax(line == whole), 1)
         numbers = whole * LANES + lax.iota(ids.dtype, rest)
         is_new = jnp.any(ids[:, None] == numbers[None], axis=0)
