@@ -59,6 +59,11 @@ def at_most(count: int, size: float) -> bool:
     return is_known(count) and (not is_known(size) or count <= size)
 
 
+def minus_zero(dtype: DTypeLike) -> jax.Array:
+    """Return what changes nothing when it is added: -0.0, in both parts of a complex number."""
+    return -jnp.zeros((), dtype)
+
+
 def fewer(count: int, limit: int) -> int:
     """Return the smaller of two sizes; the first where a program is for any size."""
     return min(count, limit) if is_known(count, limit) else count

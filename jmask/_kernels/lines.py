@@ -196,8 +196,7 @@ def inserted(
     n = ids.shape[0]
     nowhere = -(-count // LANES)
     target = writers(jnp.where(ids < count, ids // LANES, nowhere), nowhere)
-    writer = lax.cummin(jnp.where(target < nowhere, lax.iota(jnp.int32, n), n), reverse=True)
-    place = writer * LANES + (ids % LANES).astype(jnp.int32)
+    place = writer_of_each(target, nowhere) * LANES + (ids % LANES).astype(jnp.int32)
     place = jnp.where(ids < count, place, lines.size)
     flat = lines.reshape(-1).at[place].set(entries, mode="drop", unique_indices=True)
     return target, flat.reshape(n, LANES)
@@ -210,6 +209,15 @@ def writers(line: jax.Array, lines: int) -> jax.Array:
     """
     following = jnp.concatenate([line[1:], jnp.full(line[:1].shape, lines, line.dtype)])
     return jnp.where(following != line, line, lines)
+
+
+def writer_of_each(target: jax.Array, lines: int) -> jax.Array:
+    """Return the number of the entry that writes the line of each entry (n,); n if none does.
+
+    `target` is that of `writers`.
+    """
+    n = target.shape[0]
+    return lax.cummin(jnp.where(target < lines, lax.iota(jnp.int32, n), n), reverse=True)
 
 
 def joined_in_lines(

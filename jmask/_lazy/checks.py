@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._base.array_types import fewer, is_narrow
+from jmask._base.array_types import fewer, is_narrow, minus_zero
 from jmask._base.row_ids import id_dtype
 from jmask._base.shardings import explicit_mesh, on_every_device, typed_like
 from jmask._base.types import Argument, Gradient, KeyPath, PyTree, PyTreeDef, RowArray, Table
@@ -296,7 +296,7 @@ def _in_promised_order(storage: BCOO | BCSR) -> jax.Array | bool:
 
 def unchanged_where_masked(update: jax.Array, valid: jax.Array | None) -> jax.Array:
     """Return the update of a parameter, -0.0 where the gradient is masked."""
-    return keep_valid(update, -jnp.zeros((), jnp.result_type(update)), valid)
+    return keep_valid(update, minus_zero(jnp.result_type(update)), valid)
 
 
 def keep_valid(new: jax.Array, old: jax.Array, valid: jax.Array | None) -> jax.Array:

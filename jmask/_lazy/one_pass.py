@@ -54,11 +54,7 @@ from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows,
 from jmask._lazy.checks import keep_valid, unchanged_where_masked
 from jmask._lazy.open_rows import Dimension, axes_of_rows, params_with_sizes
 from jmask._lazy.row_local import RowLocal
-from jmask._lazy.step import (
-    LazyStep,
-    Leaf,
-    with_row,
-)
+from jmask._lazy.step import LazyStep, Leaf, with_row
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import stored_values
 

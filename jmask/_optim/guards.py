@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jmask._base.array_types import added, fewer, joint_dtype, trailing, wide
+from jmask._base.array_types import added, fewer, joint_dtype, minus_zero, trailing, wide
 from jmask._base.row_ids import hide
 from jmask._base.shardings import varying_axes
 from jmask._base.types import Function, Gradient, PyTree, PyTreeDef, Scalar
@@ -119,11 +119,11 @@ def _kept(keep: jax.Array, x: Gradient, *, is_update: bool = False) -> Gradient:
 
     Args:
         keep: a scalar, or one for each row; of a masked gradient, for each entry.
-        is_update: whether zero is -0.0, in both parts of a complex number.
+        is_update: whether zero is `minus_zero`, which changes nothing.
     """
     values = stored_values(x.storage if isinstance(x, MaskedTensor) else x)
-    zero = jnp.zeros((), jnp.result_type(values))
-    other = -zero if is_update else zero
+    zero = minus_zero if is_update else functools.partial(jnp.zeros, ())
+    other = zero(jnp.result_type(values))
     values = jnp.where(trailing(keep, values.ndim) if keep.ndim else keep, values, other)
     if isinstance(x, MaskedTensor):
         return x.with_values(values, x.valid & keep)

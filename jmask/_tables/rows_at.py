@@ -8,14 +8,13 @@ table sharded by its type     each shard has its own rows of the gradient
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike
 
-from jmask._base.array_types import is_complex, is_narrow, joint_dtype, wide
+from jmask._base.array_types import is_complex, is_narrow, joint_dtype, minus_zero, wide
 from jmask._base.row_ids import hide, id_dtype
 from jmask._base.shardings import Shards, spec_of
 from jmask._base.types import Ids, Numbers
-from jmask._kernels.lines import masked_lines, picked
+from jmask._kernels.lines import masked_lines, picked, writer_of_each
 from jmask._kernels.rows import (
     gather_rows,
     gather_unique_rows,
@@ -92,11 +91,10 @@ def in_lines(gradient: RowSparse) -> tuple[RowSparse, jax.Array]:
 
 def from_lines(lines: RowSparse, like: RowSparse) -> RowSparse:
     """Undo `in_lines`: return the rows of `like`, coalesced, as the lines have them."""
-    target, ids, n = lines.row_ids(), like.flat().row_ids(), like.nse
+    target, ids = lines.row_ids(), like.flat().row_ids()
     # Like the ids of the lines, those of the rows are known after what was read.
     ids = ids_after_reading(ids, target)
-    writes = target < lines.row_count
-    writer = lax.cummin(jnp.where(writes, lax.iota(jnp.int32, n), n), reverse=True)
+    writer = writer_of_each(target, lines.row_count)
     width, (_, columns) = like.row[0], lines.shape
     rows = picked(gather_rows(lines.values, writer), ids % (columns // width), width)
     rows = jnp.where((ids < like.row_count)[:, None], rows, jnp.zeros_like(rows))
@@ -136,7 +134,7 @@ def add_to_dense(dense: jax.Array, rows: RowSparse, key: jax.Array | None = None
     rows = rows if rows.order == "sorted" else rows.widened()
     if rows.width:  # a TPU would copy the lines to reshape them
         rows, valid = in_lines(rows)
-        rows = rows.with_values(jnp.where(valid, rows.values, -jnp.zeros((), rows.dtype)))
+        rows = rows.with_values(jnp.where(valid, rows.values, minus_zero(rows.dtype)))
     dtype = joint_dtype(dense, rows.values)
     key = key if is_narrow(dense.dtype) else None
     if dense.dtype == dtype and key is None:
