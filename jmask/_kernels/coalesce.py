@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jmask._base.array_types import fewer, sum_dtype
@@ -162,3 +163,55 @@ def summed_where_first(ids: IdVector, values: RowArray, rows: int) -> tuple[IdVe
     unique = jnp.where(again, rows, runs.ids)
     _, unique = sorted_with(runs.entries, unique)
     return unique, sums.astype(values.dtype)
+
+
+# --- on one CPU, for updates that need no order ----------------------------------------------
+#
+# Three to five times as fast as a sort: XLA's scatter for CPUs takes entries one after the
+# other, which is what a hash table wants. Each entry writes its number into the bucket of its
+# id, where the lowest stays, and reads there whose it is. If that entry has the same id, it is
+# the first of this id; otherwise this one tries again with another hash. Ids are compared, so
+# the result is exact whatever the hash does, and each round finds at least one id of each bucket.
+
+# In place of the first entry of an id that no round has found yet.
+_OPEN = -1
+
+
+def summed_by_hashing(ids: IdVector, values: RowArray, rows: int) -> tuple[IdVector, RowArray]:
+    """Sum rows of equal ids into the first of them, as `summed_where_first` does."""
+    count, entries = ids.shape[0], entries_of(ids)
+    buckets = 2 ** (tuning.HASH_BUCKETS * count - 1).bit_length()
+
+    def another_round(carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        number, first = carried
+        bucket = _mixed(ids.astype(jnp.int32) + number) & (buckets - 1)
+        place = jnp.where(first == _OPEN, bucket, buckets)
+        # Not `entries`, which XLA would carry through the loop.
+        lowest = (
+            jnp.full((buckets,), count, jnp.int32).at[place].min(entries_of(ids), mode="drop")
+        )
+        candidate = gather_rows(lowest, bucket)
+        is_same = gather_rows(ids, candidate) == ids
+        return number + 1, jnp.where((first == _OPEN) & is_same, candidate, first)
+
+    def is_open(carried: tuple[jax.Array, jax.Array]) -> jax.Array:
+        first = carried[1]  # XLA compiles this five times as fast as `any`
+        return first[jnp.argmin(first)] == _OPEN
+
+    start = jnp.int32(1), jnp.where(ids < rows, _OPEN, entries)
+    _, first = lax.while_loop(is_open, another_round, start)
+    again = first != entries
+    # Behind a barrier they are computed once, not for both operands of the addition.
+    sums = lax.optimization_barrier(values.astype(sum_dtype(values.dtype)))
+    sums = add_rows(sums, jnp.where(again, first, count), sums)
+    return jnp.where(again, rows, ids), sums.astype(values.dtype)
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """Return well mixed bits of int32."""
+    # The finalizer of MurmurHash3, which is in the public domain.
+    for bits, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ lax.shift_right_logical(x, jnp.int32(bits))) * np.uint32(factor).astype(
+            np.int32
+        )
+    return x ^ lax.shift_right_logical(x, jnp.int32(16))

@@ -31,6 +31,9 @@ def block_size(bytes_of_row: int) -> int:
 
 # --- equal ids --------------------------------------------------------------------------------
 
+# Buckets of a CPU's hash table for each id ("hashed ids"): of four, one id in eight takes a
+# second round.
+HASH_BUCKETS = 4
 # Bytes of rows from which a TPU does not sum rows of equal ids by one scatter of all: by the
 # estimates for a v5e (libtpu 0.0.50) 5 ns a row in a batch of 4 MB are 15 in one of 32 MB.
 LARGE_SUMS = 2**24

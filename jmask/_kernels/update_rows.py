@@ -6,7 +6,8 @@ An optimizer is one function of unique ids and their rows. How these are made fr
 is decided where the program is lowered for a device:
 
 | CPUs, several TPUs      | equal ids summed by sorting; the update in `fused` form |
-| one CPU, gathered rows  | blocks of rows in the order of their ids                |
+| one CPU                 | equal ids found by hashing; the update in `fused` form  |
+|   and gathered rows      | blocks of rows in the order of their ids                |
 | one TPU                 | equal ids summed by sorting; the update as a `kernel`   |
 |   and many rows         | equal ids found by sorting; the update as a `kernel`    |
 | one GPU, jax from 0.12  | equal ids summed by sorting; the update in `fused` form |
@@ -32,7 +33,12 @@ from jmask._base.shardings import Shards, automatically, entry, spec_of, varying
 from jmask._base.types import Function, IdVector, PyTree, PyTreeDef, TableArray
 from jmask._kernels import tuning
 from jmask._kernels._tpu import choice
-from jmask._kernels.coalesce import coalesce_rows, in_order, summed_where_first
+from jmask._kernels.coalesce import (
+    coalesce_rows,
+    in_order,
+    summed_by_hashing,
+    summed_where_first,
+)
 from jmask._kernels.gathered_rows import GatheredRows, Rows, rows_at
 from jmask._kernels.rows import add_rows, is_of_numbers, is_routed, zero_of
 from jmask._kernels.sharded_rows import (
@@ -243,9 +249,19 @@ def _on_one_gpu(x: RowUpdate) -> list[jax.Array]:
 def _on_one_cpu(x: RowUpdate) -> list[jax.Array]:
     is_gathered = x.order == "any" and isinstance(x.values, GatheredRows)
     if not is_gathered:
-        return _in_one_round(x)
+        return _in_one_round(_hashed(x) if is_hashed(x) else x)
     size = tuning.block_size(math.prod(x.values.shape[1:]) * x.values.dtype.itemsize)
     return (_as_they_come if x.update.additive else _summed_in_order)(x, size)
+
+
+def is_hashed(x: RowUpdate) -> bool:
+    """Decide whether rows of equal ids are found by hashing."""
+    return x.order == "any" and not x.update.additive and is_known(*x.ids.shape)
+
+
+def _hashed(x: RowUpdate) -> RowUpdate:
+    ids, rows = summed_by_hashing(x.ids, x.rows, x.tables[0].shape[0])
+    return dataclasses.replace(x, ids=ids, values=rows, order="unique")
 
 
 # --- gathered rows, in blocks ---------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 
 import jmask
 from jmask._kernels import coalesce, tuning
-from jmask._kernels.coalesce import summed_where_first
+from jmask._kernels.coalesce import summed_by_hashing, summed_where_first
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows
 from tests.compiled_step import compiled_step, temporary_bytes
 from tests.optimizers import OPTIMIZERS
@@ -190,8 +190,8 @@ def test_rows_summed_into_slots(dtype):
         assert slot.tolist() == [number.get(i, count) for i in ids.tolist()]
 
 
-def check_the_first(ids, values, rows):
-    unique, sums = jax.jit(lambda *x: summed_where_first(*x, rows))(ids, values)
+def check_the_first(way, ids, values, rows):
+    unique, sums = jax.jit(lambda *x: way(*x, rows))(ids, values)
     assert (unique.dtype, sums.dtype) == (ids.dtype, values.dtype)
     ids = np.asarray(ids)
     expected = sums_in_order(ids, values, rows)
@@ -202,16 +202,27 @@ def check_the_first(ids, values, rows):
         np.testing.assert_array_equal(sums[k], expected[ids[k]])
 
 
+def check_ids_of_each_dtype(way, dtype):
+    for rows, count, row in BATCHES:
+        ids, values = batch(rows, count, row, dtype)
+        for kind in ("int16", "uint32", "int32"):
+            if rows <= np.iinfo(kind).max:
+                check_the_first(way, jnp.asarray(ids, kind), values, rows)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("block", [1, 7, 256])
 def test_rows_summed_into_the_first(monkeypatch, block, dtype):
     """The first value is added to, in the order in which others came; ids of each dtype."""
     monkeypatch.setattr(tuning, "LATER_ROWS", block)
-    for rows, count, row in BATCHES:
-        ids, values = batch(rows, count, row, dtype)
-        for kind in ("int16", "uint32", "int32"):
-            if rows <= np.iinfo(kind).max:
-                check_the_first(jnp.asarray(ids, kind), values, rows)
+    check_ids_of_each_dtype(summed_where_first, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("buckets", [1, 4])
+def test_rows_summed_by_hashing(monkeypatch, buckets, dtype):
+    monkeypatch.setattr(tuning, "HASH_BUCKETS", buckets)
+    check_ids_of_each_dtype(summed_by_hashing, dtype)
 
 
 def test_ids_of_64_bits():
@@ -221,4 +232,5 @@ def test_ids_of_64_bits():
         assert ordered.tolist() == [-5, 3, 2**40, 2**40, 2**50]
         assert entry.tolist() == [3, 1, 0, 2, 4]
         ids = jnp.asarray([2**40, 5, 2**40 + 2**32, 5, 2**40, 2**41])
-        check_the_first(ids, jnp.ones((6, 2), "float32"), 2**41)
+        for way in (summed_where_first, summed_by_hashing):
+            check_the_first(way, ids, jnp.ones((6, 2), "float32"), 2**41)
