@@ -24,6 +24,7 @@ TRICKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "fast gather": (_rows.Gather, "is_slow_copy", lambda *_: False),
     "gathered gradients": (_taps, "pays", lambda *_: False),
     "bags in blocks": (_gathered_rows, "has_many_rows", lambda *_: False),
+    "bags by column": (_gathered_rows, "has_few_columns", lambda *_: False),
     "hashed ids": (_update_rows, "is_hashed", lambda *_: False),
     "whole small tables": (_one_pass, "is_saturated", lambda *_: False),
 }

@@ -265,9 +265,15 @@ def _tricks(rounds: int) -> list[Comparison]:
         (REFERENCE, ("fast gather",)),
         (_MANY, ("fast gather",)),
         (Task(width=32), ("fast gather",)),
+        (REFERENCE, ("hashed ids",)),
+        (replace(REFERENCE, optimizer="row-wise Adagrad"), ("hashed ids",)),
+        (
+            Task("jmask", "factorization machine", optimizer="Adam", width=16, lookups=159_744),
+            ("hashed ids",),
+        ),
         (Task(rows=1_000), ("whole small tables",)),
         (_DENSE, ("whole small tables",)),
-        (BAGS, ("gathered gradients", "bags in blocks")),
+        (BAGS, ("gathered gradients", "bags in blocks", "bags by column")),
         (_TABLES, ("gathered gradients", "bags in blocks")),
     ):
         theirs = tuple(replace(ours, without=name) for name in names)

@@ -167,8 +167,9 @@ def rows_at(rows: Rows, entries: jax.Array) -> RowArray:
 class BagSum:
     """Sums (bags, *row) of the rows of each bag, in float32 at least.
 
-    On a CPU a block of rows is read at a time and added to its bags: all n rows of a large
-    batch would go through memory twice. It is differentiated as a gather and a sum.
+    On a CPU short bags of equal lengths are summed column by column; of others a block of rows is
+    read at a time and added to its bags: all n rows of a large batch would go through memory
+    twice. It is differentiated as a gather and a sum.
 
     No array is sharded over devices by its type, or differs from one to the other.
     """
@@ -219,6 +220,18 @@ class BagSum:
         rows = _weighted(rows, None if self.weights is None else self.weights.reshape(-1))
         rows = rows.reshape(*self.positions.shape, *rows.shape[1:])
         return dataclasses.replace(self, weights=None).combined(rows)
+
+    def by_column(self) -> jax.Array:
+        """Return the sums of bags of equal lengths: of all first rows, all second ones, ...
+
+        XLA makes one loop over the sums of it, which writes no row and runs on all cores.
+        """
+        sums = self.zeros()
+        for k in range(self.positions.shape[1]):
+            column = dataclasses.replace(self, positions=self.positions[:, k])
+            rows = column.rows(linear=True)
+            sums += _weighted(rows, None if self.weights is None else self.weights[:, k])
+        return sums
 
     def in_blocks(self) -> jax.Array:
         """Return the sums by a loop that reads a block of rows and adds them to their bags."""
@@ -271,6 +284,11 @@ def has_many_rows(x: BagSum) -> bool:
     return is_closed and math.prod(shape) * x.table.dtype.itemsize > tuning.SMALL_ROWS
 
 
+def has_few_columns(x: BagSum) -> bool:
+    """Decide whether bags are of equal lengths, and so short that columns are added."""
+    return x.bag_of_entry is None and x.positions.shape[1] <= tuning.COLUMNS
+
+
 def _weighted(rows: jax.Array, weights: jax.Array | None) -> jax.Array:
     return rows if weights is None else rows * trailing(weights, rows.ndim)
 
@@ -284,7 +302,11 @@ BAG_SUM: CallPrimitive[BagSum]
 BAG_SUM = CallPrimitive("jmask_bag_sum", lambda x: [x.by_parts()], _shapes)
 BAG_SUM.lower(lambda x: [x.in_one_list()], lambda x: [x.by_parts()], platform="gpu")
 # Where arrays are sharded over devices, each block would go between them.
-BAG_SUM.lower(lambda x: [x.in_blocks()], lambda x: [x.by_parts()], platform="cpu")
+BAG_SUM.lower(
+    lambda x: [x.by_column() if has_few_columns(x) else x.in_blocks()],
+    lambda x: [x.by_parts()],
+    platform="cpu",
+)
 
 
 def _derivative(
