@@ -171,7 +171,7 @@ def summed_where_first(ids: IdVector, values: RowArray, rows: int) -> tuple[IdVe
 # other, which is what a hash table wants. Each entry writes its number into the bucket of its
 # id, where the lowest stays, and reads there whose it is. If that entry has the same id, it is
 # the first of this id; otherwise this one tries again with another hash. Ids are compared, so
-# the result is exact whatever the hash does, and each round finds at least one id of each bucket.
+# the result is exact whatever the hash does; each round finds one id of each bucket at least.
 
 # In place of the first entry of an id that no round has found yet.
 _OPEN = -1

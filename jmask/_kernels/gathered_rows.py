@@ -167,8 +167,8 @@ def rows_at(rows: Rows, entries: jax.Array) -> RowArray:
 class BagSum:
     """Sums (bags, *row) of the rows of each bag, in float32 at least.
 
-    On a CPU short bags of equal lengths are summed column by column; of others a block of rows is
-    read at a time and added to its bags: all n rows of a large batch would go through memory
+    On a CPU short bags of equal lengths are summed column by column; of others a block of rows
+    is read at a time and added to its bags: all n rows of a large batch would go through memory
     twice. It is differentiated as a gather and a sum.
 
     No array is sharded over devices by its type, or differs from one to the other.
@@ -225,13 +225,14 @@ class BagSum:
         """Return the sums of bags of equal lengths: of all first rows, all second ones, ...
 
         XLA makes one loop over the sums of it, which writes no row and runs on all cores.
+        Behind a barrier it is no part of each loop that reads the sums.
         """
         sums = self.zeros()
         for k in range(self.positions.shape[1]):
             column = dataclasses.replace(self, positions=self.positions[:, k])
             rows = column.rows(linear=True)
             sums += _weighted(rows, None if self.weights is None else self.weights[:, k])
-        return sums
+        return lax.optimization_barrier(sums)
 
     def in_blocks(self) -> jax.Array:
         """Return the sums by a loop that reads a block of rows and adds them to their bags."""

@@ -63,9 +63,9 @@ REPEATS = 2
 # 1.8 times (17 shapes, by hand; 1.1 in `make bench`, "without gathered gradients").
 SMALL_ROWS = 2**21
 
-# Length of bags up to which rows are added column by column ("bags by column"), in one loop on all
-# cores: twice as fast as by blocks from 64 numbers in a row on, and 7 to 18 % of a step. A column
-# takes 2.5 ms to compile.
+# Length of bags up to which rows are added column by column ("bags by column"), in one loop on
+# all cores: twice as fast as by blocks from 64 numbers in a row on, and 7 to 18 % of a step. A
+# column takes 2.5 ms to compile.
 COLUMNS = 64
 
 # --- tables computed on before they are looked up ---------------------------------------------

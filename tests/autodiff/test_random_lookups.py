@@ -136,6 +136,7 @@ THRESHOLDS = {
     "REPEATS": (1, 2),
     "SMALL_ROWS": (0, 2**21),
     "BLOCK_ROWS": ((2, 2), (7, 7)),
+    "COLUMNS": (0, 64),
     "DENSE_ROWS_FOR_EACH_LOOKUP": (0, 1.5),
 }
 thresholds = st.tuples(*map(st.sampled_from, THRESHOLDS.values()))

@@ -40,8 +40,9 @@ def problem(seed, equal, weighted, count=24, row=(D,)):
     return table, positions, bag, weights
 
 
-def in_blocks_of(size, patch):
+def in_blocks_of(size, patch, columns=0):
     patch.setattr(tuning, "SMALL_ROWS", 0)
+    patch.setattr(tuning, "COLUMNS", columns)
     patch.setattr(tuning, "BLOCK_ROWS", (size, size))
 
 
@@ -59,25 +60,26 @@ def model(table, positions, bag, weights, fill):
 @given(
     seed=st.integers(0, 10**6),
     size=st.sampled_from([1, 5, 23]),
+    columns=st.sampled_from([0, 64]),
     equal=st.booleans(),
     weighted=st.booleans(),
     fill=st.sampled_from([0, math.nan]),
     row=st.sampled_from([(), (2, 3), (100,), (D,)]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
 )
-def test_the_sums(seed, size, equal, weighted, fill, row, dtype):
+def test_the_sums(seed, size, columns, equal, weighted, fill, row, dtype):
     table, *others = problem(seed, equal, weighted, row=row)
     given_arrays = table.at[(0,) * table.ndim].set(jnp.inf).astype(dtype), *others
     with pytest.MonkeyPatch.context() as patch:
-        in_blocks_of(size, patch)
+        in_blocks_of(size, patch, columns)
         found = jax.jit(lambda: bag_sum(*given_arrays, BAGS, fill))()
     np.testing.assert_allclose(found, model(*given_arrays, fill), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("form", ["ragged", "equal"])
+@pytest.mark.parametrize("form", ["ragged", "equal", "by column"])
 def test_derivatives_are_those_of_the_definition(monkeypatch, form, weighted):
-    in_blocks_of(5, monkeypatch)
+    in_blocks_of(5, monkeypatch, 64 if form == "by column" else 0)
     table, positions, bag, weights = problem(3, form != "ragged", weighted)
 
     def loss(sums, table, weights):
@@ -105,7 +107,7 @@ def test_rows_are_read_once_and_not_written():
     ids = jax.ShapeDtypeStruct((bags, 5), jnp.int32)
     program = jax.jit(squares).lower(table, ids).compile()
     assert program.memory_analysis().temp_size_in_bytes < 2e6  # the sums; all rows are 2.6 MB
-    assert len(re.findall(r" gather\(", program.as_text())) == 1
+    assert len(re.findall(r" gather\(", program.as_text())) == 5  # one for each column
 
 
 # --- gathers --------------------------------------------------------------------------
