@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jmask._base.array_types import fewer, sum_dtype
@@ -186,10 +185,8 @@ def summed_by_hashing(ids: IdVector, values: RowArray, rows: int) -> tuple[IdVec
         number, first = carried
         bucket = _mixed(ids.astype(jnp.int32) + number) & (buckets - 1)
         place = jnp.where(first == _OPEN, bucket, buckets)
-        # Not `entries`, which XLA would carry through the loop.
-        lowest = (
-            jnp.full((buckets,), count, jnp.int32).at[place].min(entries_of(ids), mode="drop")
-        )
+        own = entries_of(ids)  # not `entries`, which XLA would carry through the loop
+        lowest = jnp.full((buckets,), count, jnp.int32).at[place].min(own, mode="drop")
         candidate = gather_rows(lowest, bucket)
         is_same = gather_rows(ids, candidate) == ids
         return number + 1, jnp.where((first == _OPEN) & is_same, candidate, first)
@@ -201,17 +198,24 @@ def summed_by_hashing(ids: IdVector, values: RowArray, rows: int) -> tuple[IdVec
     start = jnp.int32(1), jnp.where(ids < rows, _OPEN, entries)
     _, first = lax.while_loop(is_open, another_round, start)
     again = first != entries
-    # Behind a barrier they are computed once, not for both operands of the addition.
-    sums = lax.optimization_barrier(values.astype(sum_dtype(values.dtype)))
-    sums = add_rows(sums, jnp.where(again, first, count), sums)
+    into, size = jnp.where(again, first, count), min(tuning.BLOCK_ROWS[1], count)
+
+    def block(number: jax.Array, sums: jax.Array) -> jax.Array:
+        # The last block begins earlier, with rows that were added in the one before.
+        begin = jnp.minimum(number * size, count - size)
+        is_new = lax.iota(jnp.int32, size) >= number * size - begin
+        at = jnp.where(is_new, lax.dynamic_slice_in_dim(into, begin, size), count)
+        # Rows that come again are added, and never added to: they can be read from the sums.
+        return add_rows(sums, at, lax.dynamic_slice_in_dim(sums, begin, size))
+
+    # In one scatter of all rows XLA would copy them.
+    sums = lax.fori_loop(0, -(-count // size), block, values.astype(sum_dtype(values.dtype)))
     return jnp.where(again, rows, ids), sums.astype(values.dtype)
 
 
 def _mixed(x: jax.Array) -> jax.Array:
     """Return well mixed bits of int32."""
     # The finalizer of MurmurHash3, which is in the public domain.
-    for bits, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        x = (x ^ lax.shift_right_logical(x, jnp.int32(bits))) * np.uint32(factor).astype(
-            np.int32
-        )
+    for bits, factor in ((16, -0x7A143595), (13, -0x3D4D51CB)):
+        x = (x ^ lax.shift_right_logical(x, jnp.int32(bits))) * jnp.int32(factor)
     return x ^ lax.shift_right_logical(x, jnp.int32(16))

@@ -220,8 +220,10 @@ def test_rows_summed_into_the_first(monkeypatch, block, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("buckets", [1, 4])
-def test_rows_summed_by_hashing(monkeypatch, buckets, dtype):
+@pytest.mark.parametrize("block", [1, 7, 4096])
+def test_rows_summed_by_hashing(monkeypatch, buckets, block, dtype):
     monkeypatch.setattr(tuning, "HASH_BUCKETS", buckets)
+    monkeypatch.setattr(tuning, "BLOCK_ROWS", (1, block))
     check_ids_of_each_dtype(summed_by_hashing, dtype)
 
 
