@@ -5,7 +5,7 @@
 An optimizer is one function of unique ids and their rows. How these are made from a gradient
 is decided where the program is lowered for a device:
 
-| CPUs, several TPUs      | equal ids summed by sorting; the update in `fused` form |
+| several CPUs or TPUs    | equal ids summed by sorting; the update in `fused` form |
 | one CPU                 | equal ids found by hashing; the update in `fused` form  |
 |   and gathered rows      | blocks of rows in the order of their ids                |
 | one TPU                 | equal ids summed by sorting; the update as a `kernel`   |
