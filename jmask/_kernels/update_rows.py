@@ -7,7 +7,7 @@ is decided where the program is lowered for a device:
 
 | several CPUs or TPUs    | equal ids summed by sorting; the update in `fused` form |
 | one CPU                 | equal ids found by hashing; the update in `fused` form  |
-|   and gathered rows      | blocks of rows in the order of their ids                |
+|   and gathered rows     | blocks of rows in the order of their ids                |
 | one TPU                 | equal ids summed by sorting; the update as a `kernel`   |
 |   and many rows         | equal ids found by sorting; the update as a `kernel`    |
 | one GPU, jax from 0.12  | equal ids summed by sorting; the update in `fused` form |
