@@ -34,6 +34,7 @@ from jmask._lazy.checks import (
     gradient_and_valid,
     has_gradients,
     is_gradient_leaf,
+    with_wide_rows,
 )
 from jmask._lazy.lazy import noticed_as
 from jmask._lazy.state_rows import check_state_type, states_of
@@ -89,7 +90,8 @@ def multi_steps(
     Raises:
         TypeError: if `like` is not given.
         ValueError: if `every_k` is not positive; from `update`, if a gradient has another kind
-            or dtype than `like`, or more rows, or if the state has rows for another `every_k`.
+            or a wider dtype than `like`, of whose rows 16 bits are kept as float32, or more
+            rows, or if the state has rows for another `every_k`.
 
     References:
         `optax.MultiSteps`.
@@ -118,7 +120,9 @@ def multi_steps(
         )
     check_gradients("like", like)
     tree: PyTreeDef
-    likes, tree = jax.tree.flatten(shapes_from(as_gradients, like), is_leaf=is_gradient_leaf)
+    # What sums rows of equal ids before, as `skip_nonfinite` does, hands them on in float32.
+    like = shapes_from(lambda x: with_wide_rows(as_gradients(x)), like)
+    likes, tree = jax.tree.flatten(like, is_leaf=is_gradient_leaf)
     parts = [shapes_from(_parts, x) for x in likes]
 
     # In one program, so that outside of jit each device makes its own part.

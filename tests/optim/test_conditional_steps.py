@@ -13,7 +13,7 @@ import jmask
 from tests.compilations import no_tracer_is_kept
 from tests.compiled_step import with_optax
 from tests.expressions import functions
-from tests.oracle import assert_close, densified
+from tests.oracle import assert_close, densified, is_row_sparse
 
 pytestmark = [pytest.mark.sampled, pytest.mark.dtype_promotion]
 
@@ -170,6 +170,29 @@ def test_a_state_of_another_k():
     of_four, of_two = (jmask.multi_steps(ADAM, k, gradient(0)) for k in (4, 2))
     with pytest.raises(ValueError, match=r"`state\.accumulated` was made for another `every"):
         of_two.update(gradient(0), of_four.init(PARAMS), PARAMS)
+
+
+SUMMED_FIRST = functions("tx", {**vars(jmask), **globals()})("""
+    skip_nonfinite(tx); skip_nonfinite(optax.chain(tx, ema(0.9)));
+    optax.chain(drop_nonfinite_rows(), tx); optax.chain(clip_by_row_norm(1e6), tx)
+""")
+
+
+@in_both_ways
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", SUMMED_FIRST)
+def test_microbatches_of_16_bits_behind_what_sums_them(name, dtype, how):
+    """What looks at sums hands them on in float32: they are kept, and rounded in the step."""
+    halves = lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree, is_leaf=is_row_sparse)
+    grads, params = [halves(gradient(seed)) for seed in range(4)], halves(PARAMS)
+    alone = jmask.multi_steps(jmask.sgd(0.5), 2, like=jax.eval_shape(lambda: grads[0]))
+    results = []
+    for tx in (alone, SUMMED_FIRST[name](alone)):
+        new, state = params, tx.init(params)
+        for g in grads:
+            new, state = how(tx)(g, state, new)
+        results.append(new)
+    assert_equal(*results)
 
 
 # What looks at rows, their size or whether they are finite.
