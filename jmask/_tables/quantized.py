@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jmask._base.array_types import trailing, wide
 from jmask._base.types import Argument, Arrays, DType, Numbers, PyTree, Shape
 from jmask._base.validation import as_table, checked_choice, checked_dtype, leaf_name
+from jmask._tensors.flax_state import register_in_flax
 
 _LARGEST = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0}
 _WAY_OUT = (
@@ -47,6 +48,9 @@ class QuantizedRows:
     scales: jax.Array
     kind: str
     row: Shape
+
+    def __post_init__(self) -> None:
+        register_in_flax(QuantizedRows)
 
     @property
     def shape(self) -> Shape:
@@ -150,8 +154,8 @@ def _product_jvp(kind: str, row: Shape, primals: Arrays, tangents: Arrays) -> Ar
 
 
 def refuse_quantized(tree: PyTree) -> None:
-    """Refuse a quantized table among what is differentiated."""
-    is_one = lambda x: isinstance(x, QuantizedRows)
+    """Refuse a quantized table whose arrays are among what is differentiated."""
+    is_one = lambda x: isinstance(x, QuantizedRows) and bool(jax.tree.leaves(x))
     for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_one):
         if is_one(x):
             name = leaf_name("params", path)

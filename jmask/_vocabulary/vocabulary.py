@@ -24,6 +24,7 @@ from jmask._base.row_ids import id_dtype
 from jmask._base.shardings import by_rows, entry
 from jmask._base.validation import checked_choice, checked_integer
 from jmask._tables.sharded import checked_axes
+from jmask._tensors.flax_state import register_in_flax
 
 _COUNTERS = ("hits", "new", "evicted", "waiting")
 # Places of a set are ranked by comparing all pairs of them.
@@ -55,6 +56,9 @@ class Vocabulary:
     admit_after: int
     evict: str
     shared_rows: int
+
+    def __post_init__(self) -> None:
+        register_in_flax(Vocabulary)
 
     @property
     def places(self) -> int:

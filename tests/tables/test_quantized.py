@@ -12,6 +12,9 @@ from jax.sharding import AxisType
 import jmask
 from tests.compiled_step import whole_table_operations
 from tests.expressions import functions
+from tests.later import later
+
+serialization = later("flax.serialization")
 
 lookup, bag = jmask.embedding_lookup, jmask.embedding_bag
 KINDS = ("int8", "int4", "float8_e4m3fn")
@@ -157,10 +160,13 @@ def test_gradients_are_refused(kind):
     assert isinstance(have["table"], jmask.RowSparse)
     np.testing.assert_allclose(have["table"].todense(), want["table"], rtol=1e-6)
     np.testing.assert_allclose(have["w"], want["w"], rtol=1e-6)
+    # As `eqx.partition` leaves it of a model, in the half that is trained.
+    filtered = params | {"q": jax.tree.map(lambda _: None, q)}
+    assert isinstance(jmask.grad(both)(filtered)["table"], jmask.RowSparse)
 
 
 def test_served_with_batches_of_any_size(kind):
-    """From a file; and pickled."""
+    """From a file; pickled; and as flax stores it."""
     q, (size,) = jmask.quantize_rows(table_of(), kind), export.symbolic_shape("b")
     ids = jax.ShapeDtypeStruct((size, 3), jnp.int32)
     for function in (lookup, bag):
@@ -169,6 +175,9 @@ def test_served_with_batches_of_any_size(kind):
         expected = function(q, few)
         np.testing.assert_allclose(read.call(q, few), expected, rtol=1e-6)
         np.testing.assert_array_equal(function(pickle.loads(pickle.dumps(q)), few), expected)
+        like = jax.eval_shape(lambda: q)
+        again = serialization.from_bytes({"q": like}, serialization.to_bytes({"q": q}))["q"]
+        np.testing.assert_array_equal(function(again, few), expected)
 
 
 def test_arguments():

@@ -20,7 +20,7 @@ from tests.compiled_step import vocabulary_in_place
 from tests.later import later
 from tests.sampling import chosen
 
-ocp = later("orbax.checkpoint")
+ocp, serialization = later("orbax.checkpoint"), later("flax.serialization")
 
 LIMIT = 2**32
 
@@ -296,6 +296,11 @@ def test_a_step_of_a_vocabulary_that_was_moved(tmp_path):
     vocab = used()
     expected = step(jax.tree.map(jnp.copy, vocab), KEYS)
     assert_equal(step(pickle.loads(pickle.dumps(vocab)), KEYS), expected)
+    empty = vocabulary.create(64, 4, 2, "lfu", shared_rows=3)
+    stored = serialization.to_bytes({"vocab": vocab})
+    assert_equal(
+        step(serialization.from_bytes({"vocab": empty}, stored)["vocab"], KEYS), expected
+    )
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "vocab", vocab)
         checkpointer.wait_until_finished()
