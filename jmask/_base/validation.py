@@ -283,4 +283,6 @@ def not_an_array(name: str, leaf: object, advice: str) -> TypeError:
     """Return the error for a leaf that is no array."""
     kind = type(leaf).__name__
     article = "an" if kind[0].lower() in "aeio" else "a"
-    return TypeError(f"{name} is {article} {kind}, not an array: {advice}.")
+    # NumPy has dtypes that JAX has not: its files make |V2 of bfloat16.
+    of = f" of dtype {leaf.dtype}" if hasattr(leaf, "dtype") else ""
+    return TypeError(f"{name} is {article} {kind}{of}, not an array of JAX: {advice}.")
