@@ -12,7 +12,8 @@ import numpy as np
 
 from jmask._base.types import HostArray, PyTree
 from jmask._base.validation import leaf_name
-from jmask._lazy.state_rows import only_state
+from jmask._deferred.deferred import DeferredState
+from jmask._lazy.state_rows import only_state, states_of
 from jmask._optim.adam import AdamState
 from jmask._optim.named import AdagradState
 
@@ -66,7 +67,7 @@ def from_torch_state(
             "`order` must be given: torch numbers parameters in its own order, "
             f"{list(entries)}, and shapes do not tell them apart. List the number of each leaf."
         )
-    arrays = [{k: np.asarray(x) for k, x in entries.get(n, {}).items()} for n in numbers]
+    arrays = [{k: _in_numpy(x, n, k) for k, x in entries.get(n, {}).items()} for n in numbers]
     for number, of_torch, (path, like) in zip(numbers, arrays, leaves, strict=True):
         name = f"parameter {number!r} of `torch_state`"
         shapes = {k: x.shape for k, x in of_torch.items()}
@@ -97,7 +98,8 @@ def to_torch_state(
 ) -> dict[Hashable, dict[str, HostArray]]:
     """Return what `from_torch_state` reads: for each parameter its step and arrays, as NumPy's.
 
-    It goes, as tensors, into the "state" of the `state_dict()` of the torch optimizer.
+    It goes, as tensors, into the "state" of the `state_dict()` of the torch optimizer. bfloat16,
+    which torch takes from no NumPy array, is float32: `load_state_dict` casts it back.
 
     Args:
         state: of `adam` or `adagrad`, possibly inside others.
@@ -105,22 +107,38 @@ def to_torch_state(
 
     Raises:
         ValueError: if `state` holds no state or several of these optimizers, or one number for
-            each row.
+            each row; or if it is of `deferred`, whose rows may wait.
 
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> jmask.to_torch_state(jmask.adagrad(0.1).init(jnp.ones(2)))
         {0: {'step': array(0., dtype=float32), 'sum': array([0., 0.], dtype=float32)}}
     """
+    if states_of(DeferredState, state):
+        raise ValueError(
+            "`state` is of jmask.deferred, where rows wait for the steps that they missed: give "
+            "`state.inner` after `params, state = tx.catch_up(params, state)`."
+        )
     old, keys = _only_state(state)
     step = np.asarray(old.count, np.float32)
     columns = [jax.tree.leaves(slot) for slot in old[1:]]
+    taken = lambda x: np.array(x, jnp.float32 if x.dtype == jnp.bfloat16 else x.dtype)
     numbers = _checked_order(order, len(columns[0]))
     # torch keeps the arrays it is given and writes into them.
     return {
-        number: {"step": step.copy(), **dict(zip(keys, map(np.array, slots), strict=True))}
+        number: {"step": step.copy(), **dict(zip(keys, map(taken, slots), strict=True))}
         for number, slots in zip(numbers, zip(*columns, strict=True), strict=True)
     }
+
+
+def _in_numpy(x: PyTree, number: Hashable, key: Hashable) -> HostArray:
+    try:
+        return np.asarray(x)
+    except (TypeError, RuntimeError) as error:  # torch's, of a GPU, of bfloat16
+        raise TypeError(
+            f"{key!r} of parameter {number!r} of `torch_state` is no array of NumPy: give a CPU "
+            f"tensor, x.detach().float().cpu() ({error})"
+        ) from error
 
 
 def _only_state(state: PyTree) -> tuple[PyTree, tuple[str, ...]]:

@@ -164,6 +164,21 @@ def test_there_and_back(name):
         )
 
 
+@pytest.mark.needs(what="torch")
+def test_bfloat16():
+    """NumPy has none that torch reads, and torch gives none to NumPy."""
+    import torch
+
+    state = jmask.adagrad(0.1).init(jnp.ones((3, 2), jnp.bfloat16))
+    (exported,) = jmask.to_torch_state(state).values()
+    optimizer = torch.optim.Adagrad([torch.ones(3, 2, dtype=torch.bfloat16)])
+    loaded = optimizer.state_dict()
+    loaded["state"] = {0: {k: torch.as_tensor(v) for k, v in exported.items()}}
+    optimizer.load_state_dict(loaded)
+    with pytest.raises(TypeError, match=r"'sum' of parameter 0 of .* CPU tensor, x\.detach"):
+        jmask.from_torch_state(state, optimizer.state_dict())
+
+
 @pytest.mark.parametrize("build", [jmask.adam, jmask.adagrad])
 def test_round_trip(build):
     tx = jmask.skip_nonfinite(build(0.1))
