@@ -61,8 +61,9 @@ def touched() -> optax.GradientTransformationExtraArgs:
 
     Returns:
         A transformation to chain behind others, inside of `jmask.lazy` or outside. Its steps
-        are calls of `update`, counted from 1. `jmask.deferred` refuses it: there all rows move
-        in each step.
+        are calls of its `update`, counted from 1: inside `skip_nonfinite` or `multi_steps` those
+        that are taken, behind them in a chain all. `jmask.deferred` refuses it: there all rows
+        move in each step.
 
     Example:
         >>> import jax.numpy as jnp, optax, jmask
@@ -89,7 +90,8 @@ def rows_since(opt_state: PyTree, step: Index, *, size: int | None = None) -> Py
 
     Args:
         opt_state: a state that holds one of `jmask.touched`, as the state of a chain does.
-        step: how many steps were done when the parameters were last exported; may be traced.
+        step: how many steps `touched` had counted when the parameters were last exported; may
+            be traced.
         size: how many ids to return for each parameter, which under jit must be given: those
             left over are padding, V, and of more rows than that the first are returned.
 
@@ -99,8 +101,8 @@ def rows_since(opt_state: PyTree, step: Index, *, size: int | None = None) -> Py
 
     Raises:
         TypeError: if `step` is no integer.
-        ValueError: if `opt_state` holds no state of `touched`, or several; or if it is traced
-            and there is no `size`.
+        ValueError: if `opt_state` holds no state of `touched`, or several; if it is traced and
+            there is no `size`; or if `step` is beyond those that were counted.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -113,6 +115,12 @@ def rows_since(opt_state: PyTree, step: Index, *, size: int | None = None) -> Py
     state = only_state(TouchedState, "opt_state", opt_state, "jmask.touched")
     if not isinstance(step, jax.core.Tracer):
         step = checked_integer("step", step)
+        if not isinstance(state.count, jax.core.Tracer) and step > np.min(state.count):
+            raise ValueError(
+                f"`step` is {step}, and jmask.touched has counted {np.min(state.count)} steps: "
+                "inside jmask.skip_nonfinite or jmask.multi_steps it counts those that are "
+                "taken. Chain it behind them to count all."
+            )
     if size is not None and checked_integer("size", size) < 0:
         raise ValueError(f"`size` must be 0 or more, got {size}.")
 

@@ -26,6 +26,7 @@ CHAINS = named("", {**vars(jmask), **globals()})("""
     rowwise | optax.chain(rowwise_adagrad(0.1), touched())
     dense | optax.chain(densify(), optax.adam(0.1), touched())
     guarded | skip_nonfinite(optax.chain(adam(0.1), touched()))
+    behind a guard | optax.chain(skip_nonfinite(adam(0.1)), touched())
 """)
 CHAINS = {name: make() for name, make in CHAINS.items()}
 BATCHES = np.random.default_rng(0).integers(0, V, (9, 3))
@@ -155,6 +156,29 @@ def test_parameters_that_are_not_followed():
     params = start()
     with pytest.raises(ValueError, match=r"`ids\['scale'\]` .* chain it behind"):
         jmask.tree.take(params, jmask.rows_since(tx.init(params), 0))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_steps_that_are_not_taken(inside):
+    """Behind a guard all are counted; inside, a step of the loop is not one of `touched`."""
+    inner = optax.chain(jmask.adam(0.1), jmask.touched()) if inside else jmask.adam(0.1)
+    guard = jmask.skip_nonfinite(inner)
+    tx = guard if inside else optax.chain(guard, jmask.touched())
+    params, results = start(), []
+    state = tx.init(params)
+    for i, ids in enumerate(BATCHES):
+        scale = jnp.float32(jnp.nan if i in (1, 2) else 1)
+        grads = jmask.grad(lambda p, ids=ids, x=scale: loss(p, ids) * x)(params)
+        params, state = jmask.apply_gradients(tx, grads, state, params)
+        results.append(params)
+    if inside:
+        assert jmask.rows_since(state, 7)["table"].tolist() == []
+        with pytest.raises(ValueError, match="`step` is 8, and jmask.touched has counted 7"):
+            jmask.rows_since(state, 8)
+        return
+    for old in range(1, 10):
+        rows = jmask.tree.take(params, jmask.rows_since(state, old))
+        assert_same(jmask.tree.put(results[old - 1], rows), params)
 
 
 def test_what_is_refused():
