@@ -188,10 +188,7 @@ class Offloaded:
             raise TypeError(f"`loader` must be iterable, got {shown(loader)}.")
         finders = checked_finders(ids, self._tables, padding_id)
         self._settle()
-        for name, x in zip(self._names, self._leaves, strict=True):
-            if isinstance(x, jax.Array) and x.is_deleted():
-                lost = "donated to a step that was not committed: host.restore a checkpoint"
-                raise RuntimeError(f"{name} was {lost}, or offload the parameters anew.")
+        self._check_not_lost()
         self._loop = object()
         return self._steps(iter(loader), finders, self._loop)
 
@@ -232,7 +229,8 @@ class Offloaded:
                 self._open = _Step(rows, leaves)
                 yield batch, *self._tree.unflatten(leaves)
                 if self._loop is not loop or self._open is not None:
-                    what = "another loop has begun" if self._open is None else "no commit came"
+                    ended = "another loop has begun, or host.restore has ended this one"
+                    what = ended if self._open is None else "no commit came"
                     raise RuntimeError(f"{what}: each step needs host.commit(params, state).")
         finally:
             reader.shutdown(wait=False)
@@ -306,12 +304,14 @@ class Offloaded:
 
         Raises:
             FileExistsError: if it is there, and not from this run or the one it goes on from.
+            RuntimeError: if what is on the device was donated to a step that is not committed.
         """
         folder = Path(path).absolute()
         if folder != self._folder and folder.exists():
             advice = "call host.restore(path) before the first step, or name another folder"
             raise FileExistsError(f"`path` {folder} is there, of another run: {advice}.")
         self._write_last()
+        self._check_not_lost()
         snapshots.save(folder, self._contents())
         self._folder = folder
 
@@ -355,6 +355,14 @@ class Offloaded:
         """End the loop: what was not committed is lost."""
         self._write_last()
         self._open = self._last = None
+
+    def _check_not_lost(self) -> None:
+        for name, x in zip(self._names, self._leaves, strict=True):
+            if isinstance(x, jax.Array) and x.is_deleted():
+                raise RuntimeError(
+                    f"{name} was donated to a step that was not committed: commit it, "
+                    "host.restore a checkpoint, or offload the parameters anew."
+                )
 
     def _by_table(self, leaves: Sequence[_T]) -> list[list[_T]]:
         """Return for each table what belongs to its arrays, one for each leaf."""

@@ -291,11 +291,13 @@ def test_a_second_loop_ends_the_first():
         next(first)
 
 
-def test_parameters_that_were_donated_and_lost():
+def test_parameters_that_were_donated_and_lost(tmp_path):
     host = offloaded()
     for _, params, _ in host.steps(batches([1]), ids=IDS):
         jax.jit(lambda x: x, donate_argnums=0)(params["w"])
         params["w"].delete()
+        with pytest.raises(RuntimeError, match=r"`params\['w'\]` was donated .*: commit it"):
+            host.checkpoint(tmp_path / "run")
         break
     with pytest.raises(RuntimeError, match=r"`params\['w'\]` was donated .*restore"):
         host.steps(batches([1]), ids=IDS)
