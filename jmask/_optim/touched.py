@@ -61,9 +61,9 @@ def touched() -> optax.GradientTransformationExtraArgs:
 
     Returns:
         A transformation to chain behind others, inside of `jmask.lazy` or outside. Its steps
-        are calls of its `update`, counted from 1: inside `skip_nonfinite` or `multi_steps` those
-        that are taken, behind them in a chain all. `jmask.deferred` refuses it: there all rows
-        move in each step.
+        are calls of its `update`, counted from 1: inside `skip_nonfinite` or `multi_steps`
+        those that are taken, behind them in a chain all. `jmask.deferred` refuses it: there
+        all rows move in each step.
 
     Example:
         >>> import jax.numpy as jnp, optax, jmask

@@ -173,7 +173,7 @@ def test_steps_that_are_not_taken(inside):
         results.append(params)
     if inside:
         assert jmask.rows_since(state, 7)["table"].tolist() == []
-        with pytest.raises(ValueError, match="`step` is 8, and jmask.touched has counted 7"):
+        with pytest.raises(ValueError, match=r"`step` is 8, and jmask\.touched has counted 7"):
             jmask.rows_since(state, 8)
         return
     for old in range(1, 10):
