@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.types import HostArray, PyTree
+from jmask._base.types import Argument, HostArray, PyTree
 from jmask._base.validation import leaf_name
 from jmask._deferred.deferred import DeferredState
 from jmask._lazy.state_rows import only_state, states_of
@@ -88,7 +88,7 @@ def from_torch_state(
             f"{sorted([count, *others])}."
         )
     columns = [iter([x[key] for x in arrays]) for key in keys]
-    filled = lambda slot, new: jax.tree.map(lambda y: jnp.asarray(next(new), y.dtype), slot)
+    filled = lambda slot, new: jax.tree.map(lambda y: _placed_as(y, next(new)), slot)
     new = type(old)(jnp.asarray(count, old.count.dtype), *map(filled, old[1:], columns))
     return jax.tree.map(lambda x: new if x is old else x, state, is_leaf=lambda x: x is old)
 
@@ -98,8 +98,8 @@ def to_torch_state(
 ) -> dict[Hashable, dict[str, HostArray]]:
     """Return what `from_torch_state` reads: for each parameter its step and arrays, as NumPy's.
 
-    It goes, as tensors, into the "state" of the `state_dict()` of the torch optimizer. bfloat16,
-    which torch takes from no NumPy array, is float32: `load_state_dict` casts it back.
+    It goes, as tensors, into the "state" of the `state_dict()` of the torch optimizer. What is
+    bfloat16, which torch takes from no NumPy array, is float32: `load_state_dict` casts it.
 
     Args:
         state: of `adam` or `adagrad`, possibly inside others.
@@ -116,8 +116,8 @@ def to_torch_state(
     """
     if states_of(DeferredState, state):
         raise ValueError(
-            "`state` is of jmask.deferred, where rows wait for the steps that they missed: give "
-            "`state.inner` after `params, state = tx.catch_up(params, state)`."
+            "`state` is of jmask.deferred, where rows wait for the steps that they missed: "
+            "give `state.inner` after `params, state = tx.catch_up(params, state)`."
         )
     old, keys = _only_state(state)
     step = np.asarray(old.count, np.float32)
@@ -136,9 +136,16 @@ def _in_numpy(x: PyTree, number: Hashable, key: Hashable) -> HostArray:
         return np.asarray(x)
     except (TypeError, RuntimeError) as error:  # torch's, of a GPU, of bfloat16
         raise TypeError(
-            f"{key!r} of parameter {number!r} of `torch_state` is no array of NumPy: give a CPU "
-            f"tensor, x.detach().float().cpu() ({error})"
+            f"{key!r} of parameter {number!r} of `torch_state` is no array of NumPy: give a "
+            f"CPU tensor, x.detach().float().cpu() ({error})"
         ) from error
+
+
+def _placed_as(like: Argument, x: HostArray) -> jax.Array:
+    """Return an array of the dtype of another, on its devices if they were chosen."""
+    is_here = isinstance(like, jax.Array) and not isinstance(like, jax.core.Tracer)
+    place = like.sharding if is_here and like.committed else None
+    return jax.device_put(np.asarray(x, like.dtype), place)
 
 
 def _only_state(state: PyTree) -> tuple[PyTree, tuple[str, ...]]:

@@ -164,6 +164,15 @@ def test_there_and_back(name):
         )
 
 
+def test_slots_go_to_the_devices_of_their_table():
+    table = jmask.sharded(jnp.ones((16, 2)), jax.make_mesh((8,), ("x",)))
+    state = jmask.adagrad(0.1).init(table)
+    loaded = jmask.from_torch_state(state, jmask.to_torch_state(state))
+    assert loaded.sum_of_squares.sharding == state.sum_of_squares.sharding == table.sharding
+    traced = jax.jit(lambda x: jmask.from_torch_state(x, jmask.to_torch_state(state)))(state)
+    np.testing.assert_array_equal(traced.sum_of_squares, state.sum_of_squares)
+
+
 @pytest.mark.needs(what="torch")
 def test_bfloat16():
     """NumPy has none that torch reads, and torch gives none to NumPy."""
