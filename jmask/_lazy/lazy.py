@@ -31,6 +31,7 @@ from jmask._base.fallback import (
     is_expected_dense,
     report_fallback,
 )
+from jmask._base.shardings import on_explicit_mesh
 from jmask._base.types import Function, PyTree
 from jmask._base.validation import leaf_name
 from jmask._lazy.apply import Lifted
@@ -110,7 +111,8 @@ def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExt
                     "whole gradients (a line search) is not row-local"
                 )
         if has_gradients(fit.gradients):
-            return taken(step_of(inner, fit.gradients, state, fit.params, extra_args))
+            with on_explicit_mesh((state, params)):  # a gradient may be of no mesh
+                return taken(step_of(inner, fit.gradients, state, fit.params, extra_args))
         return update_arrays(fit.gradients, state, fit.params, **extra_args)
 
     lifted = Lifted(init, noticing_dense_tables(update))

@@ -10,6 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.experimental import checkify, sparse
 from jax.sharding import AxisType, NamedSharding
@@ -142,6 +143,17 @@ def test_gradient(table, ids, read, in_context, monkeypatch):
         rows = jax.jit(lookup)(table, ids)
     if isinstance(ids.sharding, NamedSharding):
         assert tuple(rows.sharding.spec)[: ids.ndim] == tuple(jax.typeof(ids).sharding.spec)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_gradient_of_no_mesh(table):
+    """Made by hand, and applied outside of jit and of the mesh."""
+    tx = optax.chain(jmask.clip_by_row_norm(1.0), jmask.adam(0.1))
+    gradient, table = jmask.RowSparse([1, 9, 1], jnp.ones((3, D)), (V, D)), TABLES[table]()
+    step = lambda t: jmask.apply_gradients(tx, gradient, tx.init(t), t)[0]
+    new = step(table)
+    assert new.sharding.is_equivalent_to(table.sharding, 2)
+    np.testing.assert_allclose(new, step(jnp.asarray(TABLE)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("read", ["lookup", "sum", "max"])  # `t[ids]` is zeros to JAX
