@@ -282,9 +282,8 @@ def as_table(table: object) -> jax.Array:
 def not_an_array(name: str, leaf: object, advice: str) -> TypeError:
     """Return the error for a leaf that is no array."""
     kind = type(leaf).__name__
-    if isinstance(leaf, np.ndarray):  # of objects, texts, another byte order
+    # Of objects, texts, another byte order; and NumPy's files make |V2 of bfloat16.
+    if isinstance(leaf, np.ndarray):
         kind, advice = f"NumPy array of {leaf.dtype}", f"JAX has no such dtype; {advice}"
     article = "an" if kind[0].lower() in "aeio" else "a"
-    # NumPy has dtypes that JAX has not: its files make |V2 of bfloat16.
-    of = f" of dtype {leaf.dtype}" if hasattr(leaf, "dtype") else ""
-    return TypeError(f"{name} is {article} {kind}{of}, not an array of JAX: {advice}.")
+    return TypeError(f"{name} is {article} {kind}, not an array: {advice}.")
