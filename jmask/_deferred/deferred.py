@@ -172,11 +172,14 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
     if isinstance(inner, Lifted) and inner.inner is not None:
         inner = inner.inner  # of arrays
 
-    forms_for = functools.cache(functools.partial(forms_of_steps, inner))
+    measured: dict[PyTree, list[FormOrReason]] = {}  # what cloudpickle takes
 
     def forms_of(params: PyTree) -> list[FormOrReason]:
         leaves, tree = jax.tree.flatten(params)
-        return forms_for(tree, tuple(one_row_of(shape_of(x)) for x in leaves))
+        structure = tree, tuple(one_row_of(shape_of(x)) for x in leaves)
+        if structure not in measured:
+            measured[structure] = forms_of_steps(inner, *structure)
+        return measured[structure]
 
     def init(params: PyTree) -> DeferredState:
         params = Fit.alone(params).params

@@ -22,12 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import adds_when_cast, is_narrow, wide
+from jmask._base.array_types import adds_when_cast, is_narrow, shapes_from, wide
 from jmask._base.row_ids import Order, canonical, hide, id_dtype, is_opaque, reveal, widen
 from jmask._base.types import (
     DType,
     Function,
-    HostArray,
     Ids,
     Numbers,
     PyTree,
@@ -220,8 +219,7 @@ class RowSparse(RowSparseMethods):
         return f"RowSparse({described}{f', {name}={getattr(self, name)}' * (self.leading > 1)})"
 
     def __reduce__(self) -> tuple[Function, tuple[object, ...]]:
-        indices, values = np.asarray(self.indices), np.asarray(self.values)
-        return _unpickle, (indices, values, *self._static)
+        return _unpickle, (self.indices, self.values, *self._static)
 
     # --- conversion ---------------------------------------------------------------------
 
@@ -418,7 +416,9 @@ def _order(coalesced: bool) -> Order:
     return "sorted" if coalesced else "any"
 
 
-def _unpickle(indices: Ids, values: HostArray, *static: PyTree) -> RowSparse:
+def _unpickle(indices: PyTree, values: PyTree, *static: PyTree) -> RowSparse:
+    """Return the tensor of arrays, or of their shapes."""
     layout = Static(*(*static, None)[:4])  # no width, before there was one
-    leaf = hide(widen(indices, layout.row_count))
-    return RowSparse.tree_unflatten(layout, (leaf, jnp.asarray(values)))
+    leaves = lambda ids, values: (hide(widen(ids, layout.row_count)), jnp.asarray(values))
+    make = shapes_from if isinstance(values, jax.ShapeDtypeStruct) else lambda f, *x: f(*x)
+    return RowSparse.tree_unflatten(layout, make(leaves, indices, values))

@@ -204,6 +204,15 @@ def test_moments_of_16_bits(dtype):
     assert error[0] <= 4 * error[1]
 
 
+def test_sent_to_another_process():
+    """As a whole, with what is known of the steps of its optimizer."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+    tx, params = jmask.deferred(ADAM), parameters()
+    state = tx.init(params)
+    again = cloudpickle.loads(cloudpickle.dumps(tx))
+    assert_close(again.catch_up(params, again.init(params)), tx.catch_up(params, state))
+
+
 @settings(max_examples=3)
 @given(st.integers(0, 2**16), st.sampled_from([(1,), (2, 2), (40,)]), st.integers(0, 5))
 def test_random_ids(seed, shape, empty):

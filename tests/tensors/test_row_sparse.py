@@ -103,6 +103,11 @@ class TestPytree:
             assert repr(again) == repr(stack)
             merged = jmask.tree.merge(again)
             np.testing.assert_array_equal(merged.todense(), 2 * self.x.todense())
+        shapes = jax.eval_shape(lambda: stack)
+        for again in (pickle.loads(pickle.dumps(shapes)), copy.deepcopy(shapes)):
+            assert jax.tree.leaves(again) == jax.tree.leaves(shapes)
+        copied = jax.jit(copy.deepcopy)(self.x)
+        np.testing.assert_array_equal(copied.todense(), self.x.todense())
 
 
 class TestCoalesce:
