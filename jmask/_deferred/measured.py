@@ -199,7 +199,7 @@ def form_of(steps: Sequence[HostArray], per_row: Sequence[bool]) -> Form:
     if terms is None:
         raise NotDeferrableError(
             f"with `b1`={b1:.6g} and `b2`={b2:.6g} no short sum of its steps is exact: b2 has "
-            "to be nearer to 1 than b1 is"
+            "to be nearer to 1 than b1 is, and below it (0.999 is 1 in moments of bfloat16)"
         )
     return dataclasses.replace(form, terms=terms, e=float(scales[-1]))
 
