@@ -257,6 +257,20 @@ def test_orbax_on_another_mesh(devices, axes, tmp_path):
     assert_close(step(*again, elsewhere), step(*tree, ids))
 
 
+@pytest.mark.rank_promotion
+@pytest.mark.parametrize("fresh", ["fresh()", "jax.eval_shape(fresh)"])
+def test_the_page_of_checkpoints_on_eight_devices(fresh):
+    """As it says, and what it restores goes on."""
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    program, names = page.partition("```python\n")[2].partition("```")[0], {}
+    program = program.replace("make_mesh((1,)", "make_mesh((8,)")
+    exec(program.replace("placed, fresh()", f"placed, {fresh}"), names)
+    params, state = names["params"], names["state"]
+    grads = jmask.grad(names["loss"])(params, jnp.array([1, 4]))
+    params, state = jmask.apply_gradients(names["tx"], grads, state, params)
+    np.testing.assert_allclose(params["table"][:, 0], [0, -0.2, 0, 0, -0.2, 0, 0, 0], atol=1e-6)
+
+
 @pytest.mark.parametrize("at", [(1, jnp.array([0, 2])), (jnp.array([0, 1]), 2, jnp.array([0]))])
 def test_arrays_of_a_gradient_of_a_stack(at):
     gradient = jmask.grad(lambda t: jnp.sum(t[at]))(jnp.ones((2, 3, 1)))
