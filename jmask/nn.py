@@ -43,7 +43,7 @@ softmax = _reduces(_of.softmax, _nn.softmax, empty=_jnp.nan, absent=0.0, like=_j
 log_softmax = _reduces(
     _of.log_softmax, _nn.log_softmax, empty=_jnp.nan, absent=-_jnp.inf, like=_jnp.mean
 )
-normalize = _reduces(_of.normalize, empty=0, absent=0.0, like=_jnp.mean)
+normalize = _reduces(_of.normalize, absent=0.0, like=_jnp.mean)
 standardize = _reduces(
     _of.standardize, _nn.standardize, empty=_jnp.nan, absent=0.0, like=_jnp.mean
 )

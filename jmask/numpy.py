@@ -38,6 +38,7 @@ from jmask._ops import selection as _selection
 from jmask._ops import statistics as _statistics
 from jmask._ops.lift import adopted as _adopted
 from jmask._ops.lift import contracts as _contracts
+from jmask._ops.lift import data_of as _data_of
 from jmask._ops.lift import each as _each
 from jmask._ops.lift import elementwise as elementwise
 from jmask._ops.lift import entrywise as _entrywise
@@ -142,7 +143,7 @@ logsumexp = _reduces(_of.logsumexp, _special.logsumexp, empty=-_jnp.inf, like=_j
 quantile = _reduces(_of.quantile, _jnp.quantile, empty=_nan, arrays_too=True)
 percentile = _reduces(_of.percentile, _jnp.percentile, empty=_nan, arrays_too=True)
 median = _reduces(_of.median, _jnp.median, empty=_nan, arrays_too=True)
-_count = _reduces(_of.number, empty=0)
+_count = _reduces(_of.number)
 
 cov, corrcoef, diff = _statistics.cov, _statistics.corrcoef, _statistics.diff
 cumlogsumexp = _statistics.accumulates(_statistics.cumlogsumexp, -_jnp.inf)
@@ -244,8 +245,7 @@ def count(
         >>> jmask.numpy.count(x, axis=1)
         Array([2, 0], dtype=int32)
     """
-    result = _count(a, axis=axis, keepdims=keepdims, where=where)
-    return result.storage if hasattr(result, "storage") else result
+    return _data_of(_count(a, axis=axis, keepdims=keepdims, where=where))
 
 
 # --- moves -------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ from jmask._embedding.lookup import (
 from jmask._embedding.pad_bags import PaddedBags, check_weights, checked_offsets
 from jmask._kernels.gathered_rows import bag_sum, is_bag_sum
 from jmask._kernels.rows import add_rows
+from jmask._ops.reduce import least
 from jmask._tensors.storage import row_of_each
 
 COMBINERS = ("sum", "mean", "sqrtn", "max")
@@ -289,7 +290,7 @@ def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
         return bags.sum(rows)
     # An array, so that the comparison sees what the maximum was taken of: see `reduce._ties`.
     constant = jax.lax.optimization_barrier(jax.lax.stop_gradient(rows))
-    keys = jnp.where(exists, constant, _least(rows.dtype))
+    keys = jnp.where(exists, constant, least(rows.dtype))
 
     def reduced(x: jax.Array, kind: str) -> jax.Array:
         if bags.ids is None:
@@ -304,13 +305,6 @@ def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
     first = reduced(jnp.where(attains, numbers, count), "min")
     result = jnp.take_along_axis(rows, first, line, mode="fill", fill_value=0)
     return result if bags.ids is not None else jnp.squeeze(result, line)
-
-
-def _least(dtype: DType) -> jax.Array:
-    if dtype == jnp.dtype(bool):
-        return jnp.asarray(False)
-    is_inexact = jnp.issubdtype(dtype, jnp.inexact)
-    return jnp.asarray(-jnp.inf if is_inexact else jnp.iinfo(dtype).min, dtype)
 
 
 # --- the forms of bags -------------------------------------------------------------------

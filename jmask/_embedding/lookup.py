@@ -411,8 +411,8 @@ def looked_up_rows(table: AnyTable, reads: Reads, shape: Shape) -> jax.Array:
         fills_in = absent is None and outside is not None
         fill, outside = (None, None) if fills_in else (0, outside)
         rows = rows_or_fill(table, positions, fill)
-    if rows.ndim and rows.shape[-1:] != shape[-1:] and len(shape) > 1:
-        rows = rows[..., : shape[1]]  # what its place in the line has more of
+    if len(shape) > 1 and rows.shape[-1] != shape[-1]:
+        rows = rows[..., : shape[-1]]  # without the padding of a slot in a line
     if outside is not None and positions.size:
         rows = jnp.where(trailing(outside, rows.ndim), missing(rows.dtype), rows)
     return rows

@@ -154,8 +154,9 @@ def reduces(
         if not keepdims:  # the axes of several quantiles come first
             gone = [a + result.ndim - x.ndim for a in axes]
             shape = tuple(n for a, n in enumerate(result.shape) if a not in gone)
-            squeezed = lambda a, of=result: jnp.squeeze(a, stored_axes(of.storage, gone))
-            values, valid = squeezed(stored_values(result)), squeezed(result.valid)
+            along = stored_axes(result.storage, gone)
+            parts = stored_values(result), result.valid
+            values, valid = (jnp.squeeze(a, along) for a in parts)
             result = joined(with_stored_values(result.storage, values, shape), valid)
         if is_ordinary:
             result = filled(result)

@@ -321,7 +321,16 @@ class At:
 
 def _arithmetic(name: str, doc: str) -> Function:
     def method(self: "Positions", values: TensorLike, **kwargs: Argument) -> MaskedTensor:
-        return self._combined(name, values, kwargs)
+        values = dense(adopted(values), "at")
+        index, kwargs = self._places("drop", kwargs)
+        # Ones wherever the result is masked: no nan from there can reach a derivative.
+        target = self.valid.at[index].get(fill_value=False, mode=kwargs.get("mode"))
+        data = _ones_where(~self.valid, self.data).at[index]
+        clean = _ones_where(~target | is_hidden(values), jnp.asarray(data_of(values)))
+        data = getattr(data, name)(clean, **kwargs)
+        if not isinstance(values, MaskedTensor):
+            return joined(data, self.valid)
+        return joined(data, self.valid.at[index].min(values.valid, **kwargs))
 
     method.__name__, method.__doc__ = name, doc
     return method
@@ -373,18 +382,6 @@ class Positions:
     def apply(self, func: ArrayFunction, **kwargs: Argument) -> MaskedTensor:
         """Apply the elementwise `func` to the valid entries, once where positions repeat."""
         return self.set(elementwise(func)(self.get(**kwargs)), **kwargs)
-
-    def _combined(self, name: str, values: TensorLike, kwargs: Options) -> MaskedTensor:
-        values = dense(adopted(values), "at")
-        index, kwargs = self._places("drop", kwargs)
-        # Ones wherever the result is masked: no nan from there can reach a derivative.
-        target = self.valid.at[index].get(fill_value=False, mode=kwargs.get("mode"))
-        data = _ones_where(~self.valid, self.data).at[index]
-        clean = _ones_where(~target | is_hidden(values), jnp.asarray(data_of(values)))
-        data = getattr(data, name)(clean, **kwargs)
-        if not isinstance(values, MaskedTensor):
-            return joined(data, self.valid)
-        return joined(data, self.valid.at[index].min(values.valid, **kwargs))
 
     def _places(
         self, outside: str, kwargs: Options, clipped: tuple[str | None, ...] = ("clip",)

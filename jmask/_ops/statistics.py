@@ -227,8 +227,7 @@ def cumlogsumexp(x: jax.Array, axis: int | None = None) -> jax.Array:
 
 
 _broadcast_to, _concatenate = moves(jnp.broadcast_to), moves(jnp.concatenate)
-_diagonal, _expand_dims = moves(jnp.diagonal), moves(jnp.expand_dims)
-_outer = contracts(jnp.outer)
+_diagonal, _outer = moves(jnp.diagonal), contracts(jnp.outer)
 
 
 def skips_nan(function: Function, empty: ArrayLike | None) -> Function:

@@ -284,8 +284,7 @@ class RowSparse(RowSparseMethods):
 
     def stacked_as(self, like: "RowSparse") -> "RowSparse":
         """Undo `flat`: return the tensor with the shape of `like`."""
-        static = like._static._replace(order=self.order)
-        return RowSparse.tree_unflatten(static, (self.index_leaf, self.values))
+        return like.with_leaves(self.index_leaf, self.values, order=self.order)
 
     def with_rows_of(self, like: "RowSparse") -> "RowSparse":
         """Return the same tensor with the smaller rows of `like`: each row is several then."""
