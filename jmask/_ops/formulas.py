@@ -370,9 +370,7 @@ def quantile(
             "jnp.quantile(x.to_tensor(jnp.inf), q, weights=weights * x.mask, "
             'method="inverted_cdf").'
         )
-    is_known = not isinstance(q, jax.core.Tracer)
-    if is_known and not np.all((np.asarray(q) >= 0) & (np.asarray(q) <= 1)):
-        raise ValueError(f"`q` must be from 0 to 1, got {q}.")
+    _check_part(q, 1)
     a = as_masked_tensor(dense(a, "quantile"))
 
     def rank(q: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -387,7 +385,16 @@ def quantile(
     return one(q.astype(joint_dtype(q, jnp.float32)))
 
 
+def _check_part(q: Numbers, most: int) -> None:
+    """Raise ValueError unless `q` is from 0 to `most`, where it is known."""
+    if isinstance(q, jax.core.Tracer):
+        return
+    if not np.all((np.asarray(q) >= 0) & (np.asarray(q) <= most)):
+        raise ValueError(f"`q` must be from 0 to {most}, got {q}.")
+
+
 def percentile(a: MaskedTensor, axis: Axes, q: Numbers, **options: Argument) -> MaskedTensor:
+    _check_part(q, 100)
     return quantile(
         a, axis, (q if isinstance(q, jax.Array) else np.asarray(q)) / 100, **options
     )

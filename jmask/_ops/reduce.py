@@ -137,8 +137,9 @@ def reduces(
         refuse_output(options)
         if one_axis and isinstance(axis, Sequence):
             raise TypeError(f"`axis` of {name} must be an int or None, got {axis!r}.")
-        keepdims = options.pop("keepdims", "keepdims" not in parameters)
-        start = options.pop("initial", None)
+        # What the function of JAX does not take is left to the formula, which refuses it.
+        keepdims = options.pop("keepdims", False) if "keepdims" in parameters else True
+        start = None if initial is None else options.pop("initial", None)
         is_masked, is_ordinary = isinstance(x, MaskedTensor), is_sparse(x)
         x = valid_entries(x, where)
 
