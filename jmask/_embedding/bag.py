@@ -50,7 +50,7 @@ from jmask._embedding.lookup import (
     checked_table,
     is_padding,
     looked_up_rows,
-    missing,
+    out_of_range_value,
     reads_of,
     rows_read,
     shape_of_rows,
@@ -167,17 +167,17 @@ def embedding_bag(
     # --- position, bag, weight -----------------------------------------------------------
     bags = _bags(ids, segment_ids, num_segments, offsets, include_last_offset, mode)
     shape = shape_of_rows(table, width)
-    left_out = [x for x in (bags.left_out, is_padding(ids, padding_id)) if x is not None]
-    absent = functools.reduce(operator.or_, left_out) if left_out else None
-    reads = reads_of(ids, absent, mode, shape, hashed)
-    positions, absent, outside = reads
-    if absent is not None:
-        weights = None if weights is None else jnp.where(absent, 0, weights)
+    masks = [x for x in (bags.padding, is_padding(ids, padding_id)) if x is not None]
+    padding = functools.reduce(operator.or_, masks) if masks else None
+    reads = reads_of(ids, padding, mode, shape, hashed)
+    positions, padding, out_of_range = reads
+    if padding is not None:
+        weights = None if weights is None else jnp.where(padding, 0, weights)
         if bags.ids is not None:
-            bags = bags._replace(ids=jnp.where(absent, bags.shape[0], bags.ids))
+            bags = bags._replace(ids=jnp.where(padding, bags.shape[0], bags.ids))
 
     # --- combined ------------------------------------------------------------------------
-    present = jnp.ones(positions.shape, bool) if absent is None else jnp.logical_not(absent)
+    present = jnp.ones(positions.shape, bool) if padding is None else jnp.logical_not(padding)
     rows_of: Function = lambda reads: bounded(
         looked_up_rows(table, reads, shape), max_norm, norm_type, positions.ndim
     )
@@ -189,7 +189,7 @@ def embedding_bag(
         fills_in = weights is None and jnp.issubdtype(dtype, jnp.inexact)
         # What is in no bag reads that nan, too, which `jax_debug_nans` would see outside jit.
         has_rest = bags.ids is not None and not jax.config.jax_debug_nans
-        fills_in &= outside is not None and (has_rest or absent is None)
+        fills_in &= out_of_range is not None and (has_rest or padding is None)
         number, fill = math.prod(bags.shape), math.nan if fills_in else 0
         if (
             isinstance(table, jax.Array)
@@ -203,7 +203,8 @@ def embedding_bag(
             result = bag_sum(table, positions.reshape(flat), bags.ids, weight, number, fill)
             result = result.reshape(*bags.shape, *table.shape[1:])
         else:
-            rows = rows_of(Reads(positions, None, outside if fills_in else None)).astype(dtype)
+            reads = Reads(positions, None, out_of_range if fills_in else None)
+            rows = rows_of(reads).astype(dtype)
             result = bags.sum(rows if weights is None else rows * trailing(weights, rows.ndim))
         if combiner != "sum":
             counted = present.astype(dtype) if weights is None else weights
@@ -212,14 +213,14 @@ def embedding_bag(
             # nan in a bag of weight 0 is not hidden.
             size = trailing(jnp.where(size == 0, jnp.inf, size), result.ndim)
             result = result / (size if combiner == "mean" else jnp.sqrt(size))
-        if outside is not None and not fills_in:
-            invalid = trailing(bags.sum(outside.astype(jnp.int32)) > 0, result.ndim)
+        if out_of_range is not None and not fills_in:
+            invalid = trailing(bags.sum(out_of_range.astype(jnp.int32)) > 0, result.ndim)
             # Adding a constant marks the bag and keeps the derivatives in its other rows. No
             # nan is computed for the bags without one, which `jax_debug_nans` would see.
-            marks = jnp.where(invalid, missing(result.dtype), 0)
+            marks = jnp.where(invalid, out_of_range_value(result.dtype), 0)
             result = result + (marks - jax.lax.stop_gradient(jnp.where(invalid, result, 0)))
     if bags.valid is not None:
-        result = jnp.where(bags.valid, result, missing(result.dtype))
+        result = jnp.where(bags.valid, result, out_of_range_value(result.dtype))
     if bags.shape == (0,):
         result = result[:0]
     is_integer = jnp.issubdtype(table.dtype, jnp.integer) or table.dtype == jnp.dtype(bool)
@@ -257,13 +258,13 @@ class Bags(NamedTuple):
     Attributes:
         shape: (b,); or *shape of entries (*shape, L), each line of which is a bag.
         ids (n,): the bag of each entry, b where it is in none; None for lines.
-        left_out: which entries are in none; None if all are in one.
+        padding: which entries are in none; None if all are in one.
         valid: whether traced offsets ascend from 0 to n at most; None if that is known.
     """
 
     shape: tuple[int, ...]
     ids: jax.Array | None = None
-    left_out: Ids | None = None
+    padding: Ids | None = None
     valid: jax.Array | None = None
 
     def sum(self, x: jax.Array) -> jax.Array:
@@ -339,7 +340,7 @@ def _bags(
         offsets = checked_offsets(offsets, ids, include_last_offset, mode)
         count, number = ids.shape[0], offsets.shape[0] - bool(include_last_offset)
         starts: Ids
-        left_out: Ids | None = None
+        padding: Ids | None = None
         valid = None
         if isinstance(offsets, jax.core.Tracer):
             starts = widen(offsets, count + 1)
@@ -348,11 +349,11 @@ def _bags(
         else:
             starts = np.asarray(offsets).astype(np.int32)
         if include_last_offset:
-            left_out = np.arange(count, dtype=np.int32) >= starts[-1]
+            padding = np.arange(count, dtype=np.int32) >= starts[-1]
         bags = canonical(row_of_each(starts, count), number)
         if valid is not None:  # otherwise there are no entries, and no derivatives
             bags = jnp.where(valid, bags, number)
-        return Bags((number,), bags, left_out, valid)
+        return Bags((number,), bags, padding, valid)
 
     segment_ids = checked_integers("segment_ids", segment_ids, mode)
     if ids.ndim != 1 or segment_ids.shape != ids.shape:
@@ -377,5 +378,5 @@ def _bags(
         )
     bags = rows_read(segment_ids, None, number)
     # Known also while something is traced, so that concrete ids can be refused.
-    left_out = (segment_ids < 0) | (segment_ids >= number) if is_known else bags == number
-    return Bags((number,), bags, left_out)
+    padding = (segment_ids < 0) | (segment_ids >= number) if is_known else bags == number
+    return Bags((number,), bags, padding)

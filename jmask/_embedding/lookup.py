@@ -45,8 +45,8 @@ from jmask._tensors.storage import stored_at
 
 # --- ids -----------------------------------------------------------------------------------
 #
-# Of each id: the row that it reads, a position of a table of V rows. V reads nothing and trains
-# nothing. Padding comes first: it may be any number, inside the table or not.
+# Each id becomes the position of the row that it reads, below V for a table of V rows. V reads
+# nothing and trains nothing. Padding is found first: its id may be one of a row, or none.
 #
 #     V = 3, padding_id = 0        ids [2, 0, 7, -1]
 #
@@ -66,42 +66,42 @@ class Reads(NamedTuple):
 
     Attributes:
         positions: rows of the table, or V.
-        absent: where an id counts as not being there, its row zero; None for nowhere.
-        outside: where a row is to be nan; None for nowhere.
+        padding: where an id is padding, and its row zero; None for nowhere.
+        out_of_range: where the row of an id is to be nan; None for nowhere.
     """
 
     positions: jax.Array
-    absent: Ids | None
-    outside: jax.Array | None
+    padding: Ids | None
+    out_of_range: jax.Array | None
 
 
-def reads_of(ids: Ids, absent: Ids | None, mode: str, shape: Shape, hashed: bool) -> Reads:
-    """Find what ids from `checked_integers` read in a table; `absent` ones read nothing."""
-    rows, outside = shape[0], None
+def reads_of(ids: Ids, padding: Ids | None, mode: str, shape: Shape, hashed: bool) -> Reads:
+    """Find what ids from `checked_integers` read in a table; `padding` reads nothing."""
+    rows, out_of_range = shape[0], None
     if mode == "raise":
-        positions = _refusing(ids, absent, shape)
-        absent = positions == rows
+        positions = _positions_or_raise(ids, padding, shape)
+        padding = positions == rows
     elif mode == "clip":
         if rows == 0 and ids.size:
             raise ValueError(
                 f"`mode` 'clip' has no row to clip to in a table of shape {shape}."
             )
         positions = jnp.clip(widen(ids, rows), 0, max(rows - 1, 0))
-        positions = positions if absent is None else jnp.where(absent, rows, positions)
+        positions = positions if padding is None else jnp.where(padding, rows, positions)
     else:
-        positions = rows_read(ids, absent, rows)
+        positions = rows_read(ids, padding, rows)
         if mode == "fill":
-            outside = positions == rows
-            outside = outside if absent is None else outside & ~absent
-    return Reads(numbered_by(hashed, positions, rows), absent, outside)
+            out_of_range = positions == rows
+            out_of_range = out_of_range if padding is None else out_of_range & ~padding
+    return Reads(hashed_positions(positions, rows, hashed), padding, out_of_range)
 
 
-def _refusing(ids: Ids, absent: Ids | None, shape: Shape) -> jax.Array:
+def _positions_or_raise(ids: Ids, padding: Ids | None, shape: Shape) -> jax.Array:
     """Return the positions of ids; raise if one that is not padding is out of range."""
-    if not isinstance(ids, jax.core.Tracer) and not isinstance(absent, jax.core.Tracer):
+    if not isinstance(ids, jax.core.Tracer) and not isinstance(padding, jax.core.Tracer):
         known = np.asarray(ids)
         wrong = (known < 0) | (known >= shape[0])
-        wrong = wrong if absent is None else wrong & ~np.asarray(absent)
+        wrong = wrong if padding is None else wrong & ~np.asarray(padding)
         for first in np.argwhere(wrong)[:1]:
             at = f"[{', '.join(map(str, first))}]" if known.ndim else ""
             raise IndexError(
@@ -109,14 +109,14 @@ def _refusing(ids: Ids, absent: Ids | None, shape: Shape) -> jax.Array:
                 f"{shape} ({wrong.sum()} such in all). Ids that are to be left out can be "
                 "given as `padding_id`; for other choices see `mode`."
             )
-        return rows_read(ids, absent, shape[0])
+        return rows_read(ids, padding, shape[0])
     at = f"[{', '.join(['{}'] * ids.ndim)}]" if ids.ndim else ""
     message = f"`ids{at}` is {{id}}, which is no row of the table of shape {shape}"
 
-    def checked(ids: jax.Array, absent: jax.Array | None) -> jax.Array:
-        positions = rows_read(ids, absent, shape[0])
+    def checked(ids: jax.Array, padding: jax.Array | None) -> jax.Array:
+        positions = rows_read(ids, padding, shape[0])
         wrong = positions == shape[0]
-        wrong = wrong if absent is None else wrong & ~absent
+        wrong = wrong if padding is None else wrong & ~padding
         if ids.size:
             first = jnp.argmax(on_every_device(wrong).reshape(-1))
             where, every = jnp.unravel_index(first, ids.shape), on_every_device(ids).reshape(-1)
@@ -128,13 +128,13 @@ def _refusing(ids: Ids, absent: Ids | None, shape: Shape) -> jax.Array:
         ids = clipped(ids, int(limits.min), int(limits.max)).astype(limits.dtype)
     # JAX drops an effect without outputs from the body of a scan that it differentiates.
     # An equation whose output is used it keeps, with the effect inside.
-    return jax.checkpoint(checked)(jnp.asarray(ids), absent)
+    return jax.checkpoint(checked)(jnp.asarray(ids), padding)
 
 
-def rows_read(ids: Ids, absent: Ids | None, rows: int) -> jax.Array:
-    """Return the rows that ids read, `rows` where they read none or are absent."""
+def rows_read(ids: Ids, padding: Ids | None, rows: int) -> jax.Array:
+    """Return the row that each id reads, `rows` where it is padding or out of range."""
     ids = widen(ids, rows)
-    ids = ids if absent is None else jnp.where(absent, rows, ids)
+    ids = ids if padding is None else jnp.where(padding, rows, ids)
     if explicit_mesh(ids) is not None:
         return canonical(ids, rows)
     # Flat, as ids of a gradient are: XLA then sees that these are the same.
@@ -350,9 +350,9 @@ def embedding_lookup(
     table = checked_table(table)
     mode = checked_choice("mode", mode, MODES)
     ids = checked_integers("ids", ids, mode, "embedding_lookup(table, ids)")
-    absent = is_padding(ids, padding_id)
+    padding = is_padding(ids, padding_id)
     shape = shape_of_rows(table, width)
-    rows = looked_up_rows(table, reads_of(ids, absent, mode, shape, hashed), shape)
+    rows = looked_up_rows(table, reads_of(ids, padding, mode, shape, hashed), shape)
     return bounded(rows, max_norm, norm_type, ids.ndim)
 
 
@@ -372,7 +372,7 @@ def shape_of_rows(table: AnyTable, width: int | None) -> Shape:
     )
 
 
-def numbered_by(hashed: bool, positions: jax.Array, rows: int) -> jax.Array:
+def hashed_positions(positions: jax.Array, rows: int, hashed: bool) -> jax.Array:
     """Return the positions of the rows in a table with `hashed=True`, if it is one."""
     check_flag("hashed", hashed)
     if not hashed:
@@ -387,7 +387,7 @@ def numbered_by(hashed: bool, positions: jax.Array, rows: int) -> jax.Array:
 
 def looked_up_rows(table: AnyTable, reads: Reads, shape: Shape) -> jax.Array:
     """Return the rows that are read: (*ids, *row)."""
-    positions, absent, outside = reads
+    positions, padding, out_of_range = reads
     is_packed = shape[0] != table.shape[0]
     if isinstance(table, RowSparse):
         stored, places = stored_at(table, positions)
@@ -408,17 +408,18 @@ def looked_up_rows(table: AnyTable, reads: Reads, shape: Shape) -> jax.Array:
         rows = sharded_rows.looked_up(table, positions)
     else:
         # The gather itself fills in what is outside, if nothing else reads V.
-        fills_in = absent is None and outside is not None
-        fill, outside = (None, None) if fills_in else (0, outside)
+        fills_in = padding is None and out_of_range is not None
+        fill, out_of_range = (None, None) if fills_in else (0, out_of_range)
         rows = rows_or_fill(table, positions, fill)
     if len(shape) > 1 and rows.shape[-1] != shape[-1]:
         rows = rows[..., : shape[-1]]  # without the padding of a slot in a line
-    if outside is not None and positions.size:
-        rows = jnp.where(trailing(outside, rows.ndim), missing(rows.dtype), rows)
+    if out_of_range is not None and positions.size:
+        is_marked = trailing(out_of_range, rows.ndim)
+        rows = jnp.where(is_marked, out_of_range_value(rows.dtype), rows)
     return rows
 
 
-def missing(dtype: DTypeLike) -> HostArray:
+def out_of_range_value(dtype: DTypeLike) -> HostArray:
     """Return the value that stands for a row out of range, as in `jnp.take`."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return np.asarray(jnp.nan, dtype)
@@ -459,5 +460,5 @@ def exchange_overflow(
     ids = checked_integers("ids", ids, "zero", "exchange_overflow(table, ids)")
     count = table.shape[0]
     positions = rows_read(ids, is_padding(ids, padding_id), count)
-    positions = numbered_by(hashed, positions, count)
+    positions = hashed_positions(positions, count, hashed)
     return excess_of(Shards.of(table, positions), positions, count)
