@@ -39,13 +39,13 @@ from jmask.numpy import negative as _negative
 from jmask.numpy import split as _split
 
 # Over the entries of a slice: a result for each of them, or one.
-softmax = _reduces(_of.softmax, _nn.softmax, empty=_jnp.nan, absent=0.0, like=_jnp.mean)
+softmax = _reduces(_of.softmax, _nn.softmax, empty=_jnp.nan, fill=0.0, like=_jnp.mean)
 log_softmax = _reduces(
-    _of.log_softmax, _nn.log_softmax, empty=_jnp.nan, absent=-_jnp.inf, like=_jnp.mean
+    _of.log_softmax, _nn.log_softmax, empty=_jnp.nan, fill=-_jnp.inf, like=_jnp.mean
 )
-normalize = _reduces(_of.normalize, absent=0.0, like=_jnp.mean)
+normalize = _reduces(_of.normalize, fill=0.0, like=_jnp.mean)
 standardize = _reduces(
-    _of.standardize, _nn.standardize, empty=_jnp.nan, absent=0.0, like=_jnp.mean
+    _of.standardize, _nn.standardize, empty=_jnp.nan, fill=0.0, like=_jnp.mean
 )
 logmeanexp = _reduces(
     _of.logmeanexp, _nn.logmeanexp, empty=-_jnp.inf, like=_jnp.mean, arrays_too=True

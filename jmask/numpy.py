@@ -134,16 +134,16 @@ min = amin = _reduces(
 )
 all = _reduces(_of.every, _jnp.all, empty=True, zeros=_of.every_of_all)
 any = _reduces(_of.some, _jnp.any, zeros=_NOTHING)
-count_nonzero = _reduces(_of.number_of_nonzero, _jnp.count_nonzero, zeros=_NOTHING)
+count_nonzero = _reduces(_of.count_nonzero, _jnp.count_nonzero, zeros=_NOTHING)
 argmax = _reduces(_of.first_maximum, _jnp.argmax, one_axis=True)
 argmin = _reduces(_of.first_minimum, _jnp.argmin, one_axis=True)
-ptp = _reduces(_of.spread, _jnp.ptp)
+ptp = _reduces(_of.peak_to_peak, _jnp.ptp)
 logsumexp = _reduces(_of.logsumexp, _special.logsumexp, empty=-_jnp.inf, like=_jnp.mean)
 # By sorting, also for arrays: an infinite neighbour without weight is not read.
 quantile = _reduces(_of.quantile, _jnp.quantile, empty=_nan, arrays_too=True)
 percentile = _reduces(_of.percentile, _jnp.percentile, empty=_nan, arrays_too=True)
 median = _reduces(_of.median, _jnp.median, empty=_nan, arrays_too=True)
-_count = _reduces(_of.number)
+_count = _reduces(_of.count)
 
 cov, corrcoef, diff = _statistics.cov, _statistics.corrcoef, _statistics.diff
 cumlogsumexp = _statistics.accumulates(_statistics.cumlogsumexp, -_jnp.inf)

@@ -34,8 +34,8 @@ from jmask._base.types import (
 from jmask._base.validation import checked_choice
 from jmask._ops.lift import data_of, dense, entrywise, filled
 from jmask._ops.reduce import (
-    Kind,
-    count,
+    Values,
+    count_valid,
     divide,
     extremum,
     first_index,
@@ -113,7 +113,7 @@ def where_nonzero(function: Function, otherwise: float = 0) -> Function:
     return guarded
 
 
-def norm_in_parts(x: Kind, axis: Axes, order: float) -> tuple[Kind, Kind, Kind]:
+def norm_in_parts(x: Values, axis: Axes, order: float) -> tuple[Values, Values, Values]:
     """Return the norms of an array, or of valid entries, along `axis`, as `size / factor`.
 
     Returns:
@@ -124,10 +124,10 @@ def norm_in_parts(x: Kind, axis: Axes, order: float) -> tuple[Kind, Kind, Kind]:
         x: floating or complex, of 32 bits at least.
         order: p of the p-norm, of any sign; inf and -inf too.
     """
-    size: Kind = _size(x)
+    size: Values = _size(x)
     nonzero = stored_values(data_of(size)) != 0
     if order == 0:
-        number: Kind = on_values(lambda a: a.astype(size.dtype), _count(x, axis, nonzero))
+        number: Values = on_values(lambda a: a.astype(size.dtype), _count(x, axis, nonzero))
         return x, number, on_values(jnp.ones_like, number)
 
     # --- the entry of the greatest power, near which all are brought ---------------------
@@ -187,7 +187,7 @@ _exp, _squared = entrywise(jnp.exp), entrywise(squared)
 _log, _root = entrywise(jnp.log), entrywise(where_nonzero(jnp.sqrt))
 _size = entrywise(where_nonzero(jnp.abs))
 _zero_where = entrywise(lambda number, x: jnp.where(number > 0, jnp.zeros_like(x), x))
-_count: Function = count  # of masked tensors: rows of an array have orders above 0
+_count: Function = count_valid  # typed for masked tensors; arrays have orders above 0 only
 
 total = functools.partial(reduced, kind="sum")
 product = functools.partial(reduced, kind="prod")
@@ -195,7 +195,7 @@ product_of_all = with_zeros(product, jnp.zeros_like)
 
 
 def mean(x: MaskedTensor, axis: Axes) -> MaskedTensor:
-    return divide(total(x, axis), count(x, axis).astype(x.dtype))
+    return divide(total(x, axis), count_valid(x, axis).astype(x.dtype))
 
 
 def mean_of_all(x: MaskedTensor, axis: Axes) -> MaskedTensor:
@@ -217,7 +217,7 @@ def variance(
         ddof = correction
     # Two passes: the mean of squares less the square of the mean cancels.
     squares = total(_squared(_subtract(x, _center(x, axis, mean))), axis)
-    left = on_values(lambda n: n - ddof, count(x, axis)).astype(squares.dtype)
+    left = on_values(lambda n: n - ddof, count_valid(x, axis)).astype(squares.dtype)
     return divide(squares, joined(left.storage, left.valid & (stored_values(left) > 0)))
 
 
@@ -229,20 +229,20 @@ def deviation(x: MaskedTensor, axis: Axes, **options: Argument) -> MaskedTensor:
     return _root(variance(x, axis, **options))
 
 
-def number_of_nonzero(x: MaskedTensor, axis: Axes) -> MaskedTensor:
-    return count(x, axis, is_nonzero(stored_values(x)))
+def count_nonzero(x: MaskedTensor, axis: Axes) -> MaskedTensor:
+    return count_valid(x, axis, is_nonzero(stored_values(x)))
 
 
-def number(a: MaskedTensor, axis: Axes = (), keepdims: bool = True) -> MaskedTensor:
-    return count(a, axis)
+def count(a: MaskedTensor, axis: Axes = (), keepdims: bool = True) -> MaskedTensor:
+    return count_valid(a, axis)
 
 
 def some(x: MaskedTensor, axis: Axes) -> MaskedTensor:
-    return on_values(lambda n: n > 0, number_of_nonzero(x, axis))
+    return on_values(lambda n: n > 0, count_nonzero(x, axis))
 
 
 def every(x: MaskedTensor, axis: Axes) -> MaskedTensor:
-    return on_values(lambda n: n == 0, count(x, axis, ~is_nonzero(stored_values(x))))
+    return on_values(lambda n: n == 0, count_valid(x, axis, ~is_nonzero(stored_values(x))))
 
 
 every_of_all = with_zeros(every, jnp.zeros_like)
@@ -256,7 +256,7 @@ first_maximum, first_minimum = (
 )
 
 
-def spread(x: MaskedTensor, axis: Axes) -> MaskedTensor:
+def peak_to_peak(x: MaskedTensor, axis: Axes) -> MaskedTensor:
     return _subtract(maximum(x, axis), minimum(x, axis))
 
 
@@ -291,7 +291,7 @@ def log_softmax(x: MaskedTensor, axis: Axes) -> MaskedTensor:
 
 
 def logmeanexp(x: MaskedTensor, axis: Axes) -> MaskedTensor:
-    return _subtract(logsumexp(x, axis), _log(count(x, axis).astype(x.dtype)))
+    return _subtract(logsumexp(x, axis), _log(count_valid(x, axis).astype(x.dtype)))
 
 
 def normalize(

@@ -39,13 +39,13 @@ from jmask._tensors.masked_tensor import (
 )
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
+    array_if_none_sparse,
     as_dense,
     is_sparse,
     same_index_arrays,
     sampled,
     stored_values,
     with_stored_values,
-    without_nothing_sparse,
 )
 
 
@@ -54,7 +54,7 @@ def adopted(x: Argument) -> Argument:
     if isinstance(x, np.ma.MaskedArray):
         return from_numpy_ma(x)
     refuse_other_tensors("x", x)
-    return without_nothing_sparse(x)
+    return array_if_none_sparse(x)
 
 
 def dense(x: Tensor, name: str, why: str = "") -> jax.Array | MaskedTensor:

@@ -110,7 +110,7 @@ def _without_padding(x: RowSparse) -> RowSparse:
 def _product(a: Operand, b: Operand, dtype: DTypeLike, sparse: bool) -> Argument:
     """Return the product in `dtype`: rows for a `RowSparse`, if `sparse` for `Entries`."""
     if isinstance(a, Rows) and not a.transposed:
-        rows = _on_values(a.matrix, lambda values: _product(values, b, dtype, False))
+        rows = _on_rows(lambda values: _product(values, b, dtype, False), a.matrix)
         # Zeros in the place of padding, times inf, are nan.
         return _without_padding(rows) if rows.coalesced else rows.coalesce()
     if isinstance(a, jax.Array) and isinstance(b, jax.Array):
@@ -149,7 +149,7 @@ def _rows_at(table: jax.Array, positions: jax.Array, dtype: DTypeLike) -> jax.Ar
     return rows_or_fill(table, positions).astype(dtype)
 
 
-def _on_values(x: _Product, function: Callable[[jax.Array], jax.Array]) -> _Product:
+def _on_rows(function: Callable[[jax.Array], jax.Array], x: _Product) -> _Product:
     """Apply `function` to an array, or to the rows that a `RowSparse` stores."""
     if not isinstance(x, RowSparse):
         return function(x)
@@ -290,9 +290,9 @@ def _product_of(
     result = _product(a, b, dtype_of_sums, sparse)
     if isinstance(result, RowSparse) and not sparse:
         result = result.todense()
-    result = _on_values(result, lambda values: values.astype(dtype))
+    result = _on_rows(lambda values: values.astype(dtype), result)
     result = result[0] if is_row else result
-    return _on_values(result, lambda values: values[..., 0]) if is_column else result
+    return _on_rows(lambda values: values[..., 0], result) if is_column else result
 
 
 def _matrix(x: Storage, dtype: DTypeLike) -> Storage:
@@ -301,7 +301,7 @@ def _matrix(x: Storage, dtype: DTypeLike) -> Storage:
     if x.ndim == 2 or isinstance(x, BCOO | BCSR):
         return x
     column: Function = lambda values: values[:, None]
-    return _on_values(x, column) if isinstance(x, RowSparse) else column(x)
+    return _on_rows(column, x) if isinstance(x, RowSparse) else column(x)
 
 
 # --- masked tensors ----------------------------------------------------------------------

@@ -67,7 +67,7 @@ from jmask._tensors.storage import (
 # --- a reduction of every storage --------------------------------------------------------
 
 ZEROS_CHANGE_NOTHING = "zeros change nothing"
-Kind = TypeVar("Kind", jax.Array, MaskedTensor)
+Values = TypeVar("Values", jax.Array, MaskedTensor)
 
 
 class Reduction(Protocol):
@@ -89,7 +89,7 @@ def reduces(
     zeros: str | Function | None = None,
     like: Function | None = None,
     initial: Function | None = None,
-    absent: float | None = None,
+    fill: float | None = None,
     one_axis: bool = False,
     arrays_too: bool = False,
 ) -> Reduction:
@@ -105,7 +105,7 @@ def reduces(
         like: a function of JAX with results of the same dtype: the formula gets at least 32
             bits, and its result is cast.
         initial: combines a result with the option `initial`.
-        absent: for a formula with a result for each entry: the result at an entry of an array
+        fill: for a formula with a result for each entry: the result at an entry of an array
             that takes no part, while others of its group do.
         one_axis: whether a tuple of axes is refused.
         arrays_too: whether the formula serves arrays too, with the arguments of `of_jax`.
@@ -163,9 +163,9 @@ def reduces(
             result = filled(result)
         elif not is_masked:
             nothing = empty(result.dtype) if callable(empty) else empty
-            if absent is not None:
+            if fill is not None:
                 exists = x.valid.any(axes, keepdims=True)
-                nothing = jnp.where(exists, absent, nothing).astype(result.dtype)
+                nothing = jnp.where(exists, fill, nothing).astype(result.dtype)
                 result = jnp.where(result.valid, result.storage, nothing)
             else:
                 result = result.to_tensor(nothing)
@@ -227,7 +227,7 @@ def with_zeros(formula: Function, absorb: Callable[[jax.Array], jax.Array]) -> F
         result = formula(x, axis=axis, **options)
         if is_sparse(result.storage):  # rows are stored as a whole
             return result
-        is_full = count(x, axis).to_tensor(0) == math.prod(x.shape[a] for a in axis)
+        is_full = count_valid(x, axis).to_tensor(0) == math.prod(x.shape[a] for a in axis)
         return MaskedTensor(jnp.where(is_full, result.storage, absorb(result.storage)))
 
     return of_all
@@ -261,7 +261,7 @@ _IDENTITY: dict[str, Callable[[DType], Scalar]] = {
 }
 
 
-def reduced(x: Kind, axis: Sequence[int], kind: str) -> Kind:
+def reduced(x: Values, axis: Sequence[int], kind: str) -> Values:
     """Return the sum, product, maximum or minimum of the valid entries, in their dtype.
 
     Reduced axes have size 1. The derivative of a maximum is shared with entries of a group that
@@ -280,7 +280,7 @@ def reduced(x: Kind, axis: Sequence[int], kind: str) -> Kind:
     if len(kept) == sparse > 0:
         return joined(with_stored_values(storage, result, shape), exists)
     if kept:
-        ids, number = numbered(storage, kept).reshape(-1), math.prod(shape[:sparse])
+        ids, number = flat_index(storage, kept).reshape(-1), math.prod(shape[:sparse])
         # Padding goes to some group: it is not valid, so that its entry is the identity.
         result = _segmented(kind, result, ids, max(number, 1))[:number]
         exists = jax.ops.segment_max(exists.astype(jnp.uint8), ids, max(number, 1))[:number] > 0
@@ -328,7 +328,7 @@ def _product_since_start(
     return starts_left | starts, jnp.where(starts, jnp.ones_like(product), product) * x
 
 
-def numbered(storage: Storage, axes: Sequence[int]) -> jax.Array:
+def flat_index(storage: Storage, axes: Sequence[int]) -> jax.Array:
     """Return for each stored value its index in `axes`, flattened."""
     integer, sizes = _integer(), [storage.shape[axis] for axis in axes]
     if math.prod(sizes) > jnp.iinfo(integer).max:
@@ -351,13 +351,15 @@ def _integer() -> DType:
     return jnp.dtype(jnp.result_type(int))
 
 
-def count(x: MaskedTensor, axis: Sequence[int], holds: jax.Array | None = None) -> MaskedTensor:
-    """Count the valid entries of each group, or the valid ones where `holds` is True."""
+def count_valid(
+    x: MaskedTensor, axis: Sequence[int], holds: jax.Array | None = None
+) -> MaskedTensor:
+    """Count the valid entries of each group, or those of them where `holds` is True."""
     ones = x.valid if holds is None else x.valid & holds
     return reduced(with_values_of(x, ones.astype(_integer())), axis, "sum")
 
 
-def on_values(function: Function, x: Kind) -> Kind:
+def on_values(function: Function, x: Values) -> Values:
     """Apply a function to an array, or to all stored values, also under the mask."""
     return with_values_of(x, function(stored_values(x)))
 
@@ -384,14 +386,14 @@ def extremum(x: MaskedTensor, axis: Sequence[int], kind: str) -> MaskedTensor:
     # The mean of the ties is the result, but for rounding, and has the derivative wanted.
     # That of a maximum would be shared with equal fills.
     ties = x.valid & _ties(x, axis, kind)
-    number = on_values(lambda n: jnp.maximum(n, 1).astype(x.dtype), count(x, axis, ties))
+    number = on_values(lambda n: jnp.maximum(n, 1).astype(x.dtype), count_valid(x, axis, ties))
     mean = stored_values(reduced(divide(joined(x.storage, ties), number), axis, "sum"))
     return on_values(lambda value: _with_slope_of(value, mean), result)
 
 
 def first_index(x: MaskedTensor, axis: Sequence[int], kind: str) -> MaskedTensor:
     """Return where in `axis` the first valid entry is that equals the maximum or minimum."""
-    numbers = jnp.broadcast_to(numbered(x.storage, axis), x.valid.shape)
+    numbers = jnp.broadcast_to(flat_index(x.storage, axis), x.valid.shape)
     ties = x.valid & _ties(x, axis, kind)
     first = reduced(joined(with_stored_values(x.storage, numbers), ties), axis, "min")
     return on_values(lambda i: jnp.where(first.valid, i, jnp.zeros_like(i)), first)

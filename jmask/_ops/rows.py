@@ -32,7 +32,6 @@ from jmask._tensors.masked_tensor import common_shape
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
     as_dense,
-    compressed,
     coordinates,
     is_sparse,
     is_stored,
@@ -41,6 +40,7 @@ from jmask._tensors.storage import (
     stored_values,
     sum_duplicates,
     summed_before_cast,
+    to_bcsr,
     unique_positions,
     with_stored_values,
 )
@@ -193,7 +193,7 @@ def _on_common_positions(
     result = function(*arrays)
     result = jnp.where(exists, result, jnp.zeros((), result.dtype))
     result = with_stored_values(like, _broadcast(result, like, shape), shape)
-    return compressed(result) if is_compressed and isinstance(result, BCOO) else result
+    return to_bcsr(result) if is_compressed and isinstance(result, BCOO) else result
 
 
 def where_or(valid: jax.Array, x: jax.Array, safe: float) -> jax.Array:

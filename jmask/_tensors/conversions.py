@@ -23,15 +23,15 @@ from jmask._tensors.checks import checked_capacity, fit_or_poison
 from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
+    array_if_none_sparse,
     as_dense,
-    compressed,
     coordinates,
     entry_indices,
     is_entry,
     is_sparse,
     stored_values,
+    to_bcsr,
     unique_positions,
-    without_nothing_sparse,
 )
 from jmask._tensors.storage import stype as stype_of
 
@@ -57,7 +57,7 @@ def to_csr(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     entries: Argument = to_coo(x, nse)
     # Sorted or not, padding comes last.
     valid = jnp.arange(entries.valid.shape[0]) < entries.valid.sum()
-    return joined(compressed(entries.storage), valid)
+    return joined(to_bcsr(entries.storage), valid)
 
 
 def to_row_sparse(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
@@ -188,7 +188,7 @@ def cast_storage(x: TensorLike, stype: str, *, nse: int | None = None) -> Tensor
         if current == stype and nse is None:
             return storage
         _check_castable(storage, stype)
-        storage = unique_positions(without_nothing_sparse(storage))
+        storage = unique_positions(array_if_none_sparse(storage))
         valid = is_entry(storage) & is_nonzero(stored_values(storage))
         return _cast(joined(storage, valid), stype, nse).storage
     if stype == "default":

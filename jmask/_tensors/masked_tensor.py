@@ -38,6 +38,7 @@ from jmask._tensors.checks import checked_replacement
 from jmask._tensors.flax_state import register_in_flax
 from jmask._tensors.methods import MaskedMethods, library
 from jmask._tensors.storage import (
+    array_if_none_sparse,
     coordinates,
     has_unique_positions,
     is_entry,
@@ -51,7 +52,6 @@ from jmask._tensors.storage import (
     stype,
     unique_positions,
     with_stored_values,
-    without_nothing_sparse,
 )
 
 _Tensor = TypeVar("_Tensor", bound=Tensor)
@@ -100,7 +100,7 @@ class MaskedTensor(MaskedMethods):
             )
         register_in_flax(MaskedTensor)
         stype(data, "data")  # refuses what is no storage
-        data = without_nothing_sparse(data)
+        data = array_if_none_sparse(data)
         mask = None if mask is None else checked_mask(mask)
         place: Function = _on_sparse if is_sparse(data) else _on_dense
         self.storage, self.valid = place(data, mask)
@@ -401,7 +401,7 @@ def _with_unique_positions(data: Sparse, valid: jax.Array) -> tuple[Storage, jax
 def checked_mask(mask: Argument, name: str = "mask") -> Storage:
     """Return a mask as an array or a storage of booleans, or raise TypeError."""
     stype(mask, name)  # refuses what is no storage
-    mask = without_nothing_sparse(mask)
+    mask = array_if_none_sparse(mask)
     flags: Storage = mask if is_sparse(mask) else jnp.asarray(mask)
     # JAX makes booleans in storages of entries int32.
     if isinstance(flags, BCOO | BCSR) and jnp.issubdtype(flags.dtype, jnp.integer):

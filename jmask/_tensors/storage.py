@@ -66,7 +66,7 @@ def is_sparse(x: object) -> TypeIs[Sparse]:
     return isinstance(x, RowSparse | BCOO | BCSR)
 
 
-def without_nothing_sparse(x: _T) -> _T | jax.Array:
+def array_if_none_sparse(x: _T) -> _T | jax.Array:
     """Return the array in place of a BCOO without sparse dimensions, which has no positions."""
     return x.todense() if isinstance(x, BCOO) and x.n_sparse == 0 else x
 
@@ -247,7 +247,7 @@ def unique_positions(x: _Storage) -> _Storage:
     if isinstance(x, RowSparse):
         result = x.coalesce()
     elif isinstance(x, BCSR):
-        result = compressed(sum_duplicates(x.to_bcoo(), x.nse))
+        result = to_bcsr(sum_duplicates(x.to_bcoo(), x.nse))
     else:
         result = sum_duplicates(x, x.nse)
     return result
@@ -277,7 +277,7 @@ def as_dense(x: Storage) -> jax.Array:
     return with_stored_values(x, x.data.astype(dtype)).todense().astype(x.dtype)
 
 
-def compressed(x: BCOO) -> BCSR:
+def to_bcsr(x: BCOO) -> BCSR:
     """Return a matrix in coordinates, sorted or not, in compressed rows; padding comes last."""
     values, rows, columns = x.data, x.indices[:, 0], x.indices[:, 1]
     if not x.indices_sorted:
