@@ -162,7 +162,7 @@ _weighed = _entrywise(lambda x, weight, dtype: x.astype(dtype) * weight.astype(d
 # An entry that is zero makes a norm of negative order zero, stored or not.
 _size = lambda x: _jnp.abs(_jnp.mean(x))
 _norm = _reduces(_of.norm, zeros=_NOTHING, like=_size)
-_negative_norm = _reduces(_of.norm, like=_size)
+_negative_norm = _reduces(_of.norm, empty=_jnp.inf, like=_size)
 
 
 def norm(

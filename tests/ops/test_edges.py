@@ -69,6 +69,7 @@ EDGES = """
     jnm.quantile(X, jnp.zeros((2, 0))).shape | (2, 0)
     jnm.quantile(EMPTY, 0.5, axis=1) | [None, None, None]
     jnm.cov(EMPTY) | [[None] * 3] * 3
+    [jnm.norm(ENDS, n, where=NOTHING) for n in (-1, 2)] | [inf, 0.0]
     jnm.diff(EMPTY).shape | (3, 0)
     jnm.allclose(EMPTY, EMPTY, masked_equal=False) | T
     [f(masked(2.5, F)) for f in (jnm.ptp, jnm.cov, jnm.nanmax, jnm.var)] | [None] * 4
