@@ -5,8 +5,8 @@
 
 For a slice with no valid entry a `MaskedTensor` gives masked entries with derivative 0. An
 array with `where=` gives what `torch.masked` does: nan for the softmax family, 0 for
-`normalize`; in other slices the entries left out are 0 (`log_softmax`: -inf). Masked tensors
-on sparse storage keep it: their slices are segments of the stored values.
+`normalize`; in other slices the entries where it is False are 0 (`log_softmax`: -inf). Masked
+tensors on sparse storage stay sparse: their slices are segments of the stored values.
 
     >>> import jax.numpy as jnp, jmask
     >>> x = jmask.numpy.masked_invalid(jnp.array([1., jnp.nan, 1.]))
@@ -38,7 +38,7 @@ from jmask.numpy import logsumexp as logsumexp
 from jmask.numpy import negative as _negative
 from jmask.numpy import split as _split
 
-# Over the entries of a slice: a result for each of them, or one.
+# Of slices: a result for each entry, or one for the slice (`logmeanexp`).
 softmax = _reduces(_of.softmax, _nn.softmax, empty=_jnp.nan, fill=0.0, like=_jnp.mean)
 log_softmax = _reduces(
     _of.log_softmax, _nn.log_softmax, empty=_jnp.nan, fill=-_jnp.inf, like=_jnp.mean
@@ -80,14 +80,14 @@ def softmin(
 def attention_weights(
     scores: _types.TensorLike, mask: _types.StorageLike | None = None, axis: int = -1
 ) -> _MaskedTensor:
-    """`softmax` of scores over the keys a query may attend to.
+    """Return the softmax of scores over the keys that a query may attend to.
 
     A query with no key has masked weights, and sends derivative 0 to its scores.
 
     Args:
         scores (..., queries, keys): `MaskedTensor` or an array.
         mask: booleans that broadcast to the shape of `scores`, True for keys to attend to.
-        axis: of the keys.
+        axis: the axis of the keys.
 
     Example:
         >>> import jax.numpy as jnp, jmask

@@ -4,9 +4,10 @@
     jmask.numpy.mean(x, axis=0)     over the valid entries
     jmask.numpy.mean(a, where=m)    an array and a mask in place of a MaskedTensor
 
-A function has JAX's arguments in JAX's order. What it does with masks and storages is one word
-of its line: *entrywise*, *reduces*, *moves* or *contracts* (`_ops/lift.py`, `_ops/reduce.py`);
-what it does with zeros that are not stored is said in the same line (`_ops/rows.py`).
+A function has JAX's arguments in JAX's order. Each line below lifts functions of JAX by one of
+four words, which say how masks combine: `entrywise`, `reduces`, `moves` or `contracts`
+(`_ops/lift.py`, `_ops/reduce.py`). Its keywords say what becomes of zeros that are not stored
+(`_ops/rows.py`).
 
     >>> import jax.numpy as jnp, jmask
     >>> x = jmask.masked_tensor(jnp.array([1., jnp.nan, 3.]), jnp.array([True, False, True]))
@@ -107,7 +108,7 @@ logical_xor, bitwise_xor = _each(_entrywise, _jnp.logical_xor, _jnp.bitwise_xor)
 bitwise_and, bitwise_or = _each(_entrywise, _jnp.bitwise_and, _jnp.bitwise_or)
 left_shift, right_shift = _each(_entrywise, _jnp.left_shift, _jnp.right_shift)
 
-# The same by other names.
+# Aliases.
 absolute, conjugate, fix, around = abs, conj, trunc, round
 arcsin, arccos, arctan, arctan2 = asin, acos, atan, atan2
 arcsinh, arccosh, arctanh = asinh, acosh, atanh
@@ -139,7 +140,7 @@ argmax = _reduces(_of.first_maximum, _jnp.argmax, one_axis=True)
 argmin = _reduces(_of.first_minimum, _jnp.argmin, one_axis=True)
 ptp = _reduces(_of.peak_to_peak, _jnp.ptp)
 logsumexp = _reduces(_of.logsumexp, _special.logsumexp, empty=-_jnp.inf, like=_jnp.mean)
-# By sorting, also for arrays: an infinite neighbour without weight is not read.
+# Arrays too: jnp.quantile of [1, inf] at 1 is nan, the product of inf and a weight of 0.
 quantile = _reduces(_of.quantile, _jnp.quantile, empty=_nan, arrays_too=True)
 percentile = _reduces(_of.percentile, _jnp.percentile, empty=_nan, arrays_too=True)
 median = _reduces(_of.median, _jnp.median, empty=_nan, arrays_too=True)
@@ -159,10 +160,10 @@ nancumsum, nancumprod = (_skips(f, None) for f in (cumsum, cumprod))
 
 _weighed = _entrywise(lambda x, weight, dtype: x.astype(dtype) * weight.astype(dtype))
 
-# An entry that is zero makes a norm of negative order zero, stored or not.
-_size = lambda x: _jnp.abs(_jnp.mean(x))
-_norm = _reduces(_of.norm, zeros=_NOTHING, like=_size)
-_negative_norm = _reduces(_of.norm, empty=_jnp.inf, like=_size)
+# Zeros change no norm of positive order; one zero makes a norm of negative order zero.
+_norm_dtype = lambda x: _jnp.abs(_jnp.mean(x))
+_norm = _reduces(_of.norm, zeros=_NOTHING, like=_norm_dtype)
+_negative_norm = _reduces(_of.norm, empty=_jnp.inf, like=_norm_dtype)
 
 
 def norm(
@@ -174,8 +175,9 @@ def norm(
 ) -> _types.Tensor:
     """Return the vector norm of the valid entries: the `ord`-th root of the sum of |x| ** ord.
 
-    Always of the entries as one vector, also over two axes. The derivative is 0 where the
-    norm is 0. A norm of negative order of nothing is inf.
+    Over two axes it is the norm of their entries as one vector, and no matrix norm. The
+    derivative is 0 where the norm is 0. Of an array without valid entries the norm is 0, or inf
+    for a negative order.
 
     Args:
         ord: any number, not traced; inf is the largest |x|, -inf the smallest, 0 the number
@@ -207,7 +209,7 @@ def average(
         a, axis, keepdims, where: as of `jmask.numpy.sum`.
         weights: an array that broadcasts to `a`, or (n,) for the n entries along one axis;
             all 1 by default. Where the weights of valid entries sum to 0, the result is nan or
-            inf. Entries with a masked weight take no part, as masked ones.
+            inf. Entries with a masked weight count as masked.
         returned: whether to return the sums of weights too.
 
     Example:
@@ -235,7 +237,7 @@ def count(
     keepdims: bool = False,
     where: _types.StorageLike | None = None,
 ) -> _types.Tensor:
-    """Count the valid entries: an ordinary tensor, as there always is a number.
+    """Count the valid entries; the result is an array, as a count of 0 is not masked.
 
     Takes the arguments of `jmask.numpy.sum`. All entries of an ordinary tensor are valid.
 
@@ -272,7 +274,7 @@ select, take, pad = _selection.select, _selection.take, _selection.pad
 take_along_axis = _selection.take_along_axis
 diag, diagonal, tril, triu = _each(_moves, _jnp.diag, _jnp.diagonal, _jnp.tril, _jnp.triu)
 
-# Made like another tensor, whose mask they have.
+# Like another tensor, and with its mask.
 copy, zeros_like = _each(_selection.likened, _jnp.copy, _jnp.zeros_like)
 ones_like, full_like = _each(_selection.likened, _jnp.ones_like, _jnp.full_like)
 empty_like = _selection.likened(_jnp.empty_like)
@@ -297,7 +299,7 @@ einsum = _contracts(_jnp.einsum, 1, None)
 inner, outer = _each(_contracts, _jnp.inner, _jnp.outer)
 tensordot, vdot = _each(_contracts, _jnp.tensordot, _jnp.vdot)
 
-# --- masks what a condition holds of, as numpy.ma ----------------------------------------
+# --- mask by a condition, as numpy.ma ----------------------------------------------------
 
 _masks = _selection.masks_where
 

@@ -10,8 +10,8 @@ raises; names and order of arguments are as in `optax.tree`.
 
 **Capacity.** A sum has the capacity of all its terms. Where it must not grow, in the
 carry of a scan, `add(g, h, like=g)` keeps the capacity of `like`: more different rows than
-that are an error, or nan under jit. The sum of what a scan or vmap stacked, `merge`, needs no
-capacity:
+that are an error, or nan under jit. `merge`, which sums what a scan or vmap stacked, needs no
+`like`:
 
     stacked = lax.map(lambda batch: jmask.grad(loss)(params, batch), batches)
     gradient = jmask.tree.scale(1 / k, jmask.tree.merge(stacked))

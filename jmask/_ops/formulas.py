@@ -53,14 +53,14 @@ Axes = tuple[int, ...]
 
 
 def _limit_and_power(dtype: DTypeLike) -> tuple[float, float]:
-    """Return up to which number squares exist, and a power of two for those that are larger."""
+    """Return the number beyond which entries are scaled, and the power of two that does it."""
     # In float32: numbers beyond 2**51 times 2**-80, those below 2**-51 times 2**80.
     bits = jnp.finfo(dtype).maxexp
     return 2.0 ** (2 * bits // 5), 2.0 ** (5 * bits // 8)
 
 
 def factor_for(greatest: jax.Array) -> jax.Array:
-    """Return the power of two that brings entries up to `greatest` to where squares exist."""
+    """Return the power of two by which squares neither overflow nor vanish near `greatest`."""
     # A constant: the derivative of a norm does not depend on what it is computed with.
     greatest = lax.stop_gradient(greatest)
     limit, power = _limit_and_power(greatest.dtype)
@@ -79,7 +79,7 @@ def sums_of_squares(size: jax.Array) -> list[jax.Array]:
 
 
 def root_of_sums(sums: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Return what `sums_of_squares` has in one sum, and the root of it; 0 has derivative 0."""
+    """Add up what `sums_of_squares` returns; return the sum and its root, derivative 0 at 0."""
     small, large, others = sums
     _, power = _limit_and_power(small.dtype)
     # No constants and no quotients: XLA multiplies two factors or two divisors first, and the
@@ -130,8 +130,8 @@ def norm_in_parts(x: Values, axis: Axes, order: float) -> tuple[Values, Values, 
         number: Values = on_values(lambda a: a.astype(size.dtype), _count(x, axis, nonzero))
         return x, number, on_values(jnp.ones_like, number)
 
-    # --- the entry of the greatest power, near which all are brought ---------------------
-    # Powers of negative order are greatest where the entry is least, zeros apart.
+    # --- scaled by the entry whose power is the greatest ---------------------------------
+    # For a negative order that is the least entry, zeros apart.
     candidates = size
     if order < 0 and isinstance(size, MaskedTensor):
         candidates = joined(size.storage, size.valid & nonzero)
@@ -143,14 +143,14 @@ def norm_in_parts(x: Values, axis: Axes, order: float) -> tuple[Values, Values, 
     factor = on_values(factor_for, entry)
     x, size = _multiply(x, factor.astype(x.dtype)), _multiply(size, factor)
 
-    # --- the norm of what they are then --------------------------------------------------
+    # --- the norm of the scaled entries --------------------------------------------------
     if math.isinf(order):
         exact: Function = extremum if isinstance(size, MaskedTensor) else reduced
         result = exact(size, axis, extreme)
     elif order == 2:
         result = _root(reduced(_squared(x), axis, "sum"))
     else:
-        # In units of that entry no power overflows; those of order 1 do not anyway.
+        # Divided by that entry no power overflows; those of order 1 do not anyway.
         unit = on_values(jnp.ones_like, entry) if order == 1 else _multiply(entry, factor)
         powers = entrywise(where_nonzero(lambda a: a**order))(divide(size, unit))
         root = where_nonzero(lambda a: a ** (1 / order), 0 if order > 0 else jnp.inf)
@@ -175,7 +175,7 @@ def shortened(
     """
     entries, norm, factor = norm_in_parts(rows, tuple(range(batch, rows.ndim)), order)
     size = norm + eps * factor
-    # A row that is short enough may be 0, by which its direction is divided.
+    # A row that is kept may have norm 0: it is not divided by that.
     exceeds = norm / factor > max_norm
     direction = entries / jnp.where(exceeds, size, jnp.ones_like(size)).astype(rows.dtype)
     return jnp.where(exceeds, direction * jnp.asarray(max_norm, rows.dtype), rows)
@@ -210,7 +210,7 @@ def variance(
     correction: float | None = None,
     mean: TensorLike | None = None,
 ) -> MaskedTensor:
-    """Return the mean square distance from the mean, masked where not more than `ddof` are."""
+    """Return the mean square distance from the mean, masked for `ddof` entries or fewer."""
     if correction is not None:
         if ddof != 0:
             raise ValueError("give `ddof` or `correction`, not both: they mean the same.")
@@ -340,7 +340,7 @@ def standardize(
     epsilon: float = 1e-5,
     algorithm: str = "fast",
 ) -> MaskedTensor:
-    """Return x less the mean, by the standard deviation; each of them may be given."""
+    """Return (x - mean) / sqrt(variance + epsilon); mean and variance may be given."""
     center = _center(x, axis, mean)
     if variance is not None:
         spread = _tensor(variance).astype(x.dtype)
@@ -418,7 +418,10 @@ _WEIGHTS: dict[str, ArrayFunction] = {
 
 
 def _at_rank(x: MaskedTensor, axis: Axes, rank: ArraysFunction, method: str) -> MaskedTensor:
-    """Read sorted entries at a rank, of the last entry's: rounded down, and the rest."""
+    """Interpolate between the sorted entries next to a rank.
+
+    `rank` takes the rank of the last valid entry, and returns a rank rounded down and the rest.
+    """
     least(x.dtype)  # refuses complex numbers, which have no order
     dtype = result_dtype(jnp.mean, x.dtype)
     # Booleans have no half where dtypes are not promoted; integers have.
@@ -432,7 +435,7 @@ def _at_rank(x: MaskedTensor, axis: Axes, rank: ArraysFunction, method: str) -> 
     line = joined(*(jnp.transpose(a, rest + axis).reshape(shape) for a in pair))
     number = jnp.sum(line.valid, -1, keepdims=True)
     last = jnp.maximum(number - 1, 0)
-    # One that does not exist is read as 0, and masked entries come last.
+    # Masked entries come last, and are 0 where they are read.
     line = sort(joined(filled(line), line.valid)).storage
     # nan is the greatest of the valid entries.
     greatest = jnp.take_along_axis(line, last, -1)

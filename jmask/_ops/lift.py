@@ -7,12 +7,12 @@
 | `moves`      | f(x)                        | what is moved there does, or f brings it in   |
 | `contracts`  | f(where(valid, x, 0))       | one term of its sum of products does          |
 
-Selections stand on both sides of f, and the derivative of a selection sends exactly 0 to what
-was not selected, in both modes and at every order. `safe` only matters to `jax_debug_nans`: ½
-lies in the domain of all functions of `jax.numpy` but arccosh.
+Entries are selected before f, and results after it, by the mask: the derivative of a selection
+sends exactly 0 to what was not selected, in both modes and at every order. `safe` only matters
+to `jax_debug_nans`: ½ lies in the domain of all functions of `jax.numpy` but arccosh.
 
 Functions of entries are applied to stored values if all sparse operands share the index arrays
-of one; dense operands are sampled there. Whatever else becomes dense, which is reported.
+of one; dense operands are sampled there. In all other cases they become dense, with a warning.
 """
 
 import functools
@@ -50,7 +50,7 @@ from jmask._tensors.storage import (
 
 
 def adopted(x: Argument) -> Argument:
-    """Return a `MaskedTensor` in place of an array of numpy.ma, and anything else as it is."""
+    """Convert arrays of numpy.ma, and a BCOO that is all dense; refuse tensors of SciPy."""
     if isinstance(x, np.ma.MaskedArray):
         return from_numpy_ma(x)
     refuse_other_tensors("x", x)
@@ -85,7 +85,7 @@ def each(word: Function, *functions: Function) -> list[Function]:
 
 
 def refuse_output(options: dict[str, Argument]) -> None:
-    """Drop arguments of NumPy about memory, which JAX has in its signatures and refuses too."""
+    """Drop NumPy's arguments about memory; refuse them, as JAX does, if they ask for it."""
     for name in ("out", "overwrite_input"):
         given = options.pop(name, None)
         if given is not None and given is not False:  # an array may be of zeros
@@ -95,10 +95,11 @@ def refuse_output(options: dict[str, Argument]) -> None:
 def extends(
     of_jax: Function, *tensors: str, more: Sequence[str] = ()
 ) -> Callable[[Function], Function]:
-    """Extend a function of JAX to masked tensors: its arguments, and its documentation.
+    """Extend a function of JAX to masked tensors, with its arguments and documentation.
 
-    What is decorated gets the tensors, and other arguments by name, if one of them is masked or
-    an argument is one that JAX does not have. Sparse storage becomes dense.
+    The decorated function is called if a tensor is masked, or an argument in `more` is given:
+    with the tensors by position and other arguments by name. Otherwise the function of JAX is.
+    Sparse storage becomes dense.
 
     Args:
         tensors: names of the arguments that are tensors; by default the first.
@@ -181,7 +182,8 @@ def entrywise(
             )
 
         def among_operands(several: Sequence[tuple[int, ...]]) -> list[set[int]]:
-            # Words number arguments by position. An option has to be 0, as in where(c, 0, x).
+            # Arguments are numbered by position. A set of them counts if each is an operand, or
+            # an option that is 0, as in where(c, 0, x).
             is_held = lambda i: i < len(args) and (i in places or not leaves[i])
             held = [one for one in several if all(map(is_held, one))]
             return [{places.index(i) for i in one if i in places} for one in held]
@@ -224,8 +226,8 @@ def aligned(
     """Bring operands to the stored positions of one of them.
 
     Returns:
-        The sparse storage whose positions these are, None if all is dense; what each operand
-        is there; and its mask, a True of an operand that is not masked.
+        The sparse storage whose positions these are, None if all is dense; the values of each
+        operand there; and the mask of each, a scalar True if it is not masked.
     """
     tensors: list[Tensor] = [x if is_tensor(x) else jnp.asarray(x) for x in operands]
     shape = common_shape([x.shape for x in tensors])
@@ -295,8 +297,8 @@ def moves(function: Function, *, variadic: bool = False) -> Function:
 def contracts(function: Function, first: int = 0, last: int | None = 2) -> Function:
     """Lift a sum of products: masked entries add nothing, a sum exists where a term does.
 
-    This is masked semantics over the products that exist, like `sum(a * b)`. A valid inf or
-    nan meets masked entries as zeros, and inf * 0 is nan. Sparse storage becomes dense.
+    It is the sum of the products that exist, as `sum(a * b)`. But masked entries are zeros to
+    the function of JAX, and a valid inf or nan times 0 is nan. Sparse storage becomes dense.
 
     Args:
         function: multiplies its arguments from `first` to `last` and sums the products.

@@ -1,4 +1,4 @@
-"""Products: `dot` of two matrices on any storage, and what masked tensors make of products.
+"""Products: `dot` of two matrices on any storage, and products of masked tensors.
 
 A sparse operand contributes a term for each value that it stores, and nothing else:
 
@@ -108,7 +108,7 @@ def _without_padding(x: RowSparse) -> RowSparse:
 
 
 def _product(a: Operand, b: Operand, dtype: DTypeLike, sparse: bool) -> Argument:
-    """Return the product in `dtype`: rows for a `RowSparse`, if `sparse` for `Entries`."""
+    """Return the product in `dtype`; row-sparse if `a` is `Rows`, or `Entries` and `sparse`."""
     if isinstance(a, Rows) and not a.transposed:
         rows = _on_rows(lambda values: _product(values, b, dtype, False), a.matrix)
         # Zeros in the place of padding, times inf, are nan.
@@ -118,7 +118,7 @@ def _product(a: Operand, b: Operand, dtype: DTypeLike, sparse: bool) -> Argument
             a, b = a.astype(dtype), b.astype(dtype)
         return jnp.matmul(a, b, preferred_element_type=dtype)
     if isinstance(a, jax.Array) or (isinstance(a, Rows) and isinstance(b, Entries)):
-        # Sparse on the right: one of the other cases if that is on the left.
+        # The transposed product has the sparse operand on the left.
         return _product(b.T, a.T, dtype, sparse=False).T
 
     # --- rows of `b`, read at the columns that `a` stores --------------------------------
@@ -352,11 +352,11 @@ def dot_product_attention(
     mask: Dense | None,
     **options: Argument,
 ) -> MaskedTensor:
-    """Attend to keys with which a query has a score; the result is masked where it has none.
+    """Attend to the keys with which a query has a score.
 
-    It has one if a term of their product exists, and the bias, if it is masked; where the mask
-    is masked it is False. The result is masked where no value takes part: a query without a
-    key sends derivative 0. Complex numbers are a TypeError.
+    A score exists if a term of the product of query and key does, and the bias. A masked entry
+    of `mask` is False. The result is masked where no value takes part: a query without a key
+    sends derivative 0. Complex numbers are a TypeError.
     """
     arrays = query, key, value
     on_query, on_key, on_value = (_four(existing(x)) for x in arrays)
@@ -404,7 +404,7 @@ def add_n(*tensors: TensorLike) -> Tensor:
 
     Args:
         *tensors: tensors of one shape on any storage, or one sequence of them. The rows of
-            `RowSparse` tensors are put side by side: equal indices add.
+            `RowSparse` tensors are concatenated: equal indices add.
 
     Raises:
         ValueError: if there is none, or the shapes differ.

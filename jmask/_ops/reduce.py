@@ -99,14 +99,14 @@ def reduces(
         formula: takes a `MaskedTensor`, `axis` as a tuple and its options by name; returns a
             `MaskedTensor`, in which reduced axes have size 1.
         of_jax: the function for arrays without `where=`; None: the formula serves them too.
-        empty: the result of an array where there is no entry, of a dtype.
-        zeros: how entries that an ordinary sparse tensor does not store take part: not at
-            all, or the formula that they need. None: the tensor becomes dense.
-        like: a function of JAX with results of the same dtype: the formula gets at least 32
+        empty: the result of an array where no entry takes part, or a function of the dtype.
+        zeros: the formula for an ordinary sparse tensor, whose entries that are not stored are
+            zeros, or ZEROS_CHANGE_NOTHING. None: the tensor becomes dense.
+        like: a function of JAX that has the dtype of the result. The formula gets at least 32
             bits, and its result is cast.
-        initial: combines a result with the option `initial`.
-        fill: for a formula with a result for each entry: the result at an entry of an array
-            that takes no part, while others of its group do.
+        initial: combines a result with the option `initial`; None: there is no such option.
+        fill: for a formula with a result for each entry: what an array gets at an entry that
+            takes no part, while others of its group do.
         one_axis: whether a tuple of axes is refused.
         arrays_too: whether the formula serves arrays too, with the arguments of `of_jax`.
     """
@@ -221,11 +221,11 @@ def valid_entries(x: TensorLike, where: TensorLike | None) -> MaskedTensor:
 
 
 def with_zeros(formula: Function, absorb: Callable[[jax.Array], jax.Array]) -> Function:
-    """Add zeros to a formula of stored entries: `absorb` takes its results to those with 0."""
+    """Return a formula of all entries: `absorb` adds a zero to the result of stored ones."""
 
     def of_all(x: MaskedTensor, axis: tuple[int, ...], **options: Argument) -> MaskedTensor:
         result = formula(x, axis=axis, **options)
-        if is_sparse(result.storage):  # rows are stored as a whole
+        if is_sparse(result.storage):  # rows are stored whole: no zero is in their groups
             return result
         is_full = count_valid(x, axis).to_tensor(0) == math.prod(x.shape[a] for a in axis)
         return MaskedTensor(jnp.where(is_full, result.storage, absorb(result.storage)))
@@ -252,7 +252,6 @@ def limit(dtype: DTypeLike, sign: int) -> Scalar:
 
 
 least, greatest = (functools.partial(limit, sign=sign) for sign in (-1, 1))
-# What changes no result.
 _IDENTITY: dict[str, Callable[[DType], Scalar]] = {
     "sum": lambda dtype: jnp.zeros((), dtype),
     "prod": lambda dtype: jnp.ones((), dtype),
@@ -264,9 +263,8 @@ _IDENTITY: dict[str, Callable[[DType], Scalar]] = {
 def reduced(x: Values, axis: Sequence[int], kind: str) -> Values:
     """Return the sum, product, maximum or minimum of the valid entries, in their dtype.
 
-    Reduced axes have size 1. The derivative of a maximum is shared with entries of a group that
-    are not valid and equal the identity: `extremum` has one that is not. An array is reduced as
-    it is.
+    Reduced axes have size 1. An array is reduced as it is. Where a maximum equals the identity,
+    entries that are not valid get a share of its derivative: `extremum` has the right one.
     """
     if not isinstance(x, MaskedTensor):
         return _slices(kind, x, tuple(axis))
@@ -288,8 +286,8 @@ def reduced(x: Values, axis: Sequence[int], kind: str) -> Values:
 
 
 def stored_axes(storage: Storage, axes: Sequence[int]) -> Shape:
-    """Return the axes of stored values that are `axes` of a tensor, which are not sparse."""
-    sparse = len(sparse_sizes(storage))  # for which stored values have one axis, the first
+    """Return the axes of stored values for axes of the tensor, none of them sparse."""
+    sparse = len(sparse_sizes(storage))  # all these are the first axis of stored values
     return tuple(a - sparse + (sparse > 0) for a in axes)
 
 
@@ -369,6 +367,7 @@ def on_values(function: Function, x: Values) -> Values:
 
 @jax.custom_jvp
 def _with_slope_of(value: jax.Array, like: jax.Array) -> jax.Array:
+    """Return `value` with the derivative of `like`."""
     return value
 
 
@@ -383,8 +382,8 @@ def extremum(x: MaskedTensor, axis: Sequence[int], kind: str) -> MaskedTensor:
     result = reduced(on_values(lax.stop_gradient, x), axis, kind)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return result
-    # The mean of the ties is the result, but for rounding, and has the derivative wanted.
-    # That of a maximum would be shared with equal fills.
+    # The mean of the ties equals the result up to rounding, and shares the derivative among
+    # them. The derivative of `reduced` is also shared with fills that equal the result.
     ties = x.valid & _ties(x, axis, kind)
     number = on_values(lambda n: jnp.maximum(n, 1).astype(x.dtype), count_valid(x, axis, ties))
     mean = stored_values(reduced(divide(joined(x.storage, ties), number), axis, "sum"))
@@ -392,7 +391,7 @@ def extremum(x: MaskedTensor, axis: Sequence[int], kind: str) -> MaskedTensor:
 
 
 def first_index(x: MaskedTensor, axis: Sequence[int], kind: str) -> MaskedTensor:
-    """Return where in `axis` the first valid entry is that equals the maximum or minimum."""
+    """Return the index in `axis` of the first valid entry that is the maximum or minimum."""
     numbers = jnp.broadcast_to(flat_index(x.storage, axis), x.valid.shape)
     ties = x.valid & _ties(x, axis, kind)
     first = reduced(joined(with_stored_values(x.storage, numbers), ties), axis, "min")

@@ -1,7 +1,7 @@
-"""Zero semantics of functions of entries: which sparse results they have, by three words.
+"""Functions of entries on sparse tensors: which of them have sparse results.
 
-An entry that an ordinary sparse tensor does not store is a zero. What a function makes of it is
-said in its line of the table, or seen by evaluating the function at zeros:
+An entry that an ordinary sparse tensor does not store is a zero. What a function makes of zeros
+is declared where it is lifted, or found by evaluating it at zeros:
 
 | word     | says of the function                        | example     | result            |
 |----------|---------------------------------------------|-------------|-------------------|
@@ -9,9 +9,9 @@ said in its line of the table, or seen by evaluating the function at zeros:
 | `adds`   | linear in all operands together             | d + x       | d plus rows       |
 | neither  | f(0, ..., 0) is evaluated, as far as known  | sqrt, x > 1 | sparse if it is 0 |
 
-Everything else is dense, with the warning. The product with what is not stored is 0, as in
-every sparse library, also where the other factor is inf or nan: but for numbers that are known.
-Equal positions add, before any function but a linear one of one sparse operand.
+Everything else is dense, with the warning. The product with an entry that is not stored is 0,
+as in every sparse library, even where the other factor is inf or nan, unless that is a known
+number. Equal positions are summed first, but for a linear function of one sparse operand.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ def on_stored_values(
         if keeps_zeros:
             return _on_common_positions(function, operands, safe, shape)
         full = [x for x in operands if not is_sparse(x)]
-        are_numbers = any(x.dtype != jnp.dtype(bool) for x in operands)  # else it is `or`
+        are_numbers = any(x.dtype != jnp.dtype(bool) for x in operands)  # booleans `or`
         fits = rows and len(full) == 1 and np.shape(full[0]) == shape
         if words.adds and fits and are_numbers:
             ones = [np.ones((), x.dtype) if x is full[0] else _zero(x) for x in operands]
@@ -162,7 +162,7 @@ def _evaluated(function: Function, numbers: Sequence[Ids]) -> HostArray | None:
 
 
 def _each_alone(function: Function, operands: Sequence[Operand], shape: Shape) -> Sparse:
-    """Return the rows that each sparse operand adds, side by side: not coalesced."""
+    """Apply a linear function to each sparse operand alone; concatenate the rows."""
     sparse = {i: x for i, x in enumerate(operands) if is_sparse(x)}
     results = []
     for place, x in sparse.items():

@@ -168,7 +168,7 @@ def select(
 
 
 def likened(function: Function) -> Function:
-    """Lift a function that makes a tensor like another one: a masked one keeps its mask."""
+    """Lift a function that makes a tensor like another one, with its mask."""
     lifted = entrywise(function)
 
     @functools.wraps(function)
@@ -246,7 +246,7 @@ def _gathered(
 
 
 def masked_getitem(x: MaskedTensor, index: IndexLike) -> MaskedTensor:
-    """`x[index]`: integers, slices, None, Ellipsis, arrays, masked integers; a list of numbers.
+    """Return `x[index]`: integers, slices, None, Ellipsis, arrays, lists, masked integers.
 
     Raises:
         TypeError: for an index that is a boolean masked tensor.
@@ -266,9 +266,9 @@ def masked_getitem(x: MaskedTensor, index: IndexLike) -> MaskedTensor:
 def known_places(
     index: Sequence[Argument], sizes: Sequence[int], *, clip: bool
 ) -> tuple[Argument, ...]:
-    """Return the index with masked integers out of range, where nothing is read or written.
+    """Put masked integers of an index out of range, where nothing is read or written.
 
-    With `clip` other integers that are out of range become those at the border.
+    With `clip`, other integers that are out of range become the nearest that are in range.
     """
     places, axis, left_out = [], 0, len(sizes) - sum(map(_consumed, index))
     for part in index:
@@ -386,9 +386,9 @@ class Positions:
     def _places(
         self, outside: str, kwargs: Options, clipped: tuple[str | None, ...] = ("clip",)
     ) -> tuple[tuple[Argument, ...], Options]:
-        """Return the index and options with which masked integers are `outside`.
+        """Return index and options by which masked integers are out of range, in this mode.
 
-        Other integers that are out of range are then clipped here, in modes that clip.
+        The mode is that of all integers then, so those to be clipped are clipped here.
         """
         if not any_masked(*self.index):
             return self.index, kwargs
@@ -401,7 +401,7 @@ def _ones_where(masked: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def row_getitem(x: RowSparse, key: IndexLike) -> Tensor:
-    """`x[key]`: dense where single rows are picked, row-sparse for columns of all rows.
+    """Return `x[key]`: dense for rows by their index, row-sparse for columns of all rows.
 
     Warns:
         StorageFallbackWarning: for an index that needs the dense array, such as a slice of

@@ -1,4 +1,4 @@
-"""Order and statistics: sorted, the largest, the different ones, running sums; of pairs.
+"""Sort, select and count entries; running sums; differences, covariance and comparisons.
 
     x = MaskedTensor([3, inf, 1, 3], [T, F, T, T])
     sort(x) = [1, 3, 3, --],  top_k(x, 2) = [3, 3],  cumsum(x) = [3, --, 4, 7]
@@ -51,7 +51,7 @@ def sort(a: MaskedTensor, axis: int | None = -1, **options: Argument) -> MaskedT
 def argsort(
     a: MaskedTensor, axis: int | None = -1, dtype: DTypeLike | None = None, **options: Argument
 ) -> MaskedTensor:
-    """Return what `sort` takes, masked where that entry is masked."""
+    """Return the indices that sort an axis, masked where their entries are masked."""
     a, axis = _along(a, axis)
     order = _order(a, axis, **options)
     valid = jnp.take_along_axis(a.valid, order, axis)
@@ -113,7 +113,7 @@ def unique(
     fill_value: Scalar | None = None,
     **options: Argument,
 ) -> PyTree:
-    """Count masked entries as one, which comes last.
+    """Return the distinct entries: masked ones are one of them, which comes last.
 
     Padding is masked unless `fill_value` is given.
     """
@@ -231,10 +231,10 @@ _diagonal, _outer = moves(jnp.diagonal), contracts(jnp.outer)
 
 
 def skips_nan(function: Function, empty: ArrayLike | None) -> Function:
-    """Return JAX's function of the entries that are not nan; of all, `function` is one.
+    """Return `jnp.nan*` for tensors: `function`, jmask's `*`, with nan masked.
 
     Args:
-        empty: the result of an array where nothing but nan is. None keeps what is there.
+        empty: the result of an array where all entries are nan. None leaves it unfilled.
     """
     of_jax: Function = getattr(jnp, f"nan{function.__name__}")
     names = list(inspect.signature(of_jax).parameters)[1:]
@@ -273,8 +273,8 @@ def cov(
     """Take each covariance over the observations that both variables have, as `numpy.ma.cov`.
 
     The mean of a variable is taken over all its entries, and the divisor counts the
-    observations that exist for both; it is masked where not more than `ddof` are there. If `m`
-    and `y` have one shape, an observation that one of them lacks is masked in both.
+    observations that exist for both; for `ddof` of these or fewer the result is masked. If `m`
+    and `y` have one shape, an observation that is masked in one is masked in both.
     """
     tensors = [as_masked_tensor(x) for x in (m, y) if x is not None]
     shapes = [x.shape for x in tensors]
@@ -302,7 +302,7 @@ def cov(
     own = jnp.diagonal(number)[:, None]
     mean = jnp.sum(values * weights, 1, keepdims=True) / jnp.where(own == 0, 1, own)
     distance = jnp.where(x.valid, values - mean, 0)
-    # The square of the weights, by the weights: 1 for repeated observations.
+    # sum(f a**2) / sum(f a) of frequencies f and weights a, as in `jnp.cov`.
     squares = (valid * weights * factors) @ valid.T / jnp.where(number == 0, 1, number)
     divisor = jnp.real(number - (int(not bias) if ddof is None else ddof) * squares)
     exists = divisor > 0
@@ -348,7 +348,7 @@ def _unlike(a: jax.Array, b: jax.Array, equal_nan: bool) -> jax.Array:
     return differ & ~(jnp.isnan(a) & jnp.isnan(b)) if equal_nan else differ
 
 
-# True where entries are no match: the zeros of two sparse tensors stay False, so sparse.
+# True where entries differ: for zeros of two sparse tensors False, so the result is sparse.
 _is_other = entrywise(_unlike)
 _is_far = entrywise(lambda a, b, **options: ~jnp.isclose(a, b, **options))
 
@@ -398,7 +398,7 @@ def array_equal(
 
 
 def _none(differs: TensorLike, masked_equal: bool) -> jax.Array:
-    """Decide whether no entry differs; and, if masked entries do not count, that all exist."""
+    """Decide whether no entry differs and, unless `masked_equal`, none is masked."""
     masked = isinstance(differs, MaskedTensor)
     differs = as_masked_tensor(differs)
     none = ~jnp.any(differs.valid & stored_values(differs))

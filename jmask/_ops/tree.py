@@ -53,7 +53,7 @@ def add(tree: PyTree, *others: PyTree, like: PyTree | None = None) -> PyTree:
         if not is_row_sparse(x) or not is_row_sparse(like):
             return x
         x = x.coalesce(nse=like.nse)
-        is_any = like.order == "any"  # in a carry nothing is known of ids that was not at first
+        is_any = like.order == "any"  # a carry keeps its type, of which `order` is a part
         return x.with_leaves(x.index_leaf, x.values, order="any") if is_any else x
 
     return tree if like is None else _map(within_capacity, tree, like)
@@ -140,8 +140,8 @@ def norm(tree: PyTree, squared: bool = False) -> jax.Array:
     """Return the global norm: the root of the sum of the squares of all entries.
 
     Rows with equal indices are added first, so that the norm equals the dense gradient's;
-    masked entries do not count. Accumulated in float32 at least. In a `shard_map` it is that
-    of what this device has: sum the gradient with `psum` first.
+    masked entries do not count. Accumulated in float32 at least. In a `shard_map` it is the
+    norm of the part on this device: sum the gradient with `psum` first.
 
     Args:
         tree: arrays, `RowSparse` and `MaskedTensor`.
@@ -166,8 +166,8 @@ def norm(tree: PyTree, squared: bool = False) -> jax.Array:
 def psum(tree: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
     """Return the sum over a mapped axis (`vmap`, `shard_map`), as `lax.psum`.
 
-    The rows of a `RowSparse` of all devices are gathered and put side by side: n rows on
-    each of k devices become k n rows everywhere, and nothing of the size of a table moves.
+    The rows of a `RowSparse` of all devices are gathered and concatenated: n rows on each of k
+    devices become k n rows everywhere, and nothing of the size of a table moves.
 
     Args:
         tree: arrays and `RowSparse`; a `MaskedTensor` is refused.
@@ -190,8 +190,7 @@ def psum(tree: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
         if not is_row_sparse(x):
             return lax.psum(x, names)
         ids, values = varying_alike(x.flat().row_ids(), x.values)
-        # In a `shard_map` what is the same on all devices is typed so; as in `lax.psum`, each
-        # device adds it.
+        # An array that is typed as the same on all devices is added by each, as in `lax.psum`.
         manual = frozenset(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
         ids, values = (varying_over(manual, a) for a in (ids, values))
         to = "invarying" if varying_axes(values) else "varying"
