@@ -91,8 +91,8 @@ def root_of_sums(sums: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     with_others = others + small * from_small * from_small
     root = where_nonzero(jnp.sqrt)
     without_large = jnp.where(others != 0, root(with_others), root(small) * from_small)
-    every = large * up * up + with_others
-    return every, jnp.where(large != 0, root(with_large) * up, without_large)
+    total = large * up * up + with_others
+    return total, jnp.where(large != 0, root(with_large) * up, without_large)
 
 
 def squared(x: jax.Array) -> jax.Array:
@@ -221,8 +221,8 @@ def variance(
     return divide(squares, joined(left.storage, left.valid & (stored_values(left) > 0)))
 
 
-def _center(x: MaskedTensor, axis: Axes, given: TensorLike | None) -> TensorLike:
-    return mean(x, axis) if given is None else _tensor(given).astype(x.dtype)
+def _center(x: MaskedTensor, axis: Axes, mean: TensorLike | None) -> TensorLike:
+    return _mean(x, axis) if mean is None else _tensor(mean).astype(x.dtype)
 
 
 def deviation(x: MaskedTensor, axis: Axes, **options: Argument) -> MaskedTensor:
@@ -343,16 +343,16 @@ def standardize(
     """Return (x - mean) / sqrt(variance + epsilon); mean and variance may be given."""
     center = _center(x, axis, mean)
     if variance is not None:
-        spread = _tensor(variance).astype(x.dtype)
+        variance = _tensor(variance).astype(x.dtype)
     elif mean is None:
-        spread = _variance(x, axis).astype(x.dtype)
+        variance = _variance(x, axis).astype(x.dtype)
     else:
         # E[x**2] - mean**2 about the mean that was given, as in jax.nn.standardize; it is cut
         # at 0, which rounding may cross.
         less_square = entrywise(lambda x, mean: jnp.maximum(x - jnp.square(mean), 0))
-        spread = less_square(_mean(entrywise(jnp.square)(x), axis), center)
+        variance = less_square(_mean(entrywise(jnp.square)(x), axis), center)
     scaled = entrywise(lambda x, mean, v: (x - mean) * lax.rsqrt(v + epsilon))
-    return scaled(x, center, spread)
+    return scaled(x, center, variance)
 
 
 _tensor: Function = as_tensor
@@ -432,18 +432,18 @@ def _at_rank(x: MaskedTensor, axis: Axes, rank: ArraysFunction, method: str) -> 
         return total(x.astype(dtype), axis)
     shape = (*(x.shape[a] for a in rest), size)
     pair = as_dense(x.storage), x.valid
-    line = joined(*(jnp.transpose(a, rest + axis).reshape(shape) for a in pair))
-    number = jnp.sum(line.valid, -1, keepdims=True)
+    entries = joined(*(jnp.transpose(a, rest + axis).reshape(shape) for a in pair))
+    number = jnp.sum(entries.valid, -1, keepdims=True)
     last = jnp.maximum(number - 1, 0)
     # Masked entries come last, and are 0 where they are read.
-    line = sort(joined(filled(line), line.valid)).storage
+    ordered = sort(joined(filled(entries), entries.valid)).storage
     # nan is the greatest of the valid entries.
-    greatest = jnp.take_along_axis(line, last, -1)
+    greatest = jnp.take_along_axis(ordered, last, -1)
     bad = greatest != greatest
 
     def entry(rank: jax.Array) -> jax.Array:
         rank = jnp.where(bad, last, jnp.minimum(rank, last))
-        return jnp.take_along_axis(line, rank, -1).astype(wide(dtype))
+        return jnp.take_along_axis(ordered, rank, -1).astype(wide(dtype))
 
     below, between = rank(last)
     weight = _WEIGHTS[method](between)

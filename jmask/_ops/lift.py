@@ -27,7 +27,7 @@ import numpy as np
 from jmask._base.fallback import report_fallback
 from jmask._base.types import Argument, Function, PyTree, PyTreeDef, Storage, Tensor, TensorLike
 from jmask._base.validation import refuse_other_tensors
-from jmask._ops.rows import Words, on_stored_values, where_or
+from jmask._ops.rows import ZeroRules, on_stored_values, where_or
 from jmask._tensors.conversions import from_numpy_ma
 from jmask._tensors.masked_tensor import (
     MaskedTensor,
@@ -111,7 +111,7 @@ def extends(
     def extend(function: Function) -> Function:
         @functools.wraps(of_jax)
         def extended(*args: Argument, **kwargs: Argument) -> PyTree:
-            ours = {name: kwargs.pop(name) for name in more if name in kwargs}
+            extra = {name: kwargs.pop(name) for name in more if name in kwargs}
             bound = signature.bind(*args, **kwargs)
             options = bound.arguments
             for name in tensors:
@@ -119,11 +119,11 @@ def extends(
                     x = as_tensor(adopted(options[name]))
                     options[name] = dense(x, of_jax.__name__)
             operands = [options.get(name) for name in tensors]
-            if not ours and not any_masked(*operands):
+            if not extra and not any_masked(*operands):
                 return of_jax(*bound.args, **bound.kwargs)
             refuse_output(options)
             options = {name: x for name, x in options.items() if name not in tensors}
-            return function(*operands, **options, **ours)
+            return function(*operands, **options, **extra)
 
         extended.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{of_jax.__doc__}"
         return extended
@@ -184,12 +184,12 @@ def entrywise(
         def among_operands(several: Sequence[tuple[int, ...]]) -> list[set[int]]:
             # Arguments are numbered by position. A set of them counts if each is an operand, or
             # an option that is 0, as in where(c, 0, x).
-            is_held = lambda i: i < len(args) and (i in places or not leaves[i])
-            held = [one for one in several if all(map(is_held, one))]
-            return [{places.index(i) for i in one if i in places} for one in held]
+            counts = lambda i: i < len(args) and (i in places or not leaves[i])
+            counted = [one for one in several if all(map(counts, one))]
+            return [{places.index(i) for i in one if i in places} for one in counted]
 
-        words = Words(adds, among_operands(scales), among_operands(vanishes), by_arrays)
-        return on_stored_values(of_operands, operands, name, safe, words)
+        rules = ZeroRules(adds, among_operands(scales), among_operands(vanishes), by_arrays)
+        return on_stored_values(of_operands, operands, name, safe, rules)
 
     return lifted
 

@@ -219,12 +219,13 @@ def dot(
     check_flag("transpose_a", transpose_a)
     check_flag("transpose_b", transpose_b)
     lhs, rhs = _checked(lhs, "lhs"), _checked(rhs, "rhs")
-    over = 0 if transpose_a or lhs.ndim == 1 else 1, 1 if transpose_b and rhs.ndim == 2 else 0
-    if lhs.shape[over[0]] != rhs.shape[over[1]]:
+    left_axis = 0 if transpose_a or lhs.ndim == 1 else 1
+    right_axis = 1 if transpose_b and rhs.ndim == 2 else 0
+    if lhs.shape[left_axis] != rhs.shape[right_axis]:
         raise ValueError(
             f"`lhs` of shape {tuple(lhs.shape)} and `rhs` of shape {tuple(rhs.shape)} do not "
             f"fit with transpose_a={transpose_a} and transpose_b={transpose_b}: dimension "
-            f"{over[0]} of `lhs` and dimension {over[1]} of `rhs` must have one size."
+            f"{left_axis} of `lhs` and dimension {right_axis} of `rhs` must have one size."
         )
     checked_choice("forward_stype", forward_stype, (None, "default", "row_sparse"))
     is_rows = isinstance(lhs, RowSparse) and lhs.ndim == 2

@@ -117,8 +117,8 @@ def reduces(
     @functools.wraps(of_jax or formula)
     def lifted(*args: Argument, where: Argument = None, **kwargs: Argument) -> Argument:
         # --- arguments -------------------------------------------------------------------
-        ours = {key: kwargs.pop(key) for key in kwargs.keys() - parameters.keys()}
-        options = signature.bind(*args, **kwargs).arguments | ours
+        extra = {key: kwargs.pop(key) for key in kwargs.keys() - parameters.keys()}
+        options = signature.bind(*args, **kwargs).arguments | extra
         x = as_tensor(adopted(options.pop(first)))
         where = options.pop("where", where)
         axis = options.pop("axis", parameters["axis"].default)
@@ -146,8 +146,8 @@ def reduces(
         # --- result ----------------------------------------------------------------------
         dtype = None
         if like is not None:
-            kinds = {k: options.pop(k) for k in ("dtype", "promote_integers") if k in options}
-            dtype = result_dtype(like, x.dtype, **kinds)
+            names = [k for k in ("dtype", "promote_integers") if k in options]
+            dtype = result_dtype(like, x.dtype, **{k: options.pop(k) for k in names})
             x = x.astype(wide(joint_dtype(x.dtype, dtype)))
         chosen = zeros if is_ordinary and callable(zeros) else formula
         result = chosen(x, axis=axes, **options)
@@ -174,18 +174,18 @@ def reduces(
     return lifted
 
 
-def result_dtype(function: Function, kind: DTypeLike, **options: Argument) -> DType:
-    """Return the dtype that a function of JAX, such as `jnp.sum`, gives for a dtype."""
+def result_dtype(function: Function, operand: DTypeLike, **options: Argument) -> DType:
+    """Return the dtype that a function of JAX, such as `jnp.sum`, gives for an operand's."""
     x64 = jax.config.read("jax_enable_x64")
-    return _result_dtype(function, jnp.dtype(kind), x64, tuple(options.items()))
+    return _result_dtype(function, jnp.dtype(operand), x64, tuple(options.items()))
 
 
 @functools.lru_cache(maxsize=256)  # or a small sum outside of jit takes 2.7 times as long
 def _result_dtype(
-    function: Function, kind: DType, x64: bool, options: tuple[tuple[str, Argument], ...]
+    function: Function, operand: DType, x64: bool, options: tuple[tuple[str, Argument], ...]
 ) -> DType:
     function = functools.partial(function, **dict(options))
-    return jax.eval_shape(function, jax.ShapeDtypeStruct((1,), kind)).dtype
+    return jax.eval_shape(function, jax.ShapeDtypeStruct((1,), operand)).dtype
 
 
 def checked_axes(axis: Axis, ndim: int) -> tuple[int, ...]:

@@ -49,8 +49,8 @@ Operand = Storage | HostArray
 """What a function of entries is applied to; a number of NumPy is known under jit too."""
 
 
-class Words(NamedTuple):
-    """Say what a function makes of zeros.
+class ZeroRules(NamedTuple):
+    """What a function of entries makes of zeros; operands are numbered.
 
     Attributes:
         adds: whether it is linear in all operands together.
@@ -66,19 +66,19 @@ class Words(NamedTuple):
 
 
 def on_stored_values(
-    function: Function, operands: Sequence[Operand], name: str, safe: float, words: Words
+    function: Function, operands: Sequence[Operand], name: str, safe: float, rules: ZeroRules
 ) -> Storage:
     """Apply a function of entries to operands of which some are sparse and none is masked."""
     operands = [x if is_sparse(x) or np.ndim(x) == 0 else jnp.asarray(x) for x in operands]
     rows = [x for x in operands if isinstance(x, RowSparse)]
     if any(x.leading > 1 for x in rows):
-        return _of_stacked_tables(function, operands, name, safe, words)
+        return _on_stacked_tables(function, operands, name, safe, rules)
     shape = common_shape([np.shape(x) for x in operands])
     sparse = [x for x in operands if is_sparse(x)]
     for x in rows:
         x.check_single()
     if _one_layout(sparse, shape):
-        keeps_zeros, is_linear = _at_zero(function, operands, words)
+        keeps_zeros, is_linear = _at_zero(function, operands, rules)
         if keeps_zeros and is_linear and (len(sparse) == 1 or isinstance(sparse[0], RowSparse)):
             return _each_alone(function, operands, shape)
         if keeps_zeros:
@@ -86,7 +86,7 @@ def on_stored_values(
         full = [x for x in operands if not is_sparse(x)]
         are_numbers = any(x.dtype != jnp.dtype(bool) for x in operands)  # booleans `or`
         fits = rows and len(full) == 1 and np.shape(full[0]) == shape
-        if words.adds and fits and are_numbers:
+        if rules.adds and fits and are_numbers:
             ones = [np.ones((), x.dtype) if x is full[0] else _zero(x) for x in operands]
             slope = np.asarray(_evaluated(function, ones))
             summed = lambda x, dtype=slope.dtype: summed_before_cast(x, dtype)
@@ -124,21 +124,21 @@ def trial() -> Iterator[None]:
 
 
 def _at_zero(
-    function: Function, operands: Sequence[Operand], words: Words
+    function: Function, operands: Sequence[Operand], rules: ZeroRules
 ) -> tuple[bool, bool]:
     """Decide whether zeros stay zeros, and whether the function is linear in what is sparse."""
     sparse = {i for i, x in enumerate(operands) if is_sparse(x)}
     others = [x for x in operands if not is_sparse(x)]
     known = {i for i, x in enumerate(operands) if _is_known(x)}
-    linear = words.adds or any(sparse <= one for one in words.scales)
+    linear = rules.adds or any(sparse <= one for one in rules.scales)
     value = None
     if len(known) == len(others):
         value = _evaluated(function, [_zero(x) if is_sparse(x) else x for x in operands])
         zero = value is not None and not value.any()
     else:
         vanishing = sparse | {i for i in known if not np.asarray(operands[i]).any()}
-        fits = words.by_arrays or all(np.ndim(x) == 0 for x in others)
-        zero = fits and any(one <= vanishing for one in (*words.scales, *words.vanishes))
+        fits = rules.by_arrays or all(np.ndim(x) == 0 for x in others)
+        zero = fits and any(one <= vanishing for one in (*rules.scales, *rules.vanishes))
     if zero and linear:
         zeros = map(_zero, operands)
         dtype = (jax.eval_shape(function, *zeros) if value is None else value).dtype
@@ -237,8 +237,8 @@ def _on_union(sparse: Sequence[Sparse]) -> list[Sparse]:
     return [sum_duplicates(BCOO((values, indices), shape=x.shape), nse) for x, values in pairs]
 
 
-def _of_stacked_tables(
-    function: Function, operands: Sequence[Operand], name: str, safe: float, words: Words
+def _on_stacked_tables(
+    function: Function, operands: Sequence[Operand], name: str, safe: float, rules: ZeroRules
 ) -> Storage:
     """Apply the function to tensors (M, V, *row), some of which store rows of (M * V, *row)."""
     rows = [x for x in operands if isinstance(x, RowSparse)]
@@ -255,7 +255,7 @@ def _of_stacked_tables(
             return x.with_rows_of(finest).flat()
         return x.reshape(flat) if x.ndim and not isinstance(x, BCSR) else x
 
-    result = on_stored_values(function, list(map(flattened, operands)), name, safe, words)
+    result = on_stored_values(function, list(map(flattened, operands)), name, safe, rules)
     if isinstance(result, RowSparse):
         return result.stacked_as(finest)
     return as_dense(result).reshape(finest.shape)

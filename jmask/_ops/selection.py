@@ -220,9 +220,9 @@ def take(
     A `fill_value` for indices out of range is a valid entry.
     """
     after = 0 if axis is None else a.ndim - axis % a.ndim - 1
-    unknown = is_hidden(indices)
-    spread = trailing(unknown, unknown.ndim + after)
-    return _gathered(jnp.take, a, indices, spread, {"axis": axis, **options})
+    hidden = is_hidden(indices)
+    hidden = trailing(hidden, hidden.ndim + after)
+    return _gathered(jnp.take, a, indices, hidden, {"axis": axis, **options})
 
 
 @extends(jnp.take_along_axis, "arr", "indices")
@@ -230,19 +230,19 @@ def take_along_axis(
     arr: Dense, indices: Dense, axis: int | None = -1, **options: Argument
 ) -> MaskedTensor:
     """Read with masks: the result is masked where the index is, or is out of range."""
-    unknown = is_hidden(indices)
-    return _gathered(jnp.take_along_axis, arr, indices, unknown, {"axis": axis, **options})
+    hidden = is_hidden(indices)
+    return _gathered(jnp.take_along_axis, arr, indices, hidden, {"axis": axis, **options})
 
 
 def _gathered(
-    function: Function, a: Dense, indices: Dense, unknown: jax.Array, options: Options
+    function: Function, a: Dense, indices: Dense, hidden_index: jax.Array, options: Options
 ) -> MaskedTensor:
-    """Read `a` at `indices`; the mask `unknown` of these broadcasts to the result."""
-    places = jnp.where(is_hidden(indices), 0, as_dense(data_of(indices)))
-    data = function(data_of(a), places, **options)
+    """Read `a` at `indices`; where these are masked broadcasts to the result."""
+    positions = jnp.where(is_hidden(indices), 0, as_dense(data_of(indices)))
+    data = function(data_of(a), positions, **options)
     options["fill_value"] = options.get("fill_value") is None
-    hidden = function(is_hidden(a), places, **options)
-    return joined(data, ~(hidden | jnp.broadcast_to(unknown, hidden.shape)))
+    hidden = function(is_hidden(a), positions, **options)
+    return joined(data, ~(hidden | jnp.broadcast_to(hidden_index, hidden.shape)))
 
 
 def masked_getitem(x: MaskedTensor, index: IndexLike) -> MaskedTensor:
@@ -263,21 +263,21 @@ def masked_getitem(x: MaskedTensor, index: IndexLike) -> MaskedTensor:
     return joined(positions.data[positions.index], positions.valid[positions.index])
 
 
-def known_places(
+def without_masked(
     index: Sequence[Argument], sizes: Sequence[int], *, clip: bool
 ) -> tuple[Argument, ...]:
     """Put masked integers of an index out of range, where nothing is read or written.
 
     With `clip`, other integers that are out of range become the nearest that are in range.
     """
-    places, axis, left_out = [], 0, len(sizes) - sum(map(_consumed, index))
+    parts, axis, of_ellipsis = [], 0, len(sizes) - sum(map(_consumed, index))
     for part in index:
-        dimensions = left_out if part is Ellipsis else _consumed(part)
+        dimensions = of_ellipsis if part is Ellipsis else _consumed(part)
         if dimensions == 1 and not isinstance(part, slice) and part is not Ellipsis:
-            part = _place(dense(part, "indexing"), sizes[axis], clip)
-        places.append(part)
+            part = _position(dense(part, "indexing"), sizes[axis], clip)
+        parts.append(part)
         axis += dimensions
-    return tuple(places)
+    return tuple(parts)
 
 
 def _consumed(part: Argument) -> int:
@@ -288,20 +288,21 @@ def _consumed(part: Argument) -> int:
     return part.ndim if is_mask and not isinstance(part, MaskedTensor) else 1
 
 
-def _place(part: Argument, size: int, clip: bool) -> Argument:
-    place = jnp.asarray(data_of(part))
-    if not jnp.issubdtype(place.dtype, jnp.integer):
+def _position(part: Argument, size: int, clip: bool) -> Argument:
+    position = jnp.asarray(data_of(part))
+    if not jnp.issubdtype(position.dtype, jnp.integer):
         if isinstance(part, MaskedTensor):
             raise TypeError(
-                f"a MaskedTensor of {place.dtype} is no index: whether its masked entries "
+                f"a MaskedTensor of {position.dtype} is no index: whether its masked entries "
                 "are selected is not known. Use where(), or to_tensor(False) outside jit."
             )
         return part
     # A narrow integer may not hold the size.
-    place = place.astype(jnp.int64 if place.dtype.itemsize == 8 else jnp.int32)
+    position = position.astype(jnp.int64 if position.dtype.itemsize == 8 else jnp.int32)
     if clip:
-        place = jnp.clip(jnp.where(place < 0, place + size, place), 0, max(size - 1, 0))
-    return jnp.where(is_hidden(part), size, place)
+        from_start = jnp.where(position < 0, position + size, position)
+        position = jnp.clip(from_start, 0, max(size - 1, 0))
+    return jnp.where(is_hidden(part), size, position)
 
 
 class At:
@@ -322,7 +323,7 @@ class At:
 def _arithmetic(name: str, doc: str) -> Function:
     def method(self: "Positions", values: TensorLike, **kwargs: Argument) -> MaskedTensor:
         values = dense(adopted(values), "at")
-        index, kwargs = self._places("drop", kwargs)
+        index, kwargs = self._without_masked("drop", kwargs)
         # Ones wherever the result is masked: no nan from there can reach a derivative.
         target = self.valid.at[index].get(fill_value=False, mode=kwargs.get("mode"))
         data = _ones_where(~self.valid, self.data).at[index]
@@ -354,7 +355,7 @@ class Positions:
         """Return the entries, masked out of range with mode="fill" and no `fill_value`."""
         fill = kwargs.pop("fill_value", None)
         # As in `jax.Array.at`, reading clips by default, and writing drops.
-        index, kwargs = self._places("fill", kwargs, clipped=("clip", None))
+        index, kwargs = self._without_masked("fill", kwargs, clipped=("clip", None))
         data = self.data.at[index].get(fill_value=0 if fill is None else fill, **kwargs)
         valid = self.valid.at[index].get(fill_value=fill is not None, **kwargs)
         return joined(data, valid)
@@ -362,7 +363,7 @@ class Positions:
     def set(self, values: TensorLike, **kwargs: Argument) -> MaskedTensor:
         """Replace entries: by a masked tensor with its mask, by anything else as valid."""
         values = dense(adopted(values), "at")
-        index, kwargs = self._places("drop", kwargs)
+        index, kwargs = self._without_masked("drop", kwargs)
         data = self.data.at[index].set(data_of(values), **kwargs)
         valid = self.valid.at[index].set(True, **kwargs)
         if isinstance(values, MaskedTensor):
@@ -383,8 +384,8 @@ class Positions:
         """Apply the elementwise `func` to the valid entries, once where positions repeat."""
         return self.set(elementwise(func)(self.get(**kwargs)), **kwargs)
 
-    def _places(
-        self, outside: str, kwargs: Options, clipped: tuple[str | None, ...] = ("clip",)
+    def _without_masked(
+        self, mode: str, kwargs: Options, clipped: tuple[str | None, ...] = ("clip",)
     ) -> tuple[tuple[Argument, ...], Options]:
         """Return index and options by which masked integers are out of range, in this mode.
 
@@ -392,8 +393,8 @@ class Positions:
         """
         if not any_masked(*self.index):
             return self.index, kwargs
-        places = known_places(self.index, self.valid.shape, clip=kwargs.get("mode") in clipped)
-        return places, {**kwargs, "mode": outside}
+        clip = kwargs.get("mode") in clipped
+        return without_masked(self.index, self.valid.shape, clip=clip), {**kwargs, "mode": mode}
 
 
 def _ones_where(masked: jax.Array, values: jax.Array) -> jax.Array:

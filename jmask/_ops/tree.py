@@ -158,9 +158,9 @@ def norm(tree: PyTree, squared: bool = False) -> jax.Array:
     leaves = jax.tree.leaves(tree, is_leaf=is_tensor)
     sums = [_sums_of_squares(x) for x in leaves or [jnp.zeros(0)]]
     dtype = joint_dtype(jnp.float32, *(x for x, *_ in sums))
-    add = lambda *parts: functools.reduce(jnp.add, [x.astype(dtype) for x in parts])
-    every, root = root_of_sums(list(map(add, *sums)))
-    return every if squared else root
+    added = lambda *parts: functools.reduce(jnp.add, [x.astype(dtype) for x in parts])
+    total, root = root_of_sums(list(map(added, *sums)))
+    return total if squared else root
 
 
 def psum(tree: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
