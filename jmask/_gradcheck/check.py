@@ -310,7 +310,7 @@ def _rules(problem: Problem, modes: Sequence[str]) -> tuple[Function, dict[str, 
 
 
 def _rule(problem: Problem, smooth: Function, mode: str) -> Function:
-    """Return what takes cotangents (n, outputs) to (inputs, n), or tangents to (n, outputs)."""
+    """Return the map of cotangents (n, outputs) to (inputs, n), or tangents to (n, outputs)."""
     point, sizes = jnp.asarray(problem.point), (len(problem.inputs), len(problem.outputs))
     if mode == "rev":
         _, pullback = jax.vjp(smooth, point)

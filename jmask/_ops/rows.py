@@ -56,7 +56,7 @@ class ZeroRules(NamedTuple):
         adds: whether it is linear in all operands together.
         scales: the sets of operands in which it is linear together.
         vanishes: more sets of operands: it is 0 where all of one are.
-        by_arrays: whether that holds with arrays for the other operands: 0 / d may be nan.
+        by_arrays: whether zeros stay zeros if other operands are arrays: 0 / d may be nan.
     """
 
     adds: bool

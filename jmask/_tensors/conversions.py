@@ -5,9 +5,9 @@
     mask  [[T,   F, T],
            [F,   T, F]]     row_sparse  indices 0 1, values as data, mask as mask
 
-A cast stores the valid entries, or the rows with one; of a tensor that is not masked those
-that are not zero (nan is not). Sizes are static: what `nse` leaves over is padding, which is
-never valid.
+A cast stores the valid entries, or the rows with one. Of a tensor that is not masked it stores
+the entries, or rows, that are not zero; nan is not zero. Sizes are static: `nse` is filled up
+with padding, which is never valid.
 """
 
 import jax
@@ -119,7 +119,7 @@ def _chosen(
     """Choose the values (n, ...) whose flag (n,) is True, in order.
 
     Returns:
-        Their numbers, padded to `nse`; which of these are no padding; and the values, zeros
+        Their indices, padded to `nse`; which of these are no padding; and the values, zeros
         at padding.
     """
     nse = _capacity(flags, nse, what)
@@ -224,7 +224,7 @@ def _check_castable(x: Tensor, stype: str) -> None:
 
 
 def representation(x: MaskedTensor) -> str:
-    """Print a masked tensor, as NumPy lays arrays out; its type and shape while traced.
+    """Return a masked tensor as text, laid out like NumPy's; while traced, type and shape.
 
     MaskedTensor([1.0, --, 3.0], dtype=float32)
     MaskedTensor(coo, float32[2, 4], nse=3, values=[3.0, --, 5.0])

@@ -348,7 +348,7 @@ def _on_sparse(data: Sparse, mask: Storage | None) -> tuple[Storage, jax.Array]:
             f"`mask` of shape {tuple(mask.shape)} must have the shape of `data`, {shape}."
         )
     if mask is None:
-        valid = jnp.ones_like(values, bool)  # placed as they are
+        valid = jnp.ones_like(values, bool)  # sharded as they are
     elif is_sparse(mask):
         if sparse_sizes(data) != sparse_sizes(mask):
             raise ValueError(
@@ -376,8 +376,8 @@ def _on_other_positions(data: Sparse, mask: Sparse) -> tuple[Storage, jax.Array]
     """Return the entries of `data` at the positions of a sparse mask, and which are valid."""
     values, flags, exists = stored_values(data), stored_values(mask), is_entry(data)
     if values.shape == flags.shape:
-        # A mask of the same positions has a boolean for each stored value, also of equal ones;
-        # whether it is one is known only when a traced program runs.
+        # If both store the same positions, each boolean masks one stored value, also where
+        # positions repeat. Of traced indices that is known only at run time.
         pairs = zip(coordinates(data), coordinates(mask), strict=True)
         is_alike = jnp.stack([jnp.array_equal(a, b) for a, b in pairs]).all()
         exists &= flags | ~is_alike
@@ -388,7 +388,7 @@ def _on_other_positions(data: Sparse, mask: Sparse) -> tuple[Storage, jax.Array]
     return with_stored_values(pattern, read_at_positions(data, kept, pattern)), valid
 
 
-# Some fifty operations, which outside jit would each be called from Python.
+# Jitted, or some fifty operations would be dispatched one by one outside of jit.
 @functools.partial(jax.jit, inline=True)
 def _with_unique_positions(data: Sparse, valid: jax.Array) -> tuple[Storage, jax.Array]:
     values = stored_values(data)

@@ -3,7 +3,7 @@
     x * y        np.multiply(x, y), which NumPy hands to `__array_ufunc__`: jmask.numpy.multiply
     x.mean(0)    jmask.numpy.mean(x, 0)
 
-These functions are made of the classes, so the classes look them up when they are called.
+These functions import the classes, so the classes look them up when they are called.
 """
 
 import math

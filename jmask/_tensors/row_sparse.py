@@ -44,7 +44,7 @@ from jmask._tensors.methods import RowSparseMethods, library
 
 
 class Static(NamedTuple):
-    """What a node keeps beside its leaves; see the attributes of `RowSparse`."""
+    """Hold the static data of a node of a pytree; see the arguments of `RowSparse`."""
 
     shape: Shape
     order: Order
@@ -263,13 +263,13 @@ class RowSparse(RowSparseMethods):
         if self.dtype == jnp.dtype(bool):  # booleans add as `or`, which no scatter does
             return self.with_values(self.values.astype(jnp.int32)).todense() != 0
         flat = self.flat()
-        rows = flat.coalesce() if is_narrow(self.dtype) else flat  # rounded once, in its rows
+        rows = flat.coalesce() if is_narrow(self.dtype) else flat  # each sum is rounded once
         zeros = jnp.zeros(flat.shape, self.dtype)
         dense = add_to_rows(zeros, rows.row_ids(), rows.rows(), rows.order)
         return dense.reshape(self.shape)
 
     def flat(self) -> "RowSparse":
-        """Return stacked tables (M, V, *row), and lines, as one (V, *row); others as they are.
+        """Return the gradient of stacked or packed tables as that of one table (rows, *row).
 
         Example:
             >>> import jax.numpy as jnp, jmask
@@ -287,7 +287,7 @@ class RowSparse(RowSparseMethods):
         return like.with_leaves(self.index_leaf, self.values, order=self.order)
 
     def with_rows_of(self, like: "RowSparse") -> "RowSparse":
-        """Return the same tensor with the smaller rows of `like`: each row is several then."""
+        """Split each row into the smaller ones of `like`, of the same shape."""
         if self.row == like.row:
             return self
         each = like.row_count // self.row_count if self.row_count else 1
@@ -402,7 +402,7 @@ class RowSparse(RowSparseMethods):
         return self.with_leaves(self.index_leaf, values)
 
     def rows(self) -> Rows:
-        """Return the values, or what makes them, for readers that go block by block."""
+        """Return the values as `Rows`, which kernels may read block by block."""
         return gathered(self.values)
 
 
@@ -417,7 +417,7 @@ def _order(coalesced: bool) -> Order:
 
 def _unpickle(indices: PyTree, values: PyTree, *static: PyTree) -> RowSparse:
     """Return the tensor of arrays, or of their shapes."""
-    layout = Static(*(*static, None)[:4])  # no width, before there was one
+    layout = Static(*(*static, None)[:4])  # older pickles have no width
     leaves = lambda ids, values: (hide(widen(ids, layout.row_count)), jnp.asarray(values))
     make = shapes_from if isinstance(values, jax.ShapeDtypeStruct) else lambda f, *x: f(*x)
     return RowSparse.tree_unflatten(layout, make(leaves, indices, values))

@@ -1,4 +1,4 @@
-"""`todense` and `sparse_mask`: in and out of the entries that are specified.
+"""`todense` and `sparse_mask`: from the specified entries of a tensor to all, and back.
 
     x = BCOO of [[-, 3],      todense(x)          sparse_mask([[5, 6],     [[-, 6],
                  [4, -]]      [[0, 3], [4, 0]]                 [7, 8]], x) = [7, -]]
@@ -74,18 +74,18 @@ def todense(x: TensorLike, *, masked_grad: bool = False) -> jax.Array:
     if masked_grad:
         return dense
     placeholder = placeholder_of(x)
-    dense = jmask_everywhere(dense)  # for each of several gradient programs
+    dense = jmask_everywhere(dense)
     return dense if placeholder is None else dense + placeholder
 
 
 @jax.jit
 def jmask_everywhere(dense: jax.Array) -> jax.Array:
-    """Return the array: in a program it says that entries count that are not specified."""
+    """Return the array. In a jaxpr, the name of this call marks that every entry counts."""
     return dense
 
 
 def counts_everywhere(jaxpr: Jaxpr) -> bool:
-    """Decide whether entries of a tensor count that are not specified, by `todense`."""
+    """Decide whether entries that are not specified count in a program, by `todense`."""
     return calls(jaxpr, "jmask_everywhere")
 
 

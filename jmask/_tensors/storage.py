@@ -115,9 +115,9 @@ def row_of_each(pointers: Ids, count: int) -> jax.Array:
 
 
 def stored_at(x: RowSparse, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the rows stored, equal ones summed, and the place of each canonical id in them.
+    """Return the stored rows, equal ones summed, and the position of each id among them.
 
-    The place of an id that is not stored is their number.
+    The ids are canonical. The position of an id that is not stored is the number of rows.
     """
     x = x.coalesce()
     stored, count = x.row_ids(), x.nse
@@ -209,13 +209,13 @@ def same_index_arrays(x: Storage, y: Storage) -> bool:
 
 
 def sparse_sizes(x: Storage) -> Shape:
-    """Return the sizes of the dimensions that stored positions number; none of an array."""
+    """Return the sizes of the sparse dimensions, of which an array has none."""
     if isinstance(x, RowSparse):
         return (x.row_count,)
     return tuple(x.shape[: getattr(x, "n_sparse", 0)])
 
 
-# Some thirty operations, which outside jit would each be called from Python.
+# Jitted, or some thirty operations would be dispatched one by one outside of jit.
 @functools.partial(jax.jit, inline=True)
 def read_at_positions(x: Sparse, values: jax.Array, like: Sparse) -> jax.Array:
     """Read the values at the positions of `x`, summed (booleans: `or`), at positions of `like`.
@@ -279,6 +279,7 @@ def as_dense(x: Storage) -> jax.Array:
 
 def to_bcsr(x: BCOO) -> BCSR:
     """Return a matrix in coordinates, sorted or not, in compressed rows; padding comes last."""
+    # `BCSR.from_bcoo` does not keep `unique_indices`.
     values, rows, columns = x.data, x.indices[:, 0], x.indices[:, 1]
     if not x.indices_sorted:
         order = jnp.lexsort((columns, rows))
