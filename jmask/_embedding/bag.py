@@ -89,8 +89,8 @@ def embedding_bag(
     """Return the rows of `table` with the given ids, combined bag by bag.
 
     Bags are given in one of four forms: what `jmask.pad_bags` makes of ragged ones; `ids`
-    (..., L), where each line is a bag, made of equal length by padding; `ids` (n,) with
-    `offsets`; or `ids` (n,) with `segment_ids`.
+    (..., L), whose last axis is a bag, padded to equal length; `ids` (n,) with `offsets`; or
+    `ids` (n,) with `segment_ids`.
 
     Args:
         table (V, *row): an array, a `RowSparse`, or quantized. Integers have sums and maxima
@@ -228,7 +228,7 @@ def embedding_bag(
 
 
 def _sum_dtype(kind: DType, combiner: str, has_weights: bool) -> DType:
-    """Return the dtype in which rows of this one are combined; refuse what has no meaning."""
+    """Return the dtype in which rows of dtype `kind` are combined, or raise."""
     if has_weights and combiner == "max":
         raise ValueError(
             "`weights` have no meaning for `combiner` 'max': leave them out, or use 'sum', "
@@ -253,12 +253,12 @@ def _sum_dtype(kind: DType, combiner: str, has_weights: bool) -> DType:
 
 
 class Bags(NamedTuple):
-    """The bags that entries are in.
+    """Assign entries to bags.
 
     Attributes:
-        shape: (b,); or *shape of entries (*shape, L), each line of which is a bag.
-        ids (n,): the bag of each entry, b where it is in none; None for lines.
-        padding: which entries are in none; None if all are in one.
+        shape: (b,); or `shape` of entries (*shape, L), whose last axis is a bag.
+        ids (n,): the bag of each entry, b where it is in none; None if bags are an axis.
+        padding: which entries are in no bag; None if all are in one.
         valid: whether traced offsets ascend from 0 to n at most; None if that is known.
     """
 
@@ -289,7 +289,7 @@ def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
     count = rows.shape[line]
     if count == 0:
         return bags.sum(rows)
-    # An array, so that the comparison sees what the maximum was taken of: see `reduce._ties`.
+    # A barrier, so that both the maximum and the comparison see one array: see `reduce._ties`.
     constant = jax.lax.optimization_barrier(jax.lax.stop_gradient(rows))
     keys = jnp.where(exists, constant, least(rows.dtype))
 

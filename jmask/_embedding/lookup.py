@@ -159,9 +159,9 @@ def checked_integers(name: str, x: Argument, mode: str, order: str = "") -> Ids:
     """Return `x` as a NumPy or JAX array of integers.
 
     NumPy arrays and lists stay NumPy, so that 64-bit ids are not cut to 32 bits. In mode
-    "raise" all that is concrete becomes NumPy: under a trace, JAX makes even of a
-    comparison of two constants a value that cannot be looked at. `order` is the call
-    with its arguments in order, for callers who give the ids first, as torch does.
+    "raise" all that is concrete becomes NumPy: under a trace, JAX makes a tracer even of a
+    comparison of two constants. `order` is the call with its arguments in order, for
+    callers who give the ids first, as torch does.
     """
     if isinstance(x, MaskedTensor):
         raise TypeError(
@@ -169,7 +169,7 @@ def checked_integers(name: str, x: Argument, mode: str, order: str = "") -> Ids:
             f"`{name}.to_tensor(-1)`, and give that id as `padding_id`."
         )
     given, kept = x, jax.core.Tracer if mode == "raise" else jax.Array
-    if not isinstance(x, kept | RowSparse):  # a table, in the place of ids
+    if not isinstance(x, kept | RowSparse):  # a RowSparse is a table, refused below
         try:
             x = np.asarray(x)
         except ValueError:
@@ -323,11 +323,10 @@ def embedding_lookup(
             differentiated so; those with nan or inf stay as they are. A number or a scalar
             array, for a floating or complex table.
         norm_type: p of the p-norm, > 0; may be `math.inf`.
-        hashed: whether the table numbers its rows by the permutation of `jmask.sharded(...,
-            hashed=True)`. Its gradient has the positions where the rows are.
-        width: the D of the table (V, D) of which `table` has the lines, as `jmask.packed` makes
-            them; an array (V, D) is taken, too. What the last line is filled up with counts as
-            rows, of zeros.
+        hashed: whether the rows of the table are permuted, as by `jmask.sharded(...,
+            hashed=True)`. The indices of its gradient are the permuted positions.
+        width: D, if `table` is `jmask.packed` of a table (V, D), or that table. The padding of
+            the last line counts as rows of zeros.
 
     Returns:
         The rows (*ids.shape, *row), in the dtype of the table.
@@ -357,7 +356,7 @@ def embedding_lookup(
 
 
 def shape_of_rows(table: AnyTable, width: int | None) -> Shape:
-    """Return the shape (V, *row) of a table, of which `table` may be the lines."""
+    """Return the shape (V, *row) of a table, or of the one whose lines `table` has."""
     shape = tuple(table.shape)
     if width is None:
         return shape
@@ -373,7 +372,7 @@ def shape_of_rows(table: AnyTable, width: int | None) -> Shape:
 
 
 def hashed_positions(positions: jax.Array, rows: int, hashed: bool) -> jax.Array:
-    """Return the positions of the rows in a table with `hashed=True`, if it is one."""
+    """Permute positions if the table is one with `hashed=True`."""
     check_flag("hashed", hashed)
     if not hashed:
         return positions
@@ -407,7 +406,7 @@ def looked_up_rows(table: AnyTable, reads: Reads, shape: Shape) -> jax.Array:
     elif explicit_mesh(table, positions) is not None:
         rows = sharded_rows.looked_up(table, positions)
     else:
-        # The gather itself fills in what is outside, if nothing else reads V.
+        # The gather itself fills in nan, if no padding reads V.
         fills_in = padding is None and out_of_range is not None
         fill, out_of_range = (None, None) if fills_in else (0, out_of_range)
         rows = rows_or_fill(table, positions, fill)
@@ -420,7 +419,7 @@ def looked_up_rows(table: AnyTable, reads: Reads, shape: Shape) -> jax.Array:
 
 
 def out_of_range_value(dtype: DTypeLike) -> HostArray:
-    """Return the value that stands for a row out of range, as in `jnp.take`."""
+    """Return what entries of a row out of range are, as in `jnp.take`."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return np.asarray(jnp.nan, dtype)
     if dtype == jnp.dtype(bool):
@@ -432,12 +431,12 @@ def out_of_range_value(dtype: DTypeLike) -> HostArray:
 def exchange_overflow(
     table: jax.Array, ids: Numbers, *, padding_id: int | None = None, hashed: bool = False
 ) -> jax.Array:
-    """Count the ids of a lookup beyond what devices have room for when they exchange rows.
+    """Count the ids of a lookup beyond the capacity with which devices exchange rows.
 
-    Rows of large batches go to the shards that own them alone, each of which has room for its
-    share of a batch and five standard deviations. What exceeds it anywhere comes in further
-    rounds, in the lookup and in the update: as exact, and slower. Where that happens often,
-    `hashed=True` spreads frequent ids over all shards.
+    In large batches each row goes to the one shard that owns it. The capacity of a shard is its
+    share of the batch and five standard deviations. Ids beyond it anywhere take further rounds,
+    in the lookup and in the update: as exact, and slower. Where that happens often,
+    `hashed=True` distributes frequent ids over all shards.
 
     Args:
         table, ids, padding_id, hashed: as in `embedding_lookup`. In a program that makes this

@@ -1,4 +1,4 @@
-"""Argument bags as arrays of a few sizes, so that a step is compiled a few times.
+"""Pad ragged bags to arrays of a few sizes, so that a step is compiled a few times.
 
     [[2, 0], [], [1, 1, 3]]      ids      2 0 1 1 3 -1        -1 is padding
                                  offsets  0 2 2 5             the last is where bags end
@@ -36,8 +36,8 @@ class PaddedBags:
         ids (n,): integers; -1 behind the last bag.
         offsets (b + 1,): int32, where each bag begins, and where the last one ends.
         weights (n,): of the ids, 0 behind the last bag; or None.
-        bag_of_entry (n,): int32, what `offsets` say of each id: its bag; b behind the last one.
-            From `pad_bags`, so that no step finds it again; None in bags made otherwise.
+        bag_of_entry (n,): int32, the bag of each id as `offsets` have it; b behind the last
+            one. Set by `pad_bags`, so that no step computes it; None in bags made otherwise.
 
     Example:
         >>> import jmask
@@ -48,7 +48,7 @@ class PaddedBags:
     ids: Ids
     offsets: Ids
     weights: Ids | None = None
-    # Not given, and lost by `dataclasses.replace`: it must not be there with other offsets.
+    # No argument, so that `dataclasses.replace` drops it: it is wrong with other offsets.
     bag_of_entry: Ids | None = dataclasses.field(init=False, default=None)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[PyTree, PyTree]], None]:
@@ -96,8 +96,8 @@ def pad_bags(
 
     Args:
         ids: a list of bags, each a list of integers; or with `offsets` integers (n,). Or a
-            dict of such, of a table each. What has more than 32 bits is out of range, and
-            stays so, unless 64-bit types are enabled in JAX.
+            dict of such, one for each table. Ids of more than 32 bits stay out of range,
+            unless 64-bit types are enabled in JAX.
         offsets, include_last_offset: where bags begin, as in `embedding_bag`; in a dict if
             `ids` are.
         weights: floating, of the form of `ids`.
@@ -207,11 +207,11 @@ def _padded_bags(
 
 
 def _joined(name: str, bags: Argument) -> tuple[HostArray, HostArray]:
-    """Return what a list of bags holds, and where each begins."""
+    """Return the numbers of a list of bags, and where each bag begins."""
     numbers: HostArray | None = None
     are_lists = isinstance(bags, Sequence) and all(isinstance(x, list | tuple) for x in bags)
     if are_lists:
-        # One array of them all: a list takes as long to convert as a hundred of its numbers.
+        # One conversion for all lists: each costs as much as a hundred of its numbers.
         with contextlib.suppress(ValueError):  # lists of different lengths in a bag
             numbers = np.asarray(list(itertools.chain.from_iterable(bags)))
     elif isinstance(bags, Sequence | np.ndarray) and all(np.ndim(x) == 1 for x in bags):

@@ -21,7 +21,7 @@ from jmask._host.host_rows import HostRows
 
 
 class BatchRows(NamedTuple):
-    """Ids (n,) of the rows that a batch looks up, ascending; how many rows the step gets."""
+    """Hold ids (n,) of the rows of a batch, ascending, and how many rows its step gets."""
 
     ids: HostArray
     capacity: int
@@ -50,7 +50,7 @@ class Finder(NamedTuple):
         return places
 
     def check(self, ids: HostArray) -> None:
-        """Refuse what is no row of the table and no padding."""
+        """Refuse ids that are neither a row of the table nor padding."""
         name, count = self.table.names[0], len(self.table)
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise TypeError(f"the ids of {name} must be integers, got {ids.dtype}.")
@@ -114,7 +114,7 @@ def positions_in(batch: PyTree, finders: Sequence[Finder]) -> tuple[PyTree, list
         for i in tables:
             # Others of the group may have rows behind the last one of this table.
             own_ids = distinct[: np.searchsorted(distinct, len(finders[i].table))]
-            # At most as many as there are rows: a padding id behind them stays outside.
+            # At most as many as the table has, so that no padding id becomes a row.
             rows[i] = BatchRows(own_ids, min(rounded_up(len(distinct)), most))
     return jax.tree.unflatten(tree, leaves), [rows[i] for i in range(len(finders))]
 

@@ -134,7 +134,7 @@ class Offloaded:
     def __init__(self, params: PyTree, state: PyTree, owners: Sequence[int | None]):
         self.count = 0
         self._tree: PyTreeDef = jax.tree.structure((params, state))
-        # Those of tables are NumPy's, whole.
+        # Tables and their slots are in it as NumPy arrays (V, *row).
         self._leaves: list[PyTree] = jax.tree.leaves((params, state))
         paths = [path for path, _ in jax.tree.leaves_with_path((params, state))]
         self._names = [leaf_name(("params", "state")[x[0].idx], x[1:]) for x in paths]
@@ -150,8 +150,8 @@ class Offloaded:
         tables = (paths[at[0]][1:] for at in self._places)
         self._tables = list(map(HostRows, tables, names, arrays))
         self._loop: object = None
-        self._open: _Step | None = None  # to be committed
-        self._last: _Step | None = None  # that was committed, and its rows on their way
+        self._open: _Step | None = None  # waits for `commit`
+        self._last: _Step | None = None  # the last one committed; its rows are being written
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "jmask.host.write")
         self._writing: concurrent.futures.Future[None] | None = None
         self._folder: Path | None = None
@@ -213,7 +213,7 @@ class Offloaded:
             return None
 
         reader = concurrent.futures.ThreadPoolExecutor(1, "jmask.host.read")
-        is_finalizing = sys.is_finalizing  # at the end of Python names of modules are None
+        is_finalizing = sys.is_finalizing  # `sys` is None when the interpreter shuts down
         try:
             ahead = reader.submit(fetch, [None] * len(finders), None)
             while (fetched := ahead.result()) is not None:
@@ -238,7 +238,7 @@ class Offloaded:
                 self._settle()
 
     def commit(self, params: PyTree, state: PyTree) -> None:
-        """Take parameters and state as a step returned them. They must not be donated then.
+        """Take parameters and state as a step returned them; do not donate them afterwards.
 
         Args:
             params, state: of the structure and the shapes that the step was given.
@@ -340,7 +340,7 @@ class Offloaded:
 
     def _write(self, step: _Step) -> None:
         """Write the rows of a step when it has finished."""
-        # All of them before the first is written: a step that failed has none.
+        # All are read before one is written: reading raises if the step failed.
         arrays = [list(map(np.asarray, rows)) for rows in self._by_table(step.leaves)]
         for table, rows, new in zip(self._tables, step.rows, arrays, strict=True):
             table.write(rows.ids, new)
@@ -365,7 +365,7 @@ class Offloaded:
                 )
 
     def _by_table(self, leaves: Sequence[_T]) -> list[list[_T]]:
-        """Return for each table what belongs to its arrays, one for each leaf."""
+        """Return the leaves of each table: its parameter, then its slots."""
         return [[leaves[k] for k in at] for at in self._places]
 
     def _contents(self) -> snapshots.Contents:
@@ -378,7 +378,7 @@ class Offloaded:
 def _merged(
     read: list[list[jax.Array]], last: list[list[jax.Array]], sources: list[jax.Array]
 ) -> list[list[jax.Array]]:
-    """Return rows as they were read, or from the last step where `sources` name one of it."""
+    """Return rows as they were read, or those of the last step that `sources` number."""
 
     def merged(new: jax.Array, old: jax.Array, source: jax.Array) -> jax.Array:
         taken = old.at[jnp.maximum(source, 0)].get(mode="clip")

@@ -1,4 +1,4 @@
-"""Slots of a transformation for tables that are on the host: found, made, given first values.
+"""Find, allocate and initialise the slots of a transformation for tables on the host.
 
     params  table (V, 8) of NumPy, w (8,)       state  count (), mu (V, 8), (8,), nu alike
     owners  of the state's leaves               None, table, None, table, None
@@ -53,7 +53,7 @@ def state_on_host(
 
     first = {i: jnp.asarray(x[:2]) for i, x in enumerate(params) if is_table[i]}
     program = inlined(jax.make_jaxpr(init)(first))
-    depends = origins(program.jaxpr, [1] * len(first))  # whether on what tables hold
+    depends = origins(program.jaxpr, [1] * len(first))  # on the values of tables
     leaves, of_one_row = init(first), init({i: x[:1] for i, x in first.items()})
     for k, (path, _) in enumerate(jax.tree.leaves_with_path(state)):
         name, owner = leaf_name("state", path), owners[k]

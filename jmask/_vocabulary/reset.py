@@ -30,7 +30,7 @@ from jmask._vocabulary.vocabulary import Vocabulary
 
 Initializer = Callable[[jax.Array, Shape, DType], jax.Array]
 _Arrays = dict[int, list[jax.Array]]
-"""By the number of a table, it and its slots, or rows of these."""
+"""For each table, by its number: the table and its slots, or rows of these."""
 # Of a batch of 8,192 keys some hundred are new, and random numbers for a row of 64 take as long
 # as its step of Adam.
 _BLOCK = 512
@@ -156,7 +156,7 @@ def _in_blocks(
     ids: Mapping[int, jax.Array],
     arrays: _Arrays,
 ) -> _Arrays:
-    """Return start(ids, arrays), at the cost of those ids (n,), sorted, that are rows."""
+    """Return start(ids, arrays), in blocks of the sorted ids (n,), up to the padding."""
     sizes = [x.size for x in ids.values()]
     if not is_known(*sizes) or max(sizes) <= _BLOCK:
         return start(ids, arrays)

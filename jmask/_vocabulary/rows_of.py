@@ -41,7 +41,7 @@ _FEW_PLACES = 32
 def rows_of(
     vocab: Vocabulary, keys: Numbers, *, where: StorageLike | None = None
 ) -> tuple[jax.Array, Vocabulary, jax.Array]:
-    """Return the rows of keys, which new keys get.
+    """Return the row of each key; new keys get one.
 
     In a jitted step that donates `vocab` it is updated in place, at the cost of the keys.
     There is no loop over keys, and no call of the host.
@@ -60,8 +60,8 @@ def rows_of(
 
         The new vocabulary.
 
-        recycled (n,): the row that each key has got, the first of equal ones, else
-        `vocab.table_rows`. `reset` lets these rows start anew.
+        recycled (n,): the row that a key got in this call, at the first of equal keys;
+        otherwise `vocab.table_rows`. `reset` lets these rows start anew.
 
     Raises:
         TypeError: if `vocab` is no vocabulary, the keys are no integers, or `where` no mask.
@@ -114,7 +114,7 @@ def rows_of(
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _on_all_devices(vocab: Vocabulary, shards: Shards, *arrays: jax.Array) -> list[jax.Array]:
     """Run `_on_device` on one device or several. `vocab` has shapes in the place of arrays."""
-    # Keys come to every device; what each finds is added up.
+    # Every device gets all keys, and finds those of its own sets.
     run, exists = functools.partial(_on_device, vocab, shards), arrays[-1]
     specs = [shards.spec, *((None,) * x.ndim for x in arrays[1:])]
     out = [(None,) * exists.ndim, (None,), shards.spec, (None,)]
@@ -130,7 +130,7 @@ def _on_device(
     words: jax.Array,
     exists: jax.Array,
 ) -> list[jax.Array]:
-    """Return rows, recycled rows (n,), new lines of this device, what `counters` adds up.
+    """Return rows, recycled rows (n,), and of this device the new lines and the counts.
 
     `lines` are those of this device.
     """
@@ -252,7 +252,7 @@ def _at(x: jax.Array, place: jax.Array) -> jax.Array:
 
 
 def _busy(match: jax.Array, set_start: jax.Array, places: int) -> jax.Array:
-    """Return which places (n, places) of its set any key has, by those (n,) of keys, or -1."""
+    """Return which places (n, places) of a set its keys have; `match` (n,) is one, or -1."""
     busy = jnp.zeros((match.shape[0], places), bool)
     place = jnp.where(match < 0, places, match)  # -1 would be the last place
     return busy.at[set_start, place].set(True, mode="drop")[set_start]
@@ -285,7 +285,7 @@ def _taken(
 
 
 def _by_pairs(number: jax.Array, *by: jax.Array) -> jax.Array:
-    """Return the place (n,) that comes as number `number` (n,), by comparing all pairs."""
+    """Return the place (n,) whose rank is `number` (n,), by comparing all pairs."""
     position = np.arange(by[0].shape[1], dtype=np.int32)[:, None]
     less = jnp.asarray(position < position.T)[:, :, None]
     # Along n, where a CPU has vector instructions.
@@ -298,7 +298,7 @@ def _by_pairs(number: jax.Array, *by: jax.Array) -> jax.Array:
 def _in_rounds(number: jax.Array, busy: jax.Array, *by: jax.Array) -> jax.Array:
     """Return the same as `_by_pairs`; 0 past the last free place.
 
-    Each round takes the least of each line. There are as many as one set has new keys.
+    Each round takes the least free place of each set: one round for each new key of a set.
     """
     position = np.arange(busy.shape[1], dtype=np.int32)[None]
     last = jnp.sum(~busy, 1, dtype=jnp.int32) - 1

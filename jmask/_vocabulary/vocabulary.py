@@ -27,7 +27,7 @@ from jmask._tables.sharded import checked_axes
 from jmask._tensors.flax_state import register_in_flax
 
 _COUNTERS = ("hits", "new", "evicted", "waiting")
-# Places of a set are ranked by comparing all pairs of them.
+# More would be slow: places of a set are ranked by comparing all pairs of them.
 _MOST_WAYS = 128
 
 
