@@ -165,7 +165,7 @@ def embedding_bag(
         weights = weights.astype(dtype)
 
     # --- position, bag, weight -----------------------------------------------------------
-    bags = _bags(ids, segment_ids, num_segments, offsets, include_last_offset, mode)
+    bags = _checked_bags(ids, segment_ids, num_segments, offsets, include_last_offset, mode)
     shape = shape_of_rows(table, width)
     masks = [x for x in (bags.padding, is_padding(ids, padding_id)) if x is not None]
     padding = functools.reduce(operator.or_, masks) if masks else None
@@ -177,37 +177,37 @@ def embedding_bag(
             bags = bags._replace(ids=jnp.where(padding, bags.shape[0], bags.ids))
 
     # --- combined ------------------------------------------------------------------------
-    present = jnp.ones(positions.shape, bool) if padding is None else jnp.logical_not(padding)
+    valid = jnp.ones(positions.shape, bool) if padding is None else jnp.logical_not(padding)
     rows_of: Function = lambda reads: bounded(
         looked_up_rows(table, reads, shape), max_norm, norm_type, positions.ndim
     )
     if combiner == "max":
-        result = _max(rows_of(reads), bags, present)
+        result = _max(rows_of(reads), bags, valid)
     else:
-        # A bag with an id outside is nan: by its sum, if nothing else in a bag reads V and the
-        # gather fills nan in there; or by a mark, below.
+        # A bag with an id out of range is nan. Its sum is, if the gather fills in nan, which
+        # padding in a bag must not read; otherwise the result is marked, below.
         fills_in = weights is None and jnp.issubdtype(dtype, jnp.inexact)
-        # What is in no bag reads that nan, too, which `jax_debug_nans` would see outside jit.
-        has_rest = bags.ids is not None and not jax.config.jax_debug_nans
-        fills_in &= out_of_range is not None and (has_rest or padding is None)
-        number, fill = math.prod(bags.shape), math.nan if fills_in else 0
+        # Padding in no bag reads nan, too, which `jax_debug_nans` would see outside jit.
+        drops_padding = bags.ids is not None and not jax.config.jax_debug_nans
+        fills_in &= out_of_range is not None and (drops_padding or padding is None)
+        bag_count, fill = math.prod(bags.shape), math.nan if fills_in else 0
         if (
             isinstance(table, jax.Array)
             and shape == table.shape  # no lines
             and max_norm is None
-            and is_bag_sum(table, positions, weights, number)
+            and is_bag_sum(table, positions, weights, bag_count)
         ):
             # Rows that are read and added block by block.
-            flat = (-1,) if bags.ids is not None else (number, -1)
+            flat = (-1,) if bags.ids is not None else (bag_count, -1)
             weight = None if weights is None else weights.reshape(flat)
-            result = bag_sum(table, positions.reshape(flat), bags.ids, weight, number, fill)
+            result = bag_sum(table, positions.reshape(flat), bags.ids, weight, bag_count, fill)
             result = result.reshape(*bags.shape, *table.shape[1:])
         else:
             reads = Reads(positions, None, out_of_range if fills_in else None)
             rows = rows_of(reads).astype(dtype)
             result = bags.sum(rows if weights is None else rows * trailing(weights, rows.ndim))
         if combiner != "sum":
-            counted = present.astype(dtype) if weights is None else weights
+            counted = valid.astype(dtype) if weights is None else weights
             size = bags.sum(counted if combiner == "mean" else counted * counted)
             # Over infinity, unlike 0 / 0, an empty bag is 0, and so is every derivative; and a
             # nan in a bag of weight 0 is not hidden.
@@ -219,8 +219,8 @@ def embedding_bag(
             # nan is computed for the bags without one, which `jax_debug_nans` would see.
             marks = jnp.where(invalid, out_of_range_value(result.dtype), 0)
             result = result + (marks - jax.lax.stop_gradient(jnp.where(invalid, result, 0)))
-    if bags.valid is not None:
-        result = jnp.where(bags.valid, result, out_of_range_value(result.dtype))
+    if bags.ascends is not None:
+        result = jnp.where(bags.ascends, result, out_of_range_value(result.dtype))
     if bags.shape == (0,):
         result = result[:0]
     is_integer = jnp.issubdtype(table.dtype, jnp.integer) or table.dtype == jnp.dtype(bool)
@@ -259,13 +259,13 @@ class Bags(NamedTuple):
         shape: (b,); or `shape` of entries (*shape, L), whose last axis is a bag.
         ids (n,): the bag of each entry, b where it is in none; None if bags are an axis.
         padding: which entries are in no bag; None if all are in one.
-        valid: whether traced offsets ascend from 0 to n at most; None if that is known.
+        ascends: whether traced offsets ascend from 0 to n at most; None if that is known.
     """
 
     shape: tuple[int, ...]
     ids: jax.Array | None = None
     padding: Ids | None = None
-    valid: jax.Array | None = None
+    ascends: jax.Array | None = None
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Sum entries (n, ...) or (*shape, L, ...) bag by bag."""
@@ -276,17 +276,17 @@ class Bags(NamedTuple):
         return add_rows(zeros, self.ids, x)
 
 
-def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
+def _max(rows: jax.Array, bags: Bags, valid: jax.Array) -> jax.Array:
     """Return the maximum of each column of a bag, 0 where the bag is empty.
 
     It is read from the first entry that attains it, as a nan does: so goes its derivative.
     """
     if bags.ids is not None:  # a bag may have entries on every device
         bags = bags._replace(ids=with_whole_rows(bags.ids))
-    line = present.ndim - 1
-    rows, present = with_whole_rows(rows, line), with_whole_rows(present, line)
-    exists = trailing(present, rows.ndim)
-    count = rows.shape[line]
+    axis = valid.ndim - 1
+    rows, valid = with_whole_rows(rows, axis), with_whole_rows(valid, axis)
+    exists = trailing(valid, rows.ndim)
+    count = rows.shape[axis]
     if count == 0:
         return bags.sum(rows)
     # A barrier, so that both the maximum and the comparison see one array: see `reduce._ties`.
@@ -295,23 +295,23 @@ def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
 
     def reduced(x: jax.Array, kind: str) -> jax.Array:
         if bags.ids is None:
-            return getattr(jnp, kind)(x, line, keepdims=True)
+            return getattr(jnp, kind)(x, axis, keepdims=True)
         return getattr(jax.ops, f"segment_{kind}")(x, bags.ids, max(bags.shape[0], 1))
 
     greatest = reduced(keys, "max")
     if bags.ids is not None:
         greatest = greatest.at[bags.ids].get(mode="clip")
     attains = exists & ((constant == greatest) | (constant != constant))
-    numbers = jax.lax.broadcasted_iota(jnp.int32, rows.shape, line)
+    numbers = jax.lax.broadcasted_iota(jnp.int32, rows.shape, axis)
     first = reduced(jnp.where(attains, numbers, count), "min")
-    result = jnp.take_along_axis(rows, first, line, mode="fill", fill_value=0)
-    return result if bags.ids is not None else jnp.squeeze(result, line)
+    result = jnp.take_along_axis(rows, first, axis, mode="fill", fill_value=0)
+    return result if bags.ids is not None else jnp.squeeze(result, axis)
 
 
 # --- the forms of bags -------------------------------------------------------------------
 
 
-def _bags(
+def _checked_bags(
     ids: Ids,
     segment_ids: Numbers | None,
     num_segments: int | None,
@@ -338,22 +338,22 @@ def _bags(
 
     if offsets is not None:
         offsets = checked_offsets(offsets, ids, include_last_offset, mode)
-        count, number = ids.shape[0], offsets.shape[0] - bool(include_last_offset)
+        count, bag_count = ids.shape[0], offsets.shape[0] - bool(include_last_offset)
         starts: Ids
         padding: Ids | None = None
-        valid = None
+        ascends = None
         if isinstance(offsets, jax.core.Tracer):
             starts = widen(offsets, count + 1)
             ascending = (starts[1:] >= starts[:-1]).all()
-            valid = ascending & (starts[:1] == 0).all() & (starts[-1:] <= count).all()
+            ascends = ascending & (starts[:1] == 0).all() & (starts[-1:] <= count).all()
         else:
             starts = np.asarray(offsets).astype(np.int32)
         if include_last_offset:
             padding = np.arange(count, dtype=np.int32) >= starts[-1]
-        bags = canonical(row_of_each(starts, count), number)
-        if valid is not None:  # otherwise there are no entries, and no derivatives
-            bags = jnp.where(valid, bags, number)
-        return Bags((number,), bags, padding, valid)
+        bags = canonical(row_of_each(starts, count), bag_count)
+        if ascends is not None:  # otherwise there are no entries, and no derivatives
+            bags = jnp.where(ascends, bags, bag_count)
+        return Bags((bag_count,), bags, padding, ascends)
 
     segment_ids = checked_integers("segment_ids", segment_ids, mode)
     if ids.ndim != 1 or segment_ids.shape != ids.shape:
@@ -368,15 +368,15 @@ def _bags(
                 "(under jit, vmap or grad)."
             )
         num_segments = max(int(np.max(np.asarray(segment_ids), initial=-1)) + 1, 0)
-    number = checked_integer("num_segments", num_segments)
+    bag_count = checked_integer("num_segments", num_segments)
     is_known = isinstance(segment_ids, np.ndarray)
     most = np.max(segment_ids, initial=0) if is_known else 0
-    if most > number:
+    if most > bag_count:
         raise ValueError(
-            f"`segment_ids` hold {most}, and there are `num_segments`={number} bags: give the "
-            "number of bags, >= 0; write padding as -1 or as `num_segments`."
+            f"`segment_ids` hold {most}, and there are `num_segments`={bag_count} bags: give "
+            "the number of bags, >= 0; write padding as -1 or as `num_segments`."
         )
-    bags = rows_read(segment_ids, None, number)
+    bags = rows_read(segment_ids, None, bag_count)
     # Known also while something is traced, so that concrete ids can be refused.
-    padding = (segment_ids < 0) | (segment_ids >= number) if is_known else bags == number
-    return Bags((number,), bags, padding)
+    padding = (segment_ids < 0) | (segment_ids >= bag_count) if is_known else bags == bag_count
+    return Bags((bag_count,), bags, padding)
