@@ -127,8 +127,8 @@ def norm_in_parts(x: Values, axis: Axes, order: float) -> tuple[Values, Values, 
     size: Values = _size(x)
     nonzero = stored_values(data_of(size)) != 0
     if order == 0:
-        number: Values = on_values(lambda a: a.astype(size.dtype), _count(x, axis, nonzero))
-        return x, number, on_values(jnp.ones_like, number)
+        counts: Values = on_values(lambda a: a.astype(size.dtype), _count(x, axis, nonzero))
+        return x, counts, on_values(jnp.ones_like, counts)
 
     # --- scaled by the entry whose power is the greatest ---------------------------------
     # For a negative order that is the least entry, zeros apart.
@@ -186,7 +186,7 @@ _multiply = entrywise(jnp.multiply)
 _exp, _squared = entrywise(jnp.exp), entrywise(squared)
 _log, _root = entrywise(jnp.log), entrywise(where_nonzero(jnp.sqrt))
 _size = entrywise(where_nonzero(jnp.abs))
-_zero_where = entrywise(lambda number, x: jnp.where(number > 0, jnp.zeros_like(x), x))
+_zero_where = entrywise(lambda counts, x: jnp.where(counts > 0, jnp.zeros_like(x), x))
 _count: Function = count_valid  # typed for masked tensors; arrays have orders above 0 only
 
 total = functools.partial(reduced, kind="sum")
@@ -433,8 +433,8 @@ def _at_rank(x: MaskedTensor, axis: Axes, rank: ArraysFunction, method: str) -> 
     shape = (*(x.shape[a] for a in rest), size)
     pair = as_dense(x.storage), x.valid
     entries = joined(*(jnp.transpose(a, rest + axis).reshape(shape) for a in pair))
-    number = jnp.sum(entries.valid, -1, keepdims=True)
-    last = jnp.maximum(number - 1, 0)
+    counts = jnp.sum(entries.valid, -1, keepdims=True)
+    last = jnp.maximum(counts - 1, 0)
     # Masked entries come last, and are 0 where they are read.
     ordered = sort(joined(filled(entries), entries.valid)).storage
     # nan is the greatest of the valid entries.
@@ -453,4 +453,4 @@ def _at_rank(x: MaskedTensor, axis: Axes, rank: ArraysFunction, method: str) -> 
     result = low * (1 - weight).astype(low.dtype) + high * weight.astype(low.dtype)
     result = jnp.where(jnp.isnan(between), jnp.nan, result).astype(dtype)
     shape = tuple(1 if a in axis else n for a, n in enumerate(x.shape))
-    return joined(result.reshape(shape), (number > 0).reshape(shape))
+    return joined(result.reshape(shape), (counts > 0).reshape(shape))

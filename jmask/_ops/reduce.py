@@ -278,10 +278,10 @@ def reduced(x: Values, axis: Sequence[int], kind: str) -> Values:
     if len(kept) == sparse > 0:
         return joined(with_stored_values(storage, result, shape), exists)
     if kept:
-        ids, number = flat_index(storage, kept).reshape(-1), math.prod(shape[:sparse])
+        ids, groups = flat_index(storage, kept).reshape(-1), math.prod(shape[:sparse])
         # Padding goes to some group: it is not valid, so that its entry is the identity.
-        result = _segmented(kind, result, ids, max(number, 1))[:number]
-        exists = jax.ops.segment_max(exists.astype(jnp.uint8), ids, max(number, 1))[:number] > 0
+        result = _segmented(kind, result, ids, max(groups, 1))[:groups]
+        exists = jax.ops.segment_max(exists.astype(jnp.uint8), ids, max(groups, 1))[:groups] > 0
     return joined(result.reshape(shape), exists.reshape(shape))
 
 
@@ -298,14 +298,14 @@ def _slices(kind: str, values: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     return getattr(jnp, kind)(values, axes, initial=_IDENTITY[kind](dtype), keepdims=True)
 
 
-def _segmented(kind: str, values: jax.Array, ids: jax.Array, number: int) -> jax.Array:
+def _segmented(kind: str, values: jax.Array, ids: jax.Array, groups: int) -> jax.Array:
     """Reduce the rows (n, *row) with equal ids; those that are not valid are the identity."""
     if kind == "sum":
-        return add_rows(jnp.zeros((number, *values.shape[1:]), values.dtype), ids, values)
+        return add_rows(jnp.zeros((groups, *values.shape[1:]), values.dtype), ids, values)
     if kind != "prod":
-        return getattr(jax.ops, f"segment_{kind}")(values, ids, number)
+        return getattr(jax.ops, f"segment_{kind}")(values, ids, groups)
     # A scan over sorted segments: a scatter of products has no derivative at 0.
-    product = jnp.ones((number, *values.shape[1:]), values.dtype)
+    product = jnp.ones((groups, *values.shape[1:]), values.dtype)
     if values.shape[0] == 0:
         return product
     order = jnp.argsort(ids, stable=True)
@@ -314,7 +314,7 @@ def _segmented(kind: str, values: jax.Array, ids: jax.Array, number: int) -> jax
     starts = trailing(jnp.append(True, differs), values.ndim)
     _, running = lax.associative_scan(_product_since_start, (starts, values))
     place = lax.iota(ids.dtype, ids.shape[0])
-    ends = jnp.where(jnp.append(differs, True), ids, number + place)
+    ends = jnp.where(jnp.append(differs, True), ids, groups + place)
     return product.at[ends].set(running, mode="drop", unique_indices=True)
 
 
@@ -385,16 +385,16 @@ def extremum(x: MaskedTensor, axis: Sequence[int], kind: str) -> MaskedTensor:
     # The mean of the ties equals the result up to rounding, and shares the derivative among
     # them. The derivative of `reduced` is also shared with fills that equal the result.
     ties = x.valid & _ties(x, axis, kind)
-    number = on_values(lambda n: jnp.maximum(n, 1).astype(x.dtype), count_valid(x, axis, ties))
-    mean = stored_values(reduced(divide(joined(x.storage, ties), number), axis, "sum"))
+    counts = on_values(lambda n: jnp.maximum(n, 1).astype(x.dtype), count_valid(x, axis, ties))
+    mean = stored_values(reduced(divide(joined(x.storage, ties), counts), axis, "sum"))
     return on_values(lambda value: _with_slope_of(value, mean), result)
 
 
 def first_index(x: MaskedTensor, axis: Sequence[int], kind: str) -> MaskedTensor:
     """Return the index in `axis` of the first valid entry that is the maximum or minimum."""
-    numbers = jnp.broadcast_to(flat_index(x.storage, axis), x.valid.shape)
+    indices = jnp.broadcast_to(flat_index(x.storage, axis), x.valid.shape)
     ties = x.valid & _ties(x, axis, kind)
-    first = reduced(joined(with_stored_values(x.storage, numbers), ties), axis, "min")
+    first = reduced(joined(with_stored_values(x.storage, indices), ties), axis, "min")
     return on_values(lambda i: jnp.where(first.valid, i, jnp.zeros_like(i)), first)
 
 

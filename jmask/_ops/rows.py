@@ -129,7 +129,7 @@ def _at_zero(
     """Decide whether zeros stay zeros, and whether the function is linear in what is sparse."""
     sparse = {i for i, x in enumerate(operands) if is_sparse(x)}
     others = [x for x in operands if not is_sparse(x)]
-    known = {i for i, x in enumerate(operands) if _is_known(x)}
+    known = {i for i, x in enumerate(operands) if _is_number(x)}
     linear = rules.adds or any(sparse <= one for one in rules.scales)
     value = None
     if len(known) == len(others):
@@ -146,7 +146,7 @@ def _at_zero(
     return zero, linear
 
 
-def _is_known(x: Operand) -> bool:
+def _is_number(x: Operand) -> bool:
     return not is_sparse(x) and np.ndim(x) == 0 and not isinstance(x, jax.core.Tracer)
 
 
@@ -189,7 +189,7 @@ def _on_common_positions(
     like, values = sparse[0], [stored_values(x) for x in sparse]
     exists = trailing(is_stored(like), values[0].ndim)
     arrays = _sampled(operands, values, like, shape)
-    arrays = [x if _is_known(x) else where_or(exists, x, safe) for x in arrays]
+    arrays = [x if _is_number(x) else where_or(exists, x, safe) for x in arrays]
     result = function(*arrays)
     result = jnp.where(exists, result, jnp.zeros((), result.dtype))
     result = with_stored_values(like, _broadcast(result, like, shape), shape)

@@ -298,13 +298,13 @@ def cov(
 
     factors = weighing("aweights", aweights)
     weights = weighing("fweights", fweights) * factors
-    number = (valid * weights) @ valid.T
-    own = jnp.diagonal(number)[:, None]
-    mean = jnp.sum(values * weights, 1, keepdims=True) / jnp.where(own == 0, 1, own)
+    counts = (valid * weights) @ valid.T
+    total = jnp.diagonal(counts)[:, None]
+    mean = jnp.sum(values * weights, 1, keepdims=True) / jnp.where(total == 0, 1, total)
     distance = jnp.where(x.valid, values - mean, 0)
     # sum(f a**2) / sum(f a) of frequencies f and weights a, as in `jnp.cov`.
-    squares = (valid * weights * factors) @ valid.T / jnp.where(number == 0, 1, number)
-    divisor = jnp.real(number - (int(not bias) if ddof is None else ddof) * squares)
+    squares = (valid * weights * factors) @ valid.T / jnp.where(counts == 0, 1, counts)
+    divisor = jnp.real(counts - (int(not bias) if ddof is None else ddof) * squares)
     exists = divisor > 0
     result = (distance * weights) @ distance.conj().T / jnp.where(exists, divisor, 1)
     return joined(result.astype(kind), exists).squeeze()

@@ -393,9 +393,9 @@ def _on_other_positions(data: Sparse, mask: Sparse) -> tuple[Storage, jax.Array]
 def _with_unique_positions(data: Sparse, valid: jax.Array) -> tuple[Storage, jax.Array]:
     values = stored_values(data)
     existing = with_stored_values(data, jnp.where(valid, values, jnp.zeros_like(values)))
-    number = unique_positions(with_stored_values(data, valid.astype(jnp.int32)))
+    counts = unique_positions(with_stored_values(data, valid.astype(jnp.int32)))
     merged = unique_positions(existing)
-    return merged, (stored_values(number) > 0) & is_entry(merged)
+    return merged, (stored_values(counts) > 0) & is_entry(merged)
 
 
 def checked_mask(mask: Argument, name: str = "mask") -> Storage:
