@@ -263,23 +263,6 @@ def masked_getitem(x: MaskedTensor, index: IndexLike) -> MaskedTensor:
     return joined(positions.data[positions.index], positions.valid[positions.index])
 
 
-def without_masked(
-    index: Sequence[Argument], sizes: Sequence[int], *, clip: bool
-) -> tuple[Argument, ...]:
-    """Put masked integers of an index out of range, where nothing is read or written.
-
-    With `clip`, other integers that are out of range become the nearest that are in range.
-    """
-    parts, axis, of_ellipsis = [], 0, len(sizes) - sum(map(_consumed, index))
-    for part in index:
-        dimensions = of_ellipsis if part is Ellipsis else _consumed(part)
-        if dimensions == 1 and not isinstance(part, slice) and part is not Ellipsis:
-            part = _position(dense(part, "indexing"), sizes[axis], clip)
-        parts.append(part)
-        axis += dimensions
-    return tuple(parts)
-
-
 def _consumed(part: Argument) -> int:
     """Count the dimensions of the tensor that a part of an index stands for."""
     if part is None or part is Ellipsis or isinstance(part, bool):
@@ -288,7 +271,8 @@ def _consumed(part: Argument) -> int:
     return part.ndim if is_mask and not isinstance(part, MaskedTensor) else 1
 
 
-def _position(part: Argument, size: int, clip: bool) -> Argument:
+def _in_range(part: Argument, size: int, clip: bool) -> Argument:
+    """Return integers in the range of their dimension, if `clip`; masked ones are `size`."""
     position = jnp.asarray(data_of(part))
     if not jnp.issubdtype(position.dtype, jnp.integer):
         if isinstance(part, MaskedTensor):
@@ -393,8 +377,15 @@ class Positions:
         """
         if not any_masked(*self.index):
             return self.index, kwargs
-        clip = kwargs.get("mode") in clipped
-        return without_masked(self.index, self.valid.shape, clip=clip), {**kwargs, "mode": mode}
+        clip, axis, parts = kwargs.get("mode") in clipped, 0, []
+        of_ellipsis = self.data.ndim - sum(map(_consumed, self.index))
+        for part in self.index:
+            dimensions = of_ellipsis if part is Ellipsis else _consumed(part)
+            if dimensions == 1 and not isinstance(part, slice) and part is not Ellipsis:
+                part = _in_range(dense(part, "indexing"), self.data.shape[axis], clip)
+            parts.append(part)
+            axis += dimensions
+        return tuple(parts), {**kwargs, "mode": mode}
 
 
 def _ones_where(masked: jax.Array, values: jax.Array) -> jax.Array:
