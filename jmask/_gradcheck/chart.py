@@ -80,7 +80,7 @@ class Leaf:
         return with_values_of(self._full, dense)
 
     def near(self, reals: jax.Array) -> Tensor:
-        """Return the tensor at a point, with every entry where an unspecified one has moved."""
+        """Return the tensor at a point; with all entries if an unspecified one is not 0."""
         return self.with_every_entry(reals) if reals[self.count :].any() else self.at(reals)
 
     def _dense(self, reals: jax.Array, start: int = 0) -> jax.Array:

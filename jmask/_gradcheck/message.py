@@ -43,7 +43,7 @@ class Setting:
     order: int = 1
 
     def error(self, what: str, advice: str, mode: str = "", **fields: str) -> GradcheckError:
-        """Return an error with a line for each field; `advice` is of the table, or the text."""
+        """Return an error, a line for each field; `advice` is a key of `_ADVICE`, or text."""
         fields["semantics"] = (
             "masked (masked=True): only specified entries exist and have gradients"
             if self.masked

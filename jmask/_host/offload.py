@@ -378,7 +378,7 @@ class Offloaded:
 def _merged(
     read: list[list[jax.Array]], last: list[list[jax.Array]], sources: list[jax.Array]
 ) -> list[list[jax.Array]]:
-    """Return rows as they were read, or those of the last step that `sources` number."""
+    """Return rows as they were read, or from the last step where `sources` is not -1."""
 
     def merged(new: jax.Array, old: jax.Array, source: jax.Array) -> jax.Array:
         taken = old.at[jnp.maximum(source, 0)].get(mode="clip")

@@ -4,10 +4,10 @@
     folder/changes-7/      for each table the ids of the rows that changed since the checkpoint
                            before, their rows, all that is on the device, the count of steps
 
-A checkpoint is there as soon as `changes-N` has this name, its files on disk. Then its rows go
-into the copies; that may be interrupted, and is done again by whoever opens the folder. Tables
-that a run writes in place are never read when it is taken up again: nothing has to be undone.
-The price is the disk space of a second copy, which the first checkpoint writes as a whole.
+A checkpoint exists once its files are on disk and their folder is renamed to `changes-N`. Then
+its rows are written into the copies; if that is interrupted, the next run does it again. A run
+that is resumed never reads the tables that were written in place: nothing has to be undone. The
+price is the disk space of a second copy, which the first checkpoint writes as a whole.
 """
 
 import contextlib

@@ -150,7 +150,7 @@ def norm_in_parts(x: Values, axis: Axes, order: float) -> tuple[Values, Values, 
     elif order == 2:
         result = _root(reduced(_squared(x), axis, "sum"))
     else:
-        # Divided by that entry no power overflows; those of order 1 do not anyway.
+        # Divided by that entry no power overflows; with order 1 none does anyway.
         unit = on_values(jnp.ones_like, entry) if order == 1 else _multiply(entry, factor)
         powers = entrywise(where_nonzero(lambda a: a**order))(divide(size, unit))
         root = where_nonzero(lambda a: a ** (1 / order), 0 if order > 0 else jnp.inf)

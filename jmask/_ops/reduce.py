@@ -352,7 +352,7 @@ def _integer() -> DType:
 def count_valid(
     x: MaskedTensor, axis: Sequence[int], holds: jax.Array | None = None
 ) -> MaskedTensor:
-    """Count the valid entries of each group, or those of them where `holds` is True."""
+    """Count the valid entries of each group, where `holds` is True if it is given."""
     ones = x.valid if holds is None else x.valid & holds
     return reduced(with_values_of(x, ones.astype(_integer())), axis, "sum")
 

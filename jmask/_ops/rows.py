@@ -50,7 +50,7 @@ Operand = Storage | HostArray
 
 
 class ZeroRules(NamedTuple):
-    """What a function of entries makes of zeros; operands are numbered.
+    """Say where the zeros of sparse operands, given by their numbers, stay zeros.
 
     Attributes:
         adds: whether it is linear in all operands together.

@@ -373,7 +373,7 @@ class Positions:
     ) -> tuple[tuple[Argument, ...], Options]:
         """Return index and options by which masked integers are out of range, in this mode.
 
-        The mode is that of all integers then, so those to be clipped are clipped here.
+        The mode then holds for all integers, so the others are clipped here if they should be.
         """
         if not any_masked(*self.index):
             return self.index, kwargs

@@ -120,7 +120,7 @@ class MaskedTensor(MaskedMethods):
         register_in_flax(cls)
         node = object.__new__(cls)
         node.storage, node.valid = children
-        kinds = (jnp.dtype(bool), jax.dtypes.float0)  # that of tangents and cotangents
+        kinds = (jnp.dtype(bool), jax.dtypes.float0)  # float0 in tangents and cotangents
         if isinstance(node.valid, jax.Array) and node.valid.dtype not in kinds:
             raise TypeError(
                 f"the mask of a MaskedTensor came back as {node.valid.dtype} numbers: "

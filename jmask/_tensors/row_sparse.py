@@ -269,7 +269,7 @@ class RowSparse(RowSparseMethods):
         return dense.reshape(self.shape)
 
     def flat(self) -> "RowSparse":
-        """Return the gradient of stacked or packed tables as that of one table (rows, *row).
+        """Return the gradient of stacked or packed tables in the shape (rows, *row) of one.
 
         Example:
             >>> import jax.numpy as jnp, jmask

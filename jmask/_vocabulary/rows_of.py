@@ -6,8 +6,8 @@
     match        its place there, or -1     busy  places that any key of the set has
     change       new - old at the places of a key, else 0      added to the line
 
-All between is of the size of the batch. Places of its keys are never given to other ones: each
-number is changed by one key at most, so that sums of changes, modulo 2³², are exact.
+Arrays in between have the size of the batch. A place that a key of the batch has is not given
+to another one: at most one key changes each number, so adding changes modulo 2³² is exact.
 """
 
 import dataclasses
@@ -114,7 +114,7 @@ def rows_of(
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _on_all_devices(vocab: Vocabulary, shards: Shards, *arrays: jax.Array) -> list[jax.Array]:
     """Run `_on_device` on one device or several. `vocab` has shapes in the place of arrays."""
-    # Every device gets all keys, and finds those of its own sets.
+    # Every device gets all keys, and finds the ones in its own sets.
     run, exists = functools.partial(_on_device, vocab, shards), arrays[-1]
     specs = [shards.spec, *((None,) * x.ndim for x in arrays[1:])]
     out = [(None,) * exists.ndim, (None,), shards.spec, (None,)]
@@ -130,10 +130,7 @@ def _on_device(
     words: jax.Array,
     exists: jax.Array,
 ) -> list[jax.Array]:
-    """Return rows, recycled rows (n,), and of this device the new lines and the counts.
-
-    `lines` are those of this device.
-    """
+    """Return rows, recycled rows (n,), the new `lines` of this device, and counts."""
     shape, ways, count, places = exists.shape, vocab.ways, lines.shape[0], vocab.places
     words, exists = words.reshape(-1, 2), exists.reshape(-1)
     n, now, dtype = exists.shape[0], clock + 1, id_dtype(vocab.table_rows)
