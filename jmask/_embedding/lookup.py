@@ -168,7 +168,7 @@ def checked_integers(name: str, x: Argument, mode: str, order: str = "") -> Ids:
             f"`{name}` is a MaskedTensor: fill what is masked with an id, "
             f"`{name}.to_tensor(-1)`, and give that id as `padding_id`."
         )
-    given, kept = x, jax.core.Tracer if mode == "raise" else jax.Array
+    kind, kept = type(x).__name__, jax.core.Tracer if mode == "raise" else jax.Array
     if not isinstance(x, kept | RowSparse):  # a RowSparse is a table, refused below
         try:
             x = np.asarray(x)
@@ -180,7 +180,7 @@ def checked_integers(name: str, x: Argument, mode: str, order: str = "") -> Ids:
         if x.size == 0 and x.dtype == float:  # what NumPy makes of an empty list
             x = x.astype(np.int32)
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        kind = type(given).__name__ if x.dtype == object else x.dtype
+        kind = kind if x.dtype == object else x.dtype
         hint = f": the order is {order}" if order else ""
         raise TypeError(f"`{name}` must be integers, got {kind}{hint}.")
     return x

@@ -57,8 +57,8 @@ class PaddedBags:
 
     @classmethod
     def tree_unflatten(cls, _: None, children: Sequence[PyTree]) -> "PaddedBags":
-        *given, bag_of_entry = children
-        bags = cls(*given)
+        *arguments, bag_of_entry = children
+        bags = cls(*arguments)
         object.__setattr__(bags, "bag_of_entry", bag_of_entry)
         return bags
 
@@ -129,10 +129,10 @@ def pad_bags(
         )
     is_one = not isinstance(ids, Mapping)
     tables: Argument = {"": ids} if is_one else ids
-    given: dict[str, Argument] = {"offsets": offsets, "weights": weights}
-    for name, x in given.items():
+    extra: dict[str, Argument] = {"offsets": offsets, "weights": weights}
+    for name, x in extra.items():
         if x is None or is_one:
-            given[name] = dict.fromkeys(tables, x)
+            extra[name] = dict.fromkeys(tables, x)
         elif not isinstance(x, Mapping):
             raise TypeError(
                 f"`{name}` must be a dict with the keys of `ids`; got {type(x).__name__}."
@@ -142,7 +142,7 @@ def pad_bags(
                 f"`{name}` must have the keys of `ids`, {list(tables)}; got {list(x)}."
             )
     flat = {
-        table: _flat(x, given["offsets"][table], include_last_offset, given["weights"][table])
+        table: _flat(x, extra["offsets"][table], include_last_offset, extra["weights"][table])
         for table, x in tables.items()
     }
     most = max((int(starts[-1]) for _, starts, _ in flat.values()), default=0)
@@ -160,8 +160,8 @@ def _flat(
     if offsets is None:
         ids, starts = _joined("ids", ids)
         if weights is not None:
-            weights, others = _joined("weights", weights)
-            if not np.array_equal(starts, others):
+            weights, weight_starts = _joined("weights", weights)
+            if not np.array_equal(starts, weight_starts):
                 raise ValueError("`weights` must have as many numbers in each bag as `ids`.")
     ids = checked_integers("ids", ids, "raise")
     if offsets is not None:
@@ -183,13 +183,13 @@ def _padded_bags(
 ) -> PaddedBags:
     count, number = int(starts[-1]), len(starts) - 1
     if num_bags is not None:
-        missing = checked_integer("num_bags", num_bags) - number
-        if missing < 0:
+        empty = checked_integer("num_bags", num_bags) - number
+        if empty < 0:
             raise ValueError(
                 f"`num_bags` is {num_bags}, and there are {number} bags: give the most that a "
                 "batch has."
             )
-        starts, number = np.pad(starts, (0, missing), mode="edge"), num_bags
+        starts, number = np.pad(starts, (0, empty), mode="edge"), num_bags
     bag_of_entry = np.repeat(np.arange(number, dtype=np.int32), np.diff(starts))
     ids, limits = ids[:count], np.iinfo(np.int32)
     fits = count == 0 or (ids.max() <= limits.max and ids.min() >= limits.min)

@@ -54,13 +54,13 @@ class Finder(NamedTuple):
         name, count = self.table.names[0], len(self.table)
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise TypeError(f"the ids of {name} must be integers, got {ids.dtype}.")
-        outside = ~_is_row(ids, count)
+        out_of_range = ~_is_row(ids, count)
         if self.padding_id is not None:
-            outside &= ids != self.padding_id
-        for first in np.argwhere(outside)[:1]:
+            out_of_range &= ids != self.padding_id
+        for first in np.argwhere(out_of_range)[:1]:
             raise IndexError(
                 f"the ids of {name} hold {ids[tuple(first)]} at {first.tolist()}, which is "
-                f"none of its {count:,} rows ({outside.sum()} such in all). Ids that are "
+                f"none of its {count:,} rows ({out_of_range.sum()} such in all). Ids that are "
                 f"padding can be `padding_id`, which is {self.padding_id}."
             )
 

@@ -48,8 +48,8 @@ def state_on_host(
     owners = [x for x, _ in rows_of_state(tx.init, shapes, is_table, tree, state)]
 
     def init(tables: dict[int, PyTree]) -> list[PyTree]:
-        given = [tables.get(i, x) for i, x in enumerate(params)]
-        return jax.tree.leaves(tx.init(tree.unflatten(given)))
+        leaves = [tables.get(i, x) for i, x in enumerate(params)]
+        return jax.tree.leaves(tx.init(tree.unflatten(leaves)))
 
     first = {i: jnp.asarray(x[:2]) for i, x in enumerate(params) if is_table[i]}
     program = inlined(jax.make_jaxpr(init)(first))

@@ -80,18 +80,18 @@ def sums_of_squares(size: jax.Array) -> list[jax.Array]:
 
 def root_of_sums(sums: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Add up what `sums_of_squares` returns; return the sum and its root, derivative 0 at 0."""
-    small, large, others = sums
+    small, large, medium = sums
     _, power = _limit_and_power(small.dtype)
     # No constants and no quotients: XLA multiplies two factors or two divisors first, and the
     # square of this power is infinite.
     if_any = lambda sums, factor: jnp.where(sums == 0, 1, factor).astype(small.dtype)
     up, down = if_any(large, power), if_any(large, 1 / power)
-    with_large = large + others * down * down
+    with_large = large + medium * down * down
     from_small = if_any(small, 1 / power)
-    with_others = others + small * from_small * from_small
+    with_medium = medium + small * from_small * from_small
     root = where_nonzero(jnp.sqrt)
-    without_large = jnp.where(others != 0, root(with_others), root(small) * from_small)
-    total = large * up * up + with_others
+    without_large = jnp.where(medium != 0, root(with_medium), root(small) * from_small)
+    total = large * up * up + with_medium
     return total, jnp.where(large != 0, root(with_large) * up, without_large)
 
 

@@ -87,8 +87,8 @@ def each(word: Function, *functions: Function) -> list[Function]:
 def refuse_output(options: dict[str, Argument]) -> None:
     """Drop NumPy's arguments about memory; refuse them, as JAX does, if they ask for it."""
     for name in ("out", "overwrite_input"):
-        given = options.pop(name, None)
-        if given is not None and given is not False:  # an array may be of zeros
+        value = options.pop(name, None)
+        if value is not None and value is not False:  # an array may be of zeros
             raise NotImplementedError(f"`{name}` is not supported: results are new arrays.")
 
 
@@ -164,13 +164,13 @@ def entrywise(
         places = [i for i, x in enumerate(leaves) if is_operand(x)]
         operands = [leaves[i] for i in places]
 
-        def of_operands(*operands: jax.Array) -> jax.Array:
+        def on_arrays(*operands: jax.Array) -> jax.Array:
             arguments = dict(enumerate(leaves)) | dict(zip(places, operands, strict=True))
             args, kwargs = jax.tree.unflatten(structure, arguments.values())
             return function(*args, **kwargs)
 
         if not any(map(is_tensor, operands)):
-            return of_operands(*operands)
+            return on_arrays(*operands)
         name = getattr(function, "__name__", "a function")
         if any_masked(*operands):
             like, values, masks = aligned(operands, name)
@@ -178,7 +178,7 @@ def entrywise(
             distinct = {id(mask): mask for mask in masks if mask is not _ALL}
             valid = functools.reduce(operator.and_, distinct.values())
             return masked_at(
-                like, of_operands(*[where_or(valid, x, safe) for x in values]), valid
+                like, on_arrays(*[where_or(valid, x, safe) for x in values]), valid
             )
 
         def among_operands(several: Sequence[tuple[int, ...]]) -> list[set[int]]:
@@ -189,7 +189,7 @@ def entrywise(
             return [{places.index(i) for i in one if i in places} for one in counted]
 
         rules = ZeroRules(adds, among_operands(scales), among_operands(vanishes), by_arrays)
-        return on_stored_values(of_operands, operands, name, safe, rules)
+        return on_stored_values(on_arrays, operands, name, safe, rules)
 
     return lifted
 

@@ -153,9 +153,9 @@ def reduces(
         result = chosen(x, axis=axes, **options)
         result = result if dtype is None else result.astype(dtype)
         if not keepdims:  # the axes of several quantiles come first
-            gone = [a + result.ndim - x.ndim for a in axes]
-            shape = tuple(n for a, n in enumerate(result.shape) if a not in gone)
-            along = stored_axes(result.storage, gone)
+            squeezed = [a + result.ndim - x.ndim for a in axes]
+            shape = tuple(n for a, n in enumerate(result.shape) if a not in squeezed)
+            along = stored_axes(result.storage, squeezed)
             parts = stored_values(result), result.valid
             values, valid = (jnp.squeeze(a, along) for a in parts)
             result = joined(with_stored_values(result.storage, values, shape), valid)
@@ -223,14 +223,14 @@ def valid_entries(x: TensorLike, where: TensorLike | None) -> MaskedTensor:
 def with_zeros(formula: Function, absorb: Callable[[jax.Array], jax.Array]) -> Function:
     """Return a formula of all entries: `absorb` adds a zero to the result of stored ones."""
 
-    def of_all(x: MaskedTensor, axis: tuple[int, ...], **options: Argument) -> MaskedTensor:
+    def lifted(x: MaskedTensor, axis: tuple[int, ...], **options: Argument) -> MaskedTensor:
         result = formula(x, axis=axis, **options)
         if is_sparse(result.storage):  # rows are stored whole: no zero is in their groups
             return result
         is_full = count_valid(x, axis).to_tensor(0) == math.prod(x.shape[a] for a in axis)
         return MaskedTensor(jnp.where(is_full, result.storage, absorb(result.storage)))
 
-    return of_all
+    return lifted
 
 
 # --- slices and segments -----------------------------------------------------------------
