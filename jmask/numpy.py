@@ -46,7 +46,7 @@ from jmask._ops.lift import entrywise as _entrywise
 from jmask._ops.lift import extends as _extends
 from jmask._ops.lift import moves as _moves
 from jmask._ops.products import multiplies as _multiplies
-from jmask._ops.reduce import ZEROS_CHANGE_NOTHING as _NOTHING
+from jmask._ops.reduce import ZEROS_CHANGE_NOTHING as _NO_CHANGE
 from jmask._ops.reduce import checked_axes as _checked_axes
 from jmask._ops.reduce import greatest as _greatest
 from jmask._ops.reduce import least as _least
@@ -120,7 +120,7 @@ bitwise_left_shift, bitwise_right_shift = left_shift, right_shift
 
 _nan = _jnp.nan
 
-sum = _reduces(_of.total, _jnp.sum, zeros=_NOTHING, like=_jnp.sum, initial=add)
+sum = _reduces(_of.total, _jnp.sum, zeros=_NO_CHANGE, like=_jnp.sum, initial=add)
 prod = _reduces(
     _of.product, _jnp.prod, empty=1, zeros=_of.product_of_all, like=_jnp.prod, initial=multiply
 )
@@ -134,8 +134,8 @@ min = amin = _reduces(
     _of.minimum, _jnp.min, empty=_greatest, zeros=_of.minimum_of_all, initial=minimum
 )
 all = _reduces(_of.every, _jnp.all, empty=True, zeros=_of.every_of_all)
-any = _reduces(_of.some, _jnp.any, zeros=_NOTHING)
-count_nonzero = _reduces(_of.count_nonzero, _jnp.count_nonzero, zeros=_NOTHING)
+any = _reduces(_of.some, _jnp.any, zeros=_NO_CHANGE)
+count_nonzero = _reduces(_of.count_nonzero, _jnp.count_nonzero, zeros=_NO_CHANGE)
 argmax = _reduces(_of.first_maximum, _jnp.argmax, one_axis=True)
 argmin = _reduces(_of.first_minimum, _jnp.argmin, one_axis=True)
 ptp = _reduces(_of.peak_to_peak, _jnp.ptp)
@@ -162,7 +162,7 @@ _weighed = _entrywise(lambda x, weight, dtype: x.astype(dtype) * weight.astype(d
 
 # Zeros change no norm of positive order; one zero makes a norm of negative order zero.
 _norm_dtype = lambda x: _jnp.abs(_jnp.mean(x))
-_norm = _reduces(_of.norm, zeros=_NOTHING, like=_norm_dtype)
+_norm = _reduces(_of.norm, zeros=_NO_CHANGE, like=_norm_dtype)
 _negative_norm = _reduces(_of.norm, empty=_jnp.inf, like=_norm_dtype)
 
 

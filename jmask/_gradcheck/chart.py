@@ -105,7 +105,7 @@ class Leaf:
                 names.append(("specified", f"{entries[place]}{also}"))
         for place in self.places[self.count :]:
             names.append(("unspecified", f"{entries[place]}, which is not specified"))
-        return coordinates(self.path, names, self.reals.ndim == 2)
+        return make_coordinates(self.path, names, self.reals.ndim == 2)
 
 
 class Chart:
@@ -133,7 +133,7 @@ class Chart:
         return jax.tree.unflatten(self._treedef, leaves)
 
 
-def coordinates(
+def make_coordinates(
     path: str, names: Iterable[tuple[str, str]], is_complex: bool
 ) -> list[Coordinate]:
     parts = ("real part of ", "imaginary part of ") if is_complex else ("",)

@@ -26,8 +26,8 @@ from jmask._gradcheck.chart import (
     Chart,
     Coordinate,
     Leaf,
-    coordinates,
     is_differentiable,
+    make_coordinates,
     to_reals,
 )
 from jmask._gradcheck.message import GradcheckError, Setting
@@ -164,7 +164,8 @@ class Problem:
                 names = [
                     ("specified", f"entry {tuple(at)}") for at in np.argwhere(mask).tolist()
                 ]
-                self.outputs += coordinates(path, names, jnp.iscomplexobj(stored_values(y)))
+                is_complex = jnp.iscomplexobj(stored_values(y))
+                self.outputs += make_coordinates(path, names, is_complex)
         if not self._masks:
             raise ValueError(
                 "`fun` returns no floating or complex numbers whose gradient could be checked."

@@ -83,6 +83,7 @@ def on_stored_values(
             return _each_alone(function, operands, shape)
         if keeps_zeros:
             return _on_common_positions(function, operands, safe, shape)
+        # `dense + rows` touches only the rows that are stored.
         full = [x for x in operands if not is_sparse(x)]
         are_numbers = any(x.dtype != jnp.dtype(bool) for x in operands)  # booleans `or`
         fits = rows and len(full) == 1 and np.shape(full[0]) == shape
