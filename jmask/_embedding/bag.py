@@ -105,7 +105,7 @@ def embedding_bag(
             such ids are not looked up. Traced numbers that are no bag are padding, too.
         num_segments: how many bags, static; by default the greatest of `segment_ids` + 1,
             which must then be concrete.
-        weights: floating, of the shape of `ids`; not with "max". Padding has none.
+        weights: floating, of the shape of `ids`; not with "max". Padding counts as 0.
         combiner: "sum", "mean", "sqrtn" or "max", as defined above.
         padding_id: an id that is left out, as if it were not there.
         mode: what any other id outside the table gives, as in `embedding_lookup`: "fill"

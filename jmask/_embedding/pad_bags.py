@@ -91,7 +91,7 @@ def pad_bags(
 ) -> PaddedBags | dict[Key, PaddedBags]:
     """Pad ragged bags to one of a few sizes, on the host.
 
-    Under jit every other number of ids is another program. These are padded to a power of √2,
+    Under jit each number of ids compiles another program. It is rounded up to a power of √2,
     the same for all tables of a dict. A new size is logged once, as INFO of the logger "jmask".
 
     Args:

@@ -140,7 +140,7 @@ def _numbered(
 
 
 def source_of(rows: BatchRows, before: BatchRows | None) -> HostArray:
-    """Return, for each row of a batch, which row of the batch before it is, or -1."""
+    """Return for each row of a batch its position in the batch before, or -1."""
     source = np.full(rows.capacity, -1, np.int32)
     if before is not None and len(before.ids):
         at = np.searchsorted(before.ids, rows.ids).clip(max=len(before.ids) - 1)

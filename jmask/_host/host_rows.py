@@ -80,14 +80,14 @@ class HostRows:
         return len(self.arrays[0])
 
     def read(self, ids: HostArray, capacity: int) -> list[HostArray]:
-        """Return rows of each array (capacity, *row), then rows of zeros."""
+        """Return the rows `ids` of each array, with zeros behind them: (capacity, *row)."""
         rows = [np.zeros((capacity, *x.shape[1:]), x.dtype) for x in self.arrays]
         for items, out in zip(self._items, rows, strict=True):
             np.take(items, ids, out=as_items(out)[: len(ids)], mode="clip")
         return rows
 
     def write(self, ids: HostArray, rows: Sequence[HostArray]) -> None:
-        """Write the first rows of each array to the rows `ids`."""
+        """Write the first len(ids) rows of each array to the rows `ids`."""
         if self.changed is not None:
             self.changed[ids] = True
         for items, new in zip(self._items, rows, strict=True):

@@ -155,7 +155,7 @@ def sparse_mask(x: TensorLike, mask: TensorLike) -> Tensor:
 
 
 def _at_positions_of(pattern: Storage, storage: Storage, values: jax.Array) -> jax.Array:
-    """Return values in the place of those that `storage` has, at the positions of `pattern`."""
+    """Read `values`, which `storage` stores at its positions, at the positions of `pattern`."""
     if is_sparse(storage) and is_sparse(pattern):
         if sparse_sizes(storage) == sparse_sizes(pattern):
             return read_at_positions(storage, values, pattern)
