@@ -47,8 +47,10 @@ from jmask._tensors.storage import (
     is_sparse,
     sparse_sizes,
     stored_at,
+    stored_values,
     stype,
     summed_before_cast,
+    with_stored_values,
 )
 
 # --- operands: an array, or one of these -------------------------------------------------
@@ -79,7 +81,7 @@ class Rows(NamedTuple):
 
 
 Operand = jax.Array | Entries | Rows
-_Product = TypeVar("_Product", jax.Array, RowSparse)
+_Product = TypeVar("_Product", bound=jax.Array | RowSparse)
 
 
 def operand(x: Storage, transposed: bool) -> Operand:
@@ -151,11 +153,8 @@ def _rows_at(table: jax.Array, positions: jax.Array, dtype: DTypeLike) -> jax.Ar
 
 def _on_rows(function: Callable[[jax.Array], jax.Array], x: _Product) -> _Product:
     """Apply `function` to an array, or to the rows that a `RowSparse` stores."""
-    if not isinstance(x, RowSparse):
-        return function(x)
-    values: jax.Array = function(x.values)
-    shape = (x.shape[0], *values.shape[1:])
-    return RowSparse(x.indices, values, shape, coalesced=x.coalesced)
+    values: jax.Array = function(stored_values(x))
+    return with_stored_values(x, values, (x.shape[0], *values.shape[1:]))
 
 
 # --- dot ---------------------------------------------------------------------------------
@@ -301,8 +300,7 @@ def _matrix(x: Storage, dtype: DTypeLike) -> Storage:
     x = summed_before_cast(x, dtype)
     if x.ndim == 2 or isinstance(x, BCOO | BCSR):
         return x
-    column: Function = lambda values: values[:, None]
-    return _on_rows(column, x) if isinstance(x, RowSparse) else column(x)
+    return _on_rows(lambda values: values[:, None], x)
 
 
 # --- masked tensors ----------------------------------------------------------------------

@@ -340,7 +340,8 @@ class RowSparse(RowSparseMethods):
         """
         ids = self.row_ids()
         kept = jnp.isin(ids, widen(checks.checked_indices("rows", rows), self.shape[0]))
-        return RowSparse(jnp.where(kept, ids, self.shape[0]), self.values, self.shape)
+        ids = jnp.where(kept, ids, self.shape[0])
+        return self.with_leaves(hide(ids), self.values, order="any")
 
     def astype(self, dtype: DTypeLike) -> "RowSparse":
         """Cast to `dtype`; rows with equal indices are summed first if need be."""
