@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jmask._base.types import Argument, Arrays
+from jmask._base.validation import as_table
 from jmask._optim.row_rule import RowRule
 
 # Rows on a core, and numbers in a row, come in multiples of this.
@@ -113,6 +114,7 @@ def to_cores(table: jax.Array, cores: int) -> jax.Array:
         >>> blocks.shape, blocks[1, :3, 0]
         ((2, 8, 8), Array([1., 3., 0.], dtype=float32))
     """
+    table = as_table(table)
     if table.ndim != 2 or cores < 1:
         raise ValueError(
             f"`table` must be (V, D) and `cores` positive, got {table.shape} and {cores}."
@@ -125,6 +127,9 @@ def to_cores(table: jax.Array, cores: int) -> jax.Array:
 def from_cores(blocks: jax.Array, shape: tuple[int, int]) -> jax.Array:
     """Return the table of the given shape: undo `to_cores`.
 
+    Raises:
+        ValueError: if the blocks hold fewer rows or columns.
+
     Example:
         >>> import jax.numpy as jnp
         >>> from jmask import sparsecore
@@ -132,5 +137,11 @@ def from_cores(blocks: jax.Array, shape: tuple[int, int]) -> jax.Array:
         >>> sparsecore.from_cores(blocks, (5, 1)).ravel()
         Array([0., 1., 2., 3., 4.], dtype=float32)
     """
-    table = jnp.swapaxes(blocks, 0, 1).reshape(-1, blocks.shape[2])
+    cores, rows, columns = blocks.shape
+    if cores * rows < shape[0] or columns < shape[1]:
+        raise ValueError(
+            f"`blocks` of shape {blocks.shape} have {cores * rows} rows of {columns}, fewer "
+            f"than `shape` {shape}: give the shape of the table that `to_cores` took."
+        )
+    table = jnp.swapaxes(blocks, 0, 1).reshape(-1, columns)
     return table[: shape[0], : shape[1]]
