@@ -367,7 +367,8 @@ def _checked_bags(
                 "`num_segments`, the number of bags, must be given for traced `segment_ids` "
                 "(under jit, vmap or grad)."
             )
-        num_segments = max(int(np.max(np.asarray(segment_ids), initial=-1)) + 1, 0)
+        known = np.asarray(segment_ids)
+        num_segments = max(int(known.max()) + 1, 0) if known.size else 0
     bag_count = checked_integer("num_segments", num_segments)
     is_known = isinstance(segment_ids, np.ndarray)
     most = np.max(segment_ids, initial=0) if is_known else 0

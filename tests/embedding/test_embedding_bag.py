@@ -201,6 +201,11 @@ def test_narrow_tables_are_summed_in_float32(combiner, sum_of, form, dtype):
     np.testing.assert_array_equal(out, sum_of)
 
 
+def test_segments_of_unsigned_integers_are_counted():
+    out = jmask.embedding_bag(jnp.eye(3), [2, 0, 1], segment_ids=np.uint8([0, 2, 2]))
+    np.testing.assert_array_equal(out, [[0, 0, 1], [0, 0, 0], [1, 1, 0]])
+
+
 # --- shapes ------------------------------------------------------------------------------
 
 
