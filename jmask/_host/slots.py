@@ -54,14 +54,15 @@ def state_on_host(
     first = {i: jnp.asarray(x[:2]) for i, x in enumerate(params) if is_table[i]}
     program = inlined(jax.make_jaxpr(init)(first))
     depends = origins(program.jaxpr, [1] * len(first))  # on the values of tables
-    leaves, of_one_row = init(first), init({i: x[:1] for i, x in first.items()})
+    # A slot that a batch can have is the same whether `init` sees one row of a table or two.
+    leaves, one_row = init(first), init({i: x[:1] for i, x in first.items()})
     for k, (path, _) in enumerate(jax.tree.leaves_with_path(state)):
         name, owner = leaf_name("state", path), owners[k]
         if owner is None:
-            x, y = leaves[k], of_one_row[k]
+            x, y = leaves[k], one_row[k]
             is_same = not depends[k] and bool(jnp.all((x == y) | (x != x)))  # or nan
         else:
-            row, rows = np.asarray(of_one_row[k]), np.asarray(leaves[k])
+            row, rows = np.asarray(one_row[k]), np.asarray(leaves[k])
             rows = rows[:1] if depends[k] else rows
             is_same = rows.tobytes() == np.repeat(row, len(rows), 0).tobytes()
         if not is_same:

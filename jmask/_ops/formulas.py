@@ -82,8 +82,8 @@ def root_of_sums(sums: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Add up what `sums_of_squares` returns; return the sum and its root, derivative 0 at 0."""
     small, large, medium = sums
     _, power = _limit_and_power(small.dtype)
-    # No constants and no quotients: XLA multiplies two factors or two divisors first, and the
-    # square of this power is infinite.
+    # Factors depend on the sums, and are no divisors: of two constant factors, or two divisors,
+    # XLA computes the product first, and the square of this power is infinite.
     if_any = lambda sums, factor: jnp.where(sums == 0, 1, factor).astype(small.dtype)
     up, down = if_any(large, power), if_any(large, 1 / power)
     with_large = large + medium * down * down

@@ -88,6 +88,7 @@ def on_stored_values(
         are_numbers = any(x.dtype != jnp.dtype(bool) for x in operands)  # booleans `or`
         fits = rows and len(full) == 1 and np.shape(full[0]) == shape
         if rules.adds and fits and are_numbers:
+            # Linear in all operands: f(dense, rows) = slope * dense + f(0, rows).
             ones = [np.ones((), x.dtype) if x is full[0] else _zero(x) for x in operands]
             slope = np.asarray(_evaluated(function, ones))
             summed = lambda x, dtype=slope.dtype: summed_before_cast(x, dtype)

@@ -196,7 +196,7 @@ def _on_device(
     else:
         (lines,) = updated(RowUpdate(ADDITION, [lines], after, change, [], "any"))
 
-    # --- in the order of the batch
+    # --- in the order of the batch: equal keys have the row of the first of them
     number = first_row + sets.astype(dtype) * ways + kept.astype(dtype)
     owns = has_row | gets_row
     own, recycled = to_entries(
