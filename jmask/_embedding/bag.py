@@ -184,8 +184,10 @@ def embedding_bag(
     if combiner == "max":
         result = _max(rows_of(reads), bags, valid)
     else:
-        # A bag with an id out of range is nan. Its sum is, if the gather fills in nan, which
-        # padding in a bag must not read; otherwise the result is marked, below.
+        # A bag with an id out of range is nan:
+        #     sums of floats, no padding in bags      by their sum: the gather fills in nan
+        #     weights, padding in bags, integers      by a mark on the result, below
+        # and all bags are where traced offsets do not ascend.
         fills_in = weights is None and jnp.issubdtype(dtype, jnp.inexact)
         # Padding in no bag reads nan, too, which `jax_debug_nans` would see outside jit.
         drops_padding = bags.ids is not None and not jax.config.jax_debug_nans
@@ -197,7 +199,6 @@ def embedding_bag(
             and max_norm is None
             and is_bag_sum(table, positions, weights, bag_count)
         ):
-            # Rows that are read and added block by block.
             flat = (-1,) if bags.ids is not None else (bag_count, -1)
             weight = None if weights is None else weights.reshape(flat)
             result = bag_sum(table, positions.reshape(flat), bags.ids, weight, bag_count, fill)

@@ -52,8 +52,8 @@ def reset(
     Call it in the step, between `rows_of` and the loss. All else keeps its bits, and is updated
     in place where parameters and state are donated. Counts of steps go on, as in a dense run in
     which these rows of the parameters and of each slot are written anew. Rows of
-    `jmask.deferred` have missed no step then, and for `jmask.touched` the next step has moved
-    them.
+    `jmask.deferred` have missed no step then, and `jmask.rows_since` counts these rows as moved
+    by the next step.
 
     Args:
         tx: the transformation that made the state; whose rows each array of it has is found

@@ -130,7 +130,16 @@ def _on_device(
     words: jax.Array,
     exists: jax.Array,
 ) -> list[jax.Array]:
-    """Return rows, recycled rows (n,), the new `lines` of this device, and counts."""
+    """Return rows, recycled rows (n,), the new `lines` of this device, and counts.
+
+    With two ways, where set 0 has the keys A and D, and B is of set 1, which is empty:
+
+        batch      A  B  A  C       rows       0  2  0  1     set * ways + place
+        sorted     A  A  C  B       set_start  0  0  0  3     the entry at which its set begins
+        times      2  0  1  1       key_start  0  0  2  3     and its key
+        match      0 -1 -1 -1       busy       the place of A, which C may not take
+        row        -  -  1  0       evicts     F  F  T  F     C takes the place of D
+    """
     shape, ways, count, places = exists.shape, vocab.ways, lines.shape[0], vocab.places
     words, exists = words.reshape(-1, 2), exists.reshape(-1)
     n, now, dtype = exists.shape[0], clock + 1, id_dtype(vocab.table_rows)
