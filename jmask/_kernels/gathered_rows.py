@@ -37,7 +37,7 @@ from jmask._base.types import (
     Shaped,
 )
 from jmask._kernels import tuning
-from jmask._kernels.rows import add_rows, gather_rows, rows_or_fill
+from jmask._kernels.rows import add_rows, gather_rows, rows_or_fill, zero_of
 
 
 @jax.tree_util.register_dataclass
@@ -225,14 +225,19 @@ class BagSum:
         """Return the sums of bags of equal lengths: of all first rows, all second ones, ...
 
         XLA makes one loop over the sums of it, which writes no row and runs on all cores.
-        Behind a barrier it is no part of each loop that reads the sums.
         """
-        sums = self.zeros()
-        for k in range(self.positions.shape[1]):
-            column = dataclasses.replace(self, positions=self.positions[:, k])
-            rows = column.rows(linear=True)
-            sums += _weighted(rows, None if self.weights is None else self.weights[:, k])
-        return lax.optimization_barrier(sums)
+
+        def sums() -> jax.Array:
+            total = self.zeros()
+            for k in range(self.positions.shape[1]):
+                column = dataclasses.replace(self, positions=self.positions[:, k])
+                rows = column.rows(linear=True)
+                total += _weighted(rows, None if self.weights is None else self.weights[:, k])
+            return total
+
+        # In a branch, which is always taken, it is no part of each loop that reads the sums.
+        is_taken = zero_of(self.positions[0, 0]) == 0
+        return lax.cond(is_taken, sums, self.zeros)
 
     def in_blocks(self) -> jax.Array:
         """Return the sums by a loop that reads a block of rows and adds them to their bags."""
