@@ -235,7 +235,8 @@ def test_gradients_of_weights_take_the_products_of_an_einsum():
     bags = products_and_memory(lambda t, ids, w: jmask.embedding_bag(t, ids, weights=w))
     by_hand = products_and_memory(lambda t, ids, w: jnp.einsum("bl,bld->bd", w, t[ids]))
     assert bags[0] == by_hand[0] == 2
-    assert bags[1] < by_hand[1] / 2
+    rows = 1024 * 32 * 64 * 4  # bytes of those that are read
+    assert bags[1] < 1.2 * rows < by_hand[1] / 1.5
 
 
 # Losses of parameters `p` and ids, by the names of the parameters.
