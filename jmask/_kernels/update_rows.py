@@ -109,8 +109,12 @@ class RowUpdate:
         """Return the same update with the rows of equal ids summed."""
         if self.order != "any":
             return self
-        ids, rows = coalesce_rows(self.ids, self.rows, self.tables[0].shape[0])
-        return dataclasses.replace(self, ids=ids, values=rows, order="sorted")
+        return self.summed(coalesce_rows, "sorted")
+
+    def summed(self, way: Function, order: Order) -> "RowUpdate":
+        """Return the same update with the rows of equal ids summed in this way."""
+        ids, rows = way(self.ids, self.rows, self.tables[0].shape[0])
+        return dataclasses.replace(self, ids=ids, values=rows, order=order)
 
     def as_needed(self) -> "RowUpdate":
         """Return the same update; an additive one may take equal ids as they come."""
@@ -225,8 +229,7 @@ def _on_a_tpu(x: RowUpdate) -> list[jax.Array]:
     is_large = is_known(size) and size >= tuning.LARGE_SUMS
     # XLA's scatters gain from sorted ids where tables are small, and the kernel never does.
     if x.order == "any" and is_large and choice.accepts(x.tables[:1], x.ids, []):
-        ids, rows = summed_where_first(x.ids, x.rows, x.tables[0].shape[0])
-        x = dataclasses.replace(x, ids=ids, values=rows, order="unique")
+        x = x.summed(summed_where_first, "unique")
     return (x.update.kernel or x.update.fastest)(x.coalesced())
 
 
@@ -249,7 +252,7 @@ def _on_one_gpu(x: RowUpdate) -> list[jax.Array]:
 def _on_one_cpu(x: RowUpdate) -> list[jax.Array]:
     is_gathered = x.order == "any" and isinstance(x.values, GatheredRows)
     if not is_gathered:
-        return _in_one_round(_hashed(x) if is_hashed(x) else x)
+        return _in_one_round(x.summed(summed_by_hashing, "unique") if is_hashed(x) else x)
     size = tuning.block_size(math.prod(x.values.shape[1:]) * x.values.dtype.itemsize)
     return (_as_they_come if x.update.additive else _summed_in_order)(x, size)
 
@@ -257,11 +260,6 @@ def _on_one_cpu(x: RowUpdate) -> list[jax.Array]:
 def is_hashed(x: RowUpdate) -> bool:
     """Decide whether rows of equal ids are found by hashing."""
     return x.order == "any" and not x.update.additive and is_known(*x.ids.shape)
-
-
-def _hashed(x: RowUpdate) -> RowUpdate:
-    ids, rows = summed_by_hashing(x.ids, x.rows, x.tables[0].shape[0])
-    return dataclasses.replace(x, ids=ids, values=rows, order="unique")
 
 
 # --- gathered rows, in blocks ---------------------------------------------------------------
