@@ -9,6 +9,7 @@ does not depend on how a sort breaks ties; float16 and bfloat16 are summed in fl
 rounded once.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -198,7 +199,8 @@ def summed_by_hashing(ids: IdVector, values: RowArray, rows: int) -> tuple[IdVec
     start = jnp.int32(1), jnp.where(ids < rows, _OPEN, entries)
     _, first = lax.while_loop(is_open, another_round, start)
     again = first != entries
-    into, size = jnp.where(again, first, count), min(tuning.BLOCK_ROWS[1], count)
+    into, sums = jnp.where(again, first, count), values.astype(sum_dtype(values.dtype))
+    size = min(tuning.block_size(math.prod(sums.shape[1:]) * sums.dtype.itemsize), count)
 
     def block(number: jax.Array, sums: jax.Array) -> jax.Array:
         # The last block begins earlier, with rows that were added in the one before.
@@ -209,7 +211,7 @@ def summed_by_hashing(ids: IdVector, values: RowArray, rows: int) -> tuple[IdVec
         return add_rows(sums, at, lax.dynamic_slice_in_dim(sums, begin, size))
 
     # In one scatter of all rows XLA would copy them.
-    sums = lax.fori_loop(0, -(-count // size), block, values.astype(sum_dtype(values.dtype)))
+    sums = lax.fori_loop(0, -(-count // size), block, sums)
     return jnp.where(again, rows, ids), sums.astype(values.dtype)
 
 
