@@ -37,7 +37,7 @@ from jmask._base.types import (
     Shaped,
 )
 from jmask._kernels import tuning
-from jmask._kernels.rows import add_rows, gather_rows, rows_or_fill, zero_of
+from jmask._kernels.rows import add_rows, gather_rows, in_branch, rows_or_fill
 
 
 @jax.tree_util.register_dataclass
@@ -235,9 +235,8 @@ class BagSum:
                 total += _weighted(rows, None if self.weights is None else self.weights[:, k])
             return total
 
-        # In a branch, which is always taken, it is no part of each loop that reads the sums.
-        is_taken = zero_of(self.positions[0, 0]) == 0
-        return lax.cond(is_taken, sums, self.zeros)
+        # Or it would be a part of each loop that reads the sums.
+        return in_branch(sums, jax.eval_shape(self.zeros), self.positions)
 
     def in_blocks(self) -> jax.Array:
         """Return the sums by a loop that reads a block of rows and adds them to their bags."""

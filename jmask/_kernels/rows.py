@@ -167,6 +167,21 @@ def zero_of(number: jax.Array) -> jax.Array:
     return lax.bitwise_and(lax.mul(number, lax.add(number, one)), one)
 
 
+def in_branch(
+    function: ArrayFunction, like: Shaped, ids: IdArray, *operands: jax.Array
+) -> jax.Array:
+    """Return function(*operands) in a branch that is always taken, into which no fusion looks.
+
+    Args:
+        like: the shape of the result.
+        ids: integers that XLA does not know, one at least.
+    """
+    never_taken = lambda *_: typed_like(jnp.zeros(like.shape, like.dtype), like)
+    result: jax.Array
+    result = lax.cond(zero_of(ids.reshape(-1)[0]) == 0, function, never_taken, *operands)
+    return result
+
+
 # --- the primitive --------------------------------------------------------------------------
 
 
@@ -174,13 +189,8 @@ def _on_a_cpu(operand: jax.Array, indices: jax.Array, *, gather: Gather) -> list
     plain = functools.partial(gather, plain=True)
     if not indices.size:
         return [plain(operand, indices)]
-
-    def never_taken(operand: jax.Array, indices: jax.Array) -> jax.Array:
-        rows = jax.eval_shape(plain, operand, indices)
-        return typed_like(jnp.zeros(rows.shape, rows.dtype), rows)
-
-    is_taken = zero_of(indices.reshape(-1)[0]) == 0
-    return [lax.cond(is_taken, gather.on_bits, never_taken, operand, indices)]
+    like = jax.eval_shape(plain, operand, indices)
+    return [in_branch(gather.on_bits, like, indices, operand, indices)]
 
 
 def _shapes(operand: ShapedArray, indices: Shaped, *, gather: Gather) -> list[Shaped]:
