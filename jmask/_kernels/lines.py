@@ -214,7 +214,7 @@ def writers(line: jax.Array, lines: int) -> jax.Array:
 def writer_of_each(target: jax.Array, lines: int) -> jax.Array:
     """Return the number of the entry that writes the line of each entry (n,); n if none does.
 
-    `target` is that of `writers`.
+    `target` (n,) is what `writers` returns.
     """
     n = target.shape[0]
     return lax.cummin(jnp.where(target < lines, lax.iota(jnp.int32, n), n), reverse=True)

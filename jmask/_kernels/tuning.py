@@ -58,9 +58,9 @@ DENSE_ROWS_FOR_EACH_LOOKUP = 1.5
 # Entries for each row of the source from which gathered rows are worth keeping apart.
 REPEATS = 2
 # Bytes of rows up to which they are materialised though they are summed, or repeat. Below, a
-# loop gains nothing: one for each of 26 tables of 0.5 MB makes a step 1.3 times as long. From
-# 4 MB on a step of materialised rows takes 1.1 to 2.1 times as long, with `keep_memory` 1.0 to
-# 1.8 times (17 shapes, by hand; 1.1 in `make bench`, "without gathered gradients").
+# loop gains nothing: one for each of 26 tables of 0.5 MB makes a step 1.3 times as long. With
+# rows of 3 to 26 MB a step of materialised ones takes 1.4 to 3.2 times as long; after
+# `keep_memory` 0.76 to 0.99 times, and 1.35 with SGD on one table ("gathered gradients").
 SMALL_ROWS = 2**21
 
 # Length of bags up to which rows are added column by column ("bags by column"), in one loop on

@@ -269,7 +269,7 @@ def _entries_as_rows(
     """Turn entries (nse,) at (row, ...) into coalesced rows and their valid entries."""
     rows, row = storage.shape[0], tuple(storage.shape[1:])
     values = jnp.where(_in_promised_order(storage), values, jnp.nan).astype(values.dtype)
-    # Equal ids are found by a sort, which JAX does of no array that is spread over devices.
+    # Equal ids are found by a sort, and JAX sorts no array that is sharded over devices.
     first, *others = map(on_every_device, coordinates(storage))
     values, valid = on_every_device(values), on_every_device(valid)
     slots = fewer(values.shape[0], rows)
@@ -389,7 +389,7 @@ class Fit:
         return cls((), jax.tree.map(as_array, model.parameters, is_leaf=is_full), model)
 
     def dense(self, *, but_stacks: bool = False) -> PyTree:
-        """Return the gradients as arrays; with `but_stacks` those of stacked tables stay."""
+        """Return the gradients as arrays, but with `but_stacks` not those of stacked tables."""
 
         def dense(gradient: Gradient, param: Table | None = None) -> Gradient:
             is_stack = is_row_sparse(gradient) and gradient.leading > 1

@@ -346,7 +346,7 @@ def clip_by_row_norm(
         rows = with_stored_values(rows, bounded(jnp.asarray(stored_values(rows))))
         return rows if valid is None else joined(rows, valid)
 
-    # Of whole rows it is a step like that of the optimizer behind it, with which it is one.
+    # On whole rows it is a lazy step, which `apply_gradients` joins with the optimizer's.
     of_rows = lazy(
         RowWise(
             optax.init_empty_state,

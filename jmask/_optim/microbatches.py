@@ -78,8 +78,8 @@ def multi_steps(
         inner: any transformation, `jmask.adam(...)` or `jmask.lazy(...)`.
         every_k: k, the number of microbatches.
         like: the gradient of the largest microbatch or its shapes,
-            `jax.eval_shape(jmask.grad(loss), params, batch)`. Rows are kept where their types
-            say that those of `like` are.
+            `jax.eval_shape(jmask.grad(loss), params, batch)`. Rows are kept with the
+            sharding that the types of `like` say.
         use_grad_mean: step with the mean of the k gradients rather than their sum. A masked
             entry counts as zero, and one that is masked in all k is masked in the mean.
 
@@ -178,7 +178,7 @@ def _parts(x: Gradient) -> Accumulated:
 
 
 def _empty(like: Gradient, part: Accumulated, every_k: int) -> Accumulated:
-    """Return zeros, and padding for the rows of k microbatches, placed as those of one."""
+    """Return zeros, and padding for the rows of k microbatches, with the sharding of one."""
     if part.ids is None:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), part)
 
