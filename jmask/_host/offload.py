@@ -112,7 +112,8 @@ def _why_no_table(x: HostArray, tables: Sequence[HostArray]) -> str | None:
     same = jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype
     if not jnp.issubdtype(x.dtype, jnp.inexact) or not same:
         return f"and is {x.dtype}, which JAX does not train as it is: x.astype(np.float32)"
-    if not x.flags.writeable or not x.flags.c_contiguous:
+    is_of_file = getattr(x, "mode", None) != "c"  # which writes to a copy of it in memory
+    if not x.flags.writeable or not x.flags.c_contiguous or not is_of_file:
         order = "C-contiguous, np.ascontiguousarray(x)"
         return f'and must be {order}, and writeable, a file opened with mode "r+"'
     if sum(np.may_share_memory(x, y) for y in tables) > 1:

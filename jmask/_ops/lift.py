@@ -84,6 +84,19 @@ def each(word: Function, *functions: Function) -> list[Function]:
     return [word(function) for function in functions]
 
 
+def bound_to(
+    signature: inspect.Signature,
+    name: str,
+    args: Sequence[Argument],
+    kwargs: dict[str, Argument],
+) -> inspect.BoundArguments:
+    """Bind arguments to the signature of the function `name`, which an error names."""
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}() {error}") from None
+
+
 def refuse_output(options: dict[str, Argument]) -> None:
     """Drop NumPy's arguments about memory; refuse them, as JAX does, if they ask for it."""
     for name in ("out", "overwrite_input"):
@@ -112,7 +125,7 @@ def extends(
         @functools.wraps(of_jax)
         def extended(*args: Argument, **kwargs: Argument) -> PyTree:
             extra = {name: kwargs.pop(name) for name in more if name in kwargs}
-            bound = signature.bind(*args, **kwargs)
+            bound = bound_to(signature, of_jax.__name__, args, kwargs)
             options = bound.arguments
             for name in tensors:
                 if options.get(name) is not None:

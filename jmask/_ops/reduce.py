@@ -44,7 +44,14 @@ from jmask._base.types import (
     TensorLike,
 )
 from jmask._kernels.rows import add_rows
-from jmask._ops.lift import adopted, dense, entrywise, filled, refuse_output
+from jmask._ops.lift import (
+    adopted,
+    bound_to,
+    dense,
+    entrywise,
+    filled,
+    refuse_output,
+)
 from jmask._tensors.masked_tensor import (
     MaskedTensor,
     as_tensor,
@@ -113,12 +120,13 @@ def reduces(
     signature = inspect.signature(of_jax or formula)
     parameters = signature.parameters
     first, name = next(iter(parameters)), (of_jax or formula).__name__
+    more = inspect.signature(formula).parameters.keys() - parameters.keys()
 
     @functools.wraps(of_jax or formula)
     def lifted(*args: Argument, where: Argument = None, **kwargs: Argument) -> Argument:
         # --- arguments -------------------------------------------------------------------
-        extra = {key: kwargs.pop(key) for key in kwargs.keys() - parameters.keys()}
-        options = signature.bind(*args, **kwargs).arguments | extra
+        extra = {key: kwargs.pop(key) for key in more & kwargs.keys()}
+        options = bound_to(signature, name, args, kwargs).arguments | extra
         x = as_tensor(adopted(options.pop(first)))
         where = options.pop("where", where)
         axis = options.pop("axis", parameters["axis"].default)
@@ -137,7 +145,6 @@ def reduces(
         refuse_output(options)
         if one_axis and isinstance(axis, Sequence):
             raise TypeError(f"`axis` of {name} must be an int or None, got {axis!r}.")
-        # What the function of JAX does not take is left to the formula, which refuses it.
         keepdims = options.pop("keepdims", False) if "keepdims" in parameters else True
         start = None if initial is None else options.pop("initial", None)
         is_masked, is_ordinary = isinstance(x, MaskedTensor), is_sparse(x)

@@ -24,6 +24,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jmask._base.array_types import is_nonzero, wide
 from jmask._base.shardings import typed_like
 from jmask._base.types import Argument, Dense, Function, PyTree, Scalar, Tensor, TensorLike
+from jmask._base.validation import checked_integer
 from jmask._ops.lift import (
     adopted,
     contracts,
@@ -95,7 +96,7 @@ def top_k(x: TensorLike, k: int, axis: int = -1) -> tuple[Tensor, Tensor]:
         MaskedTensor([3.0, 1.0], dtype=float32)
     """
     x = dense(as_tensor(adopted(x)), "top_k")
-    (axis,) = checked_axes((axis,), x.ndim)
+    (axis,), k = checked_axes((axis,), x.ndim), checked_integer("k", k)
     if not 0 <= k <= x.shape[axis]:
         raise ValueError(f"`k`={k} must be from 0 to the size of the axis, {x.shape[axis]}.")
     order = argsort(x, axis, descending=True)

@@ -183,7 +183,7 @@ def psum(tree: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
         >>> total(jnp.array([[0], [2]]))[0]
         Array([1., 0., 1.], dtype=float32)
     """
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
 
     def summed(x: Table) -> Table:
         _refuse_others(x, "tree")

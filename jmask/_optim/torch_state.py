@@ -82,10 +82,11 @@ def from_torch_state(
         if any(x.dtype.kind in "bcmMOSU" for x in of_torch.values()):
             raise TypeError(f"{name} must be of real numbers, got {dtypes}.")
     count, *others = {float(x["step"]) for x in arrays} or {0.0}
-    if others or not (count >= 0 and count.is_integer()):
+    most = jnp.iinfo(old.count.dtype).max
+    if others or not (0 <= count <= most and count.is_integer()):
         raise ValueError(
-            "'step' in `torch_state` must be one number of steps for all parameters, got "
-            f"{sorted([count, *others])}."
+            "'step' in `torch_state` must be one number of steps for all parameters, at most "
+            f"{most}, got {sorted([count, *others])}."
         )
     columns = [iter([x[key] for x in arrays]) for key in keys]
     filled = lambda slot, new: jax.tree.map(lambda y: _placed_as(y, next(new)), slot)

@@ -42,7 +42,7 @@ def words_of(keys: Numbers) -> Ids:
                [       256,          1],
                [4294967295, 4294967295]], dtype=uint32)
     """
-    numbers: Ids = checked_integers("keys", keys, "fill", "rows_of(vocab, keys)")
+    numbers: Ids = checked_integers("keys", keys, "fill")
     if numbers.dtype == jnp.uint32 and numbers.ndim > 1:
         if numbers.shape[-1] == 2:
             return numbers
