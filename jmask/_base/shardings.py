@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jmask._base.row_ids import id_dtype
+from jmask._base.row_ids import Order, id_dtype
 from jmask._base.types import Argument, Function, MeshAxes, PyTree, Shaped
 
 Spec = tuple[MeshAxes, ...]
@@ -289,6 +289,14 @@ class Shards:
         taken = {axis for of_column in self.columns for axis in names(of_column)}
         kept = lambda axes: entry([axis for axis in names(axes) if axis not in taken])
         return tuple(map(kept, spec_of(ids)))
+
+    def routed_over(self, ids: jax.Array, order: Order) -> MeshAxes:
+        """Return the axes over which ids (n,) are on the shards that have their rows, if so.
+
+        `order` says that they were routed, and their type to the shards of which axes.
+        """
+        axes = self.spec[0]
+        return axes if order == "routed" and spec_of(ids)[0] == axes else None
 
     def local(self, ids: jax.Array, block: int) -> jax.Array:
         """Return the places of ids in the block of this device, R where a row is not there."""

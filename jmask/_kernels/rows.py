@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping
 from typing import Literal
 
 import jax
@@ -34,7 +33,6 @@ from jmask._base.shardings import (
     typed_like,
 )
 from jmask._base.types import (
-    Argument,
     ArrayFunction,
     IdArray,
     IdVector,
@@ -206,12 +204,6 @@ SLOW_COPY = primitive(
 lower(SLOW_COPY, _on_a_cpu, platform="cpu")
 
 
-def slow_copy_of(params: Mapping[str, Argument]) -> Gather:
-    """Return the gather that an equation of `SLOW_COPY` with these parameters is."""
-    gather: Gather = params["gather"]
-    return gather
-
-
 # Outside jit it is compiled for the platform, as in a program.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _vectorized(gather: Gather, operand: jax.Array, indices: jax.Array) -> jax.Array:
@@ -351,14 +343,6 @@ def _write(
     return written
 
 
-def is_routed(shards: Shards, ids: IdVector, order: Order) -> bool:
-    """Decide whether ids (n,) are on the shards that have their rows.
-
-    `order` says that they were routed, and their type to the shards of which axes.
-    """
-    return order == "routed" and spec_of(ids)[0] == shards.spec[0] is not None
-
-
 # In one program, so that outside of jit it is compiled once.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
 def _on_shards(
@@ -378,8 +362,7 @@ def _on_shards(
             return gather_unique_rows(block, places, own_order)
         return _write(kind, block, places, rows[0], own_order)
 
-    # Entries that are not on their shards come to all.
-    where = shards.spec[0] if is_routed(shards, ids, order) else None
+    where = shards.routed_over(ids, order)  # else entries come to all shards
     of_rows = (where, *shards.columns)
     specs = [shards.spec, (where,), *(of_rows for _ in rows)]
     out = of_rows if kind == "read" else shards.spec
@@ -465,7 +448,7 @@ def gather_unique_rows(table: TableArray, ids: IdVector, order: Order) -> RowArr
         (ids,) = never_alone(table.shape[0], ids)
         return gather_unique_rows(table, ids, order)[:1]
     shards = Shards.of(table, ids)
-    if is_routed(shards, ids, order):
+    if shards.routed_over(ids, order):
         return _on_shards(shards, "read", order, table, ids)
     has_lines = table.ndim > 1 and table.size == table.shape[0] > 0 and ids.shape[0]
     if not has_lines or shards.mesh is not None:

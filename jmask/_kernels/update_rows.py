@@ -40,7 +40,7 @@ from jmask._kernels.coalesce import (
     summed_where_first,
 )
 from jmask._kernels.gathered_rows import GatheredRows, Rows, rows_at
-from jmask._kernels.rows import add_rows, is_of_numbers, is_routed, zero_of
+from jmask._kernels.rows import add_rows, is_of_numbers, zero_of
 from jmask._kernels.sharded_rows import (
     Exchange,
     routed,
@@ -142,7 +142,7 @@ def _on_shards(shards: Shards, x: RowUpdate) -> list[jax.Array]:
     exchange, count = Exchange.of(shards, x.ids), x.tables[0].shape[0]
     as_they_come = x.update.additive and exchange is None
     is_kept = as_they_come or any(map(jnp.ndim, x.scalars))
-    is_sent = bool(shards.rows) and not is_kept and not is_routed(shards, x.ids, x.order)
+    is_sent = bool(shards.rows) and not is_kept and not shards.routed_over(x.ids, x.order)
     in_columns = any(shards.columns) and x.update.by_rows  # and needs all of them
     order: Order = "any"
     if is_sent and exchange is not None and not in_columns:  # each round updates the tables
@@ -152,7 +152,7 @@ def _on_shards(shards: Shards, x: RowUpdate) -> list[jax.Array]:
         if is_sent:
             ids, values = routed(shards, count, x.ids, x.rows)
             x = dataclasses.replace(x, ids=ids, values=values, order="routed")
-        where = shards.spec[0] if is_routed(shards, x.ids, x.order) else None
+        where = shards.routed_over(x.ids, x.order)
         order = "any" if x.order == "any" else "unique"
     of_rows = (where, *shards.columns)
     if in_columns:

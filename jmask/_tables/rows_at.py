@@ -15,13 +15,7 @@ from jmask._base.row_ids import hide, id_dtype
 from jmask._base.shardings import Shards, spec_of
 from jmask._base.types import Ids, Numbers
 from jmask._kernels.lines import masked_lines, picked, writer_of_each
-from jmask._kernels.rows import (
-    gather_rows,
-    gather_unique_rows,
-    ids_after_reading,
-    is_routed,
-    set_rows,
-)
+from jmask._kernels.rows import gather_rows, gather_unique_rows, ids_after_reading, set_rows
 from jmask._kernels.sharded_rows import Exchange, routed
 from jmask._kernels.stochastic_rounding import stochastic_round
 from jmask._kernels.update_rows import add_to_rows
@@ -58,8 +52,7 @@ def exchange_for(table: jax.Array, gradient: RowSparse) -> Exchange | None:
 
 
 def _is_to_be_sent(shards: Shards, gradient: RowSparse) -> bool:
-    ids, order = gradient.row_ids(), gradient.order
-    return bool(shards.rows) and not is_routed(shards, ids, order)
+    return bool(shards.rows) and not shards.routed_over(gradient.row_ids(), gradient.order)
 
 
 def shape_of(x: ArrayLike | RowSparse) -> jax.ShapeDtypeStruct:
