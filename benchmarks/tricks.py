@@ -26,6 +26,11 @@ TRICKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "bags in blocks": (_gathered_rows, "has_many_rows", lambda *_: False),
     "bags by column": (_gathered_rows, "has_few_columns", lambda *_: False),
     "hashed ids": (_update_rows, "is_hashed", lambda *_: False),
+    "tables side by side": (
+        _one_pass,
+        "updated_together",
+        lambda updates: list(map(_update_rows.updated, updates)),
+    ),
     "whole small tables": (_one_pass, "is_saturated", lambda *_: False),
 }
 # The tricks that some program has been made without.

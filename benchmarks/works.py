@@ -274,7 +274,7 @@ def _tricks(rounds: int) -> list[Comparison]:
         (Task(rows=1_000), ("whole small tables",)),
         (_DENSE, ("whole small tables",)),
         (BAGS, ("gathered gradients", "bags in blocks", "bags by column")),
-        (_TABLES, ("gathered gradients", "bags in blocks")),
+        (_TABLES, ("gathered gradients", "bags in blocks", "tables side by side")),
     ):
         theirs = tuple(replace(ours, without=name) for name in names)
         found.append(Comparison(ours, theirs, rounds))

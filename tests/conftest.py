@@ -72,8 +72,8 @@ if LOWERED_FOR is not None:
         *args
     )
     ways = {
-        "cuda": update_rows._defined,
-        "tpu": lambda x: update_rows._in_one_round(x.coalesced()),
+        "cuda": update_rows.each(update_rows._defined),
+        "tpu": update_rows.each(update_rows.of_sums(update_rows._in_one_round)),
     }
     update_rows._update_rows.lower(ways[LOWERED_FOR], platform="cpu")
 

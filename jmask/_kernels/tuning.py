@@ -5,6 +5,8 @@ draw these at random, so that every way is taken at small sizes. Unless a line s
 times were taken on two CPU cores with jaxlib 0.10.0 to 0.12.0, and change little between these.
 """
 
+import os
+
 # --- gathers on CPUs ("fast gather") ----------------------------------------------------------
 
 # Widths of rows whose copying loops LLVM unrolls before it vectorizes: rows of 32 to 64 entries
@@ -28,6 +30,10 @@ def block_size(bytes_of_row: int) -> int:
     least, most = BLOCK_ROWS
     return min(max(BLOCK_BYTES // max(bytes_of_row, 1), least), most)
 
+
+# Loops of several tables that run side by side in one: as many as there are cores, over which
+# XLA spreads the operations of a body.
+LOOPS_TOGETHER = min(max(os.cpu_count() or 1, 4), 32)
 
 # --- equal ids --------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ fixed rate needs two scalars, and a scatter of parameter and both moments takes 
 are compiled in and need none. A value made of the gradient alone (clipped by the norm of all
 gradients) can replace the gradient, which saves its scalars. A mask is one operand more.
 
-Everything else is computed on gathered rows; see `_updated_tables`.
+Everything else is computed on gathered rows; see `_update_of`.
 """
 
 import dataclasses
@@ -50,7 +50,13 @@ from jmask._kernels.lines import marked, unmarked
 from jmask._kernels.rows import add_rows, gather_unique_rows, ids_after_reading, set_rows
 from jmask._kernels.scatter_update import entry_by_entry, update_elementwise
 from jmask._kernels.sharded_rows import summed_over_rows
-from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows, updated
+from jmask._kernels.update_rows import (
+    ADDITION,
+    RowUpdate,
+    Update,
+    add_to_rows,
+    updated_together,
+)
 from jmask._lazy.checks import keep_valid, unchanged_where_masked
 from jmask._lazy.open_rows import Dimension, axes_of_rows, params_with_sizes
 from jmask._lazy.row_local import RowLocal
@@ -99,6 +105,7 @@ def applied(step: LazyStep) -> tuple[PyTree, PyTree]:
 
     # --- the pass
     results: dict[int, Argument] = {}
+    updates: list[RowUpdate | list[jax.Array]] = []
     for table, c in combiners.items():
         leaf, scalars = leaves[table], [known[v] for v in c.scalars]
         gradient = leaf.value
@@ -107,7 +114,10 @@ def applied(step: LazyStep) -> tuple[PyTree, PyTree]:
         if c.source in known:
             gradient = leaf.coalesced_value.with_values(leaf.from_inner(known[c.source]))
             c = c._replace(is_linear=False)
-        new = _updated_tables(c, [leaves[i] for i in c.places], gradient, scalars)
+        updates.append(_update_of(c, [leaves[i] for i in c.places], gradient, scalars))
+    of_rows = iter(updated_together([x for x in updates if isinstance(x, RowUpdate)]))
+    for c, update in zip(combiners.values(), updates, strict=True):
+        new = next(of_rows) if isinstance(update, RowUpdate) else update
         for i, x in zip(c.places, new, strict=True):
             given: Argument = leaves[i].as_given(x)  # an array, as `x` is
             results[i] = Replaced(given) if leaves[i].kind == "param" else given
@@ -355,13 +365,13 @@ def _scales(eqn: JaxprEqn, table_of: Mapping[Var, int]) -> bool:
 # bit for bit the old table in the rows that no id names.
 
 
-def _updated_tables(
+def _update_of(
     combiner: Combiner,
     leaves: Sequence[Leaf],
     gradient: RowSparse,
     scalars: Sequence[jax.Array],
-) -> list[jax.Array]:
-    """Return the arrays of these leaves after an update, whose equal ids are summed first."""
+) -> RowUpdate | list[jax.Array]:
+    """Return the update of these leaves, or the arrays after it: equal ids are summed first."""
     tables, are_steps = [x.value for x in leaves], [x.kind == "param" for x in leaves]
     are_first = [i in combiner.read_first for i in combiner.places]
     valid, table, count = leaves[0].valid, tables[0], len(tables)
@@ -373,7 +383,7 @@ def _updated_tables(
         step = lambda rows: combiner.function(rows, rows, *scalars)[0]  # no old row is read
         added_rows = scaled(gradient.values, step)
         added_rows = unchanged_where_masked(added_rows, valid)
-        return updated(RowUpdate(ADDITION, tables, ids, gathered(added_rows), [], order))
+        return RowUpdate(ADDITION, tables, ids, gathered(added_rows), [], order)
 
     def new_entries(*entries: jax.Array) -> list[jax.Array]:
         made = zip(entries, combiner.function(*entries), are_steps, strict=False)
@@ -407,9 +417,9 @@ def _updated_tables(
     if not combiner.is_elementwise:
         others = [*scalars] if valid is None else [*scalars, valid]
         by_rows = Update(new_rows, by_rows=True)
-        return updated(RowUpdate(by_rows, tables, ids, rows, others, order))
+        return RowUpdate(by_rows, tables, ids, rows, others, order)
     if valid is None:
-        return updated(update_elementwise(new_entries, tables, ids, rows, scalars, order))
+        return update_elementwise(new_entries, tables, ids, rows, scalars, order)
 
     # Lines have their mask in their bits. It is a number else: a scatter takes one dtype.
     has_marks = order == "unique" and not is_complex(gradient)
@@ -428,7 +438,7 @@ def _updated_tables(
         rows, others = marked(gradient.values, valid), [*scalars]
     else:
         others = [*scalars, valid.astype(gradient.dtype)]
-    return updated(update_elementwise(new_valid_entries, tables, ids, rows, others, order))
+    return update_elementwise(new_valid_entries, tables, ids, rows, others, order)
 
 
 def _kept_where_untouched(

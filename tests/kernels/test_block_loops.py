@@ -52,8 +52,9 @@ def loss(tables, ids):
     return total + jnp.sum(bag(tables["c"], ids["c"], weights=weights) ** 2)
 
 
-@pytest.fixture
-def small_blocks(monkeypatch):
+@pytest.fixture(params=[1, 3])
+def small_blocks(request, monkeypatch):
+    monkeypatch.setattr(tuning, "LOOPS_TOGETHER", request.param)
     monkeypatch.setattr(tuning, "BLOCK_ROWS", (8, 8))
     monkeypatch.setattr(tuning, "SMALL_ROWS", 0)
     monkeypatch.setattr(tuning, "DENSE_ROWS_FOR_EACH_LOOKUP", 0)  # no table is updated whole
@@ -99,6 +100,15 @@ def test_steps_are_those_of_each_table_alone(small_blocks, name):
         places.append((params, state))
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(places))
     assert_close(*places, rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_of_several_tables_are_one_equation(small_blocks):
+    (tables, ids), tx = tables_and_ids(), jmask.adam(0.1)
+    bag = functools.partial(jmask.embedding_bag, padding_id=-1)
+    squares = lambda tables: sum(jnp.sum(bag(x, ids[k]) ** 2) for k, x in tables.items())
+    step = lambda x, state: jmask.apply_gradients(tx, jmask.grad(squares)(x), state, x)
+    program = str(jax.make_jaxpr(step)(tables, tx.init(tables)))
+    assert program.count("jmask_update_rows[") == 1
 
 
 @pytest.mark.parametrize("tx", [jmask.sgd(0.1), jmask.rowwise_adagrad(0.1), jmask.adam(0.1)])
