@@ -369,8 +369,9 @@ def _shard_map(
         _, record = body(None, *_in_trial(inputs, form.body[0]))
         outs, record = [aval_of(v) for v in eqn.outvars], jax.tree.map(on_all_devices, record)
     else:
-        by_device = lambda tap: P(*(None,) * len(tap.batch), axes_of(tap))
-        places = jax.tree.map(by_device, specs)
+        # Of the loops that a tap is in, those outside of the `shard_map` have taken their part.
+        by_device = lambda tap, x: P(*(None,) * (x.ndim - len(tap.shape)), axes_of(tap))
+        places = jax.tree.map(by_device, specs, arrays)
         outs, record = jax.shard_map(
             body,
             in_specs=(places, *form.in_specs),
