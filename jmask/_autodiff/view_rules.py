@@ -399,7 +399,7 @@ def _product(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
     x, other = xs[which], xs[1 - which]
     free = [d for d in range(x.ndim) if d not in contracted[which]]
     others = np.ndim(other) - len(contracted[1 - which])
-    if any(batch) or isinstance(other, View) or (which == 1 and others) or not free:
+    if any(batch) or isinstance(other, View) or not free:
         return None
     rows_first = transposed(x, [*free, *contracted[which]])
     how = eqn.primitive.get_bind_params(eqn.params)
@@ -417,7 +417,11 @@ def _product(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
 
         return [(rows_first, p)], finish
 
-    return [View(_shape(eqn), aval_of(eqn.outvars[0]).dtype, reading)]
+    # The rows are last in `w @ t.T`, as in the product of a layer that is mapped over rows.
+    moved = others * which
+    shape = _shape(eqn)[moved:] + _shape(eqn)[:moved]
+    order = np.roll(range(len(shape)), moved).tolist()
+    return [transposed(View(shape, aval_of(eqn.outvars[0]).dtype, reading), order)]
 
 
 ENTRYWISE = (
@@ -490,4 +494,6 @@ def views_of(eqns: Sequence[JaxprEqn], name: str, xs: Sequence[Argument]) -> lis
         )
         for number, (view, aval) in enumerate(zip(rule(eqn, xs) or [], avals, strict=False))
     ]
-    return views if views and all(any(x.fits) for x in views) else None
+    # Of a transpose that is transposed back rows can be read.
+    can_be_read = all(any((x.transpose_of or (x,))[0].fits) for x in views)
+    return views if views and can_be_read else None
