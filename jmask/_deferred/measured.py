@@ -17,6 +17,7 @@ that does not fit the structure makes inactive rows read as nan.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jmask._base.array_types import is_narrow, trailing, wide
-from jmask._base.forms import aval_of, name_of
+from jmask._base.forms import aval_of, branches_of, holds_jaxprs, name_of, switch_like
 from jmask._base.jaxprs import bound, inlined, interpret
 from jmask._base.shardings import automatically
 from jmask._base.types import Argument, ArraysFunction, HostArray, PyTreeDef, Shape
@@ -40,8 +41,8 @@ from jmask._ops.rows import trial
 from jmask._tensors.row_sparse import RowSparse
 
 # The greatest difference of a step from its prediction: relative to the terms of its sum, and
-# to what it is added to.
-_RELATIVE, _OF_ENTRY = 2e-4, 1e-6
+# to what it is added to; and of numbers that are too small for float32, which become 0.
+_RELATIVE, _OF_ENTRY, _SMALL = 2e-4, 1e-6, 1e-37
 # The least ratio of the structure's e to the step's at which e is measured to some 2e-6.
 _LEAST = 0.05
 
@@ -100,7 +101,7 @@ def measured(
     fits += [
         xp.all(
             abs(sum(of) - move[checks])
-            <= _RELATIVE * sum(map(abs, of)) + _OF_ENTRY * abs(entry)
+            <= _RELATIVE * sum(map(abs, of)) + _OF_ENTRY * abs(entry) + _SMALL
         )
         for of, move, entry in zip(terms, moves, x, strict=True)
     ]
@@ -408,6 +409,13 @@ def unrounded(program: ClosedJaxpr) -> ArraysFunction:
     widened = lambda x: jnp.asarray(x, jnp.float32) if is_narrow(jnp.result_type(x)) else x
 
     def rule(eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
+        if name_of(eqn) == "cond":
+            which, *given = inputs
+            runs = [unrounded(ClosedJaxpr(*branch)) for branch in branches_of(eqn)]
+            return switch_like(eqn, which, [functools.partial(run, *given) for run in runs])
+        if holds_jaxprs(eqn):  # loops carry what they were traced for
+            pairs = zip(inputs, eqn.invars, strict=True)
+            inputs = [jnp.asarray(x, aval_of(v).dtype) for x, v in pairs]
         dtype = aval_of(eqn.outvars[0]).dtype
         # Rounding to fewer bits than bfloat16 has counts as an operation of its own.
         is_rounded = name_of(eqn) == "convert_element_type" and is_narrow(dtype)

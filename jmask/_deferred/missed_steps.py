@@ -243,7 +243,8 @@ def _spread(b1: Argument, b2: Argument, clock: Argument) -> Argument:
     clip = np.clip if isinstance(clock, np.floating) else jnp.clip
     corrected = clip(1 - b2 ** (clock + 1), 1e-9, 1.0)
     later = b2 ** (2 / clip(1 - b1, 1e-3, 1.0))  # g_j
-    return ((1 - (1 - corrected) * later) / (corrected * later)) ** 0.25
+    # Where both are near 1, as of steps that were not taken, it is 1, and never 0.
+    return ((1 - later) / (corrected * later) + 1) ** 0.25
 
 
 def _nodes(terms: int) -> HostArray:
