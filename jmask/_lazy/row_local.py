@@ -202,6 +202,11 @@ class RowLocal:
         sizes = {(owners[v], aval_of(v).shape) for v in needed if v in owners}
         return by_rows | {i for i, shape in sizes if shape != shapes[i] or 0 in shape}
 
+    @functools.cached_property
+    def operations(self) -> list[tuple[str, ...]]:
+        """What the update computes, in order; see `operations_of`."""
+        return operations_of(self.program)
+
     def mixes_entries(self, table: int) -> bool:
         """Decide whether some part of a step takes more than one entry of a row.
 
@@ -256,7 +261,7 @@ def proved(
                 f"number of rows: {x.shape} becomes {shape}"
             )
     has_rows = all(shapes[i].shape[0] for i, table in enumerate(tables) if table is not None)
-    if dense and has_rows and operations_of(_needed(dense)) != operations_of(update.program):
+    if dense and has_rows and operations_of(_needed(dense)) != update.operations:
         raise NotRowLocalError("it chooses other operations for a table of this size")
     return update
 

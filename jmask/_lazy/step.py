@@ -88,17 +88,17 @@ def step_of(
     `optax.novograd` has the dtype of the state, the other has the gradient's.
     """
     check_nothing_held_back(state)
-
     proved = lambda x, **how: LazyStep.of(inner, x, state, params, extra_args).proved(**how)
 
     def by_entries_or_rows(gradients: PyTree, **how: bool) -> "LazyStep":
-        if any(map(is_entries, leaves)):
-            # It is refused for a state with one number for each row.
-            with contextlib.suppress(NotRowLocalError):
-                step = proved(gradients, **how)
-                if not (step.proof and step.proof.by_rows):
-                    return step
-        return proved(with_whole_rows(gradients), **how)
+        step = proved(with_whole_rows(gradients), **how)
+        entries = [i for i, x in enumerate(leaves) if is_entries(x)]
+        if entries and step.proof and not any(map(step.proof.mixes_entries, entries)):
+            alone = proved(gradients, **how)
+            # The length of a row may be in a number.
+            if alone.proof and alone.proof.operations == step.proof.operations:
+                return alone
+        return step
 
     leaves_of = functools.partial(jax.tree.leaves, is_leaf=is_gradient_leaf)
     wide, leaves, step = with_wide_rows(updates), leaves_of(updates), None

@@ -241,7 +241,8 @@ OTHERS = functions("", {**vars(optax), "jmask": jmask, "by_ndim": by_ndim})("""
     jmask.lazy(adamw(0.1, weight_decay=0.5, mask=by_ndim));
     jmask.lazy(chain(masked(adam(0.1), by_ndim), scale(0.5)));
     jmask.lazy(partition({True: adam(0.1), False: set_to_zero()}, by_ndim));
-    jmask.lazy(chain(centralize(), adam(0.1)))
+    jmask.lazy(chain(centralize(), adam(0.1)));
+    jmask.lazy(apply_if_finite(adam(0.1), 3))
 """)
 EVERY = OPTIMIZERS | NOT_LAZY | {name: make() for name, make in OTHERS.items()}
 READS_ROWS = ("rowwise", "per row", "per_row", "within norms", "averaged", "centralize")
@@ -309,3 +310,17 @@ def test_entries_move_their_rows(name, shape):
         rows.append({"t": whole, "w": dense})
     found, expected = (stepped(tx, {"t": table, "w": dense}, x) for x in (entries, rows))
     assert_close(found, expected)
+
+
+OF_A_ROW = functions("u", globals())("u * u[..., :1]; u / u.shape[-1]")
+
+
+@pytest.mark.parametrize("name", OF_A_ROW)
+def test_entries_beside_others_of_their_row(name):
+    """A row of one entry would be its own first column."""
+    inner, state = optax.stateless(lambda u, _: OF_A_ROW[name](u)), optax.EmptyState()
+    table, at = jnp.ones((4, 3)), (jnp.array([0, 2, 0]), jnp.array([0, 1, 2]))
+    gradient = jmask.grad(lambda t: jnp.sum(t[at] * jnp.arange(2.0, 5.0)))(table)
+    updates, _ = jmask.lazy(inner).update(gradient, state, table)
+    expected, _ = inner.update(gradient.todense(), state, table)
+    np.testing.assert_allclose(updates.todense(), expected)
