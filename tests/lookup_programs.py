@@ -255,6 +255,9 @@ _ROWS = """
     computed, by a layer | 6 | square((t @ jnp.linspace(-1, 1, D * 3).reshape(D, 3))[IDS])
     computed, by a layer that is mapped | 6 |
         square(jax.vmap(lambda x: jnp.linspace(-1, 1, D * 3).reshape(3, D) @ x)(t)[IDS])
+    computed, by layers that are mapped | 6 |
+        square(jax.vmap(lambda x: jnp.eye(2, D) @ jnp.tanh(jnp.eye(D) @ x))(t)[IDS])
+    computed, of columns | 6 | square((2 * jnp.exp(t.T)).T[IDS])
     computed, with other rows | 12 | square((t + jnp.flip(t, 0))[IDS])
     computed, of parts | 12 |
         square(jnp.einsum("m,mvd->vd", jnp.array([0.5, -2]), t.reshape(2, V // 2, D))[IDS])

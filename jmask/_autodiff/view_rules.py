@@ -119,6 +119,8 @@ def transposed(x: View, order: Sequence[int]) -> View:
     """Return a transpose of a view; a transpose of a transpose is one transpose."""
     x, first = x.transpose_of or (x, range(x.ndim))
     order = [first[d] for d in order]
+    if order == list(range(x.ndim)):
+        return x
 
     def reading(p: Positions) -> Reading | None:
         count, lead = p.count, len(p.entries)
@@ -360,13 +362,18 @@ def entrywise(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
     shape = _shape(eqn)
     if not shape:
         return None
-    # Operands are of the shape of the result, of size 1 in some dimensions, or scalars.
+    # Operands are of the shape of the result, of size 1 in some dimensions, or scalars. What
+    # is computed of transposes, as by layers that are mapped over rows, is a transpose.
+    orders = [x.transpose_of and list(x.transpose_of[1]) for x in xs if isinstance(x, View)]
+    order = orders[0] if all(other == orders[0] for other in orders) else None
+    back = np.argsort(order or range(len(shape))).tolist()
     operands = [
-        broadcasted(as_view(x), shape, range(x.ndim))
+        transposed(broadcasted(as_view(x), shape, range(x.ndim)), back)
         if isinstance(x, View) or np.ndim(x)
         else x
         for x in xs
     ]
+    shape = tuple(shape[d] for d in back)
 
     def reading(p: Positions) -> Reading:
         def finish(*rows: jax.Array) -> jax.Array:
@@ -375,7 +382,8 @@ def entrywise(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
 
         return [(x, p) for x in operands if isinstance(x, View)], finish
 
-    return [View(shape, aval_of(eqn.outvars[0]).dtype, reading)]
+    result = View(shape, aval_of(eqn.outvars[0]).dtype, reading)
+    return [transposed(result, order or back)]
 
 
 def _reduce(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View]:
@@ -410,12 +418,8 @@ def _product(eqn: JaxprEqn, xs: Sequence[Argument]) -> list[View] | None:
         first = len(p.entries) + len(free) - p.count
         of_rows = tuple(range(first, first + len(contracted[which])))
         numbers = (of_rows, tuple(contracted[1 - which])), ((), ())
-        new = how | {"dimension_numbers": numbers}
-
-        def finish(rows: jax.Array) -> jax.Array:
-            return eqn.primitive.bind(*varying_alike(rows, other), **new)
-
-        return [(rows_first, p)], finish
+        product = functools.partial(eqn.primitive.bind, **how | {"dimension_numbers": numbers})
+        return [(rows_first, p)], lambda rows: product(*varying_alike(rows, other))
 
     # The rows are last in `w @ t.T`, as in the product of a layer that is mapped over rows.
     moved = others * which
@@ -440,21 +444,18 @@ _reshape: Rule = lambda eqn, xs: [reshaped(xs[0], _shape(eqn))]
 RULES: dict[str, Rule] = {
     **COMPUTING,
     **dict.fromkeys(SAME_ARRAY, _same),
+    **dict.fromkeys("expand_dims reshape squeeze".split(), _reshape),
+    **dict.fromkeys(("split", "unstack"), _split),
     "broadcast_in_dim": _broadcast,
     "concatenate": lambda eqn, xs: [joined([*map(as_view, xs)], parameter(eqn, "dimension"))],
     "dynamic_slice": _dynamic_slice,
-    "expand_dims": _reshape,
     "pad": _pad,
-    "reshape": _reshape,
     "rev": _rev,
     "scatter": _set_row,
     "slice": _slice,
-    "split": _split,
-    "squeeze": _reshape,
     "stack": _stack,
     "tile": _tile,
     "transpose": lambda eqn, xs: [transposed(xs[0], parameter(eqn, "permutation"))],
-    "unstack": _split,
 }
 
 
