@@ -224,7 +224,10 @@ _ROWS = """
         VALID)[0])
     penalised | falls back | square(t[IDS]) + jnp.sum(t ** 2)
     scaled by a dense array | 6 | square((t * jnp.arange(V, dtype=t.dtype)[:, None])[IDS])
-    transposed lookup | dense | square(t.T[:, IDS])
+    transposed lookup | 6 | square(t.T[:, IDS])
+    transposed lookup, filled | 6 | square(jnp.nan_to_num(jnp.take(t.T, IDS, axis=1)))
+    transposed lookup, columns by themselves | 6 | square(jax.vmap(lambda x: x[IDS], 1)(t))
+    transposed lookup, columns of all rows | dense | square(t.T[VALID])
     columns | dense | square(t[:, VALID])
     entries | 3 | square(t[VALID, VALID])
     carried through scan | 3 |

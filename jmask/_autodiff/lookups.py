@@ -235,6 +235,21 @@ class Windows:
 
         return Positions(leading, entries, made)
 
+    def before_transpose(self, order: Sequence[int]) -> "Windows":
+        """Return the windows that these are in the array of which theirs is a transpose."""
+        sorted_dims = sorted(range(len(order)), key=order.__getitem__)
+        kept = [d for d in range(len(order)) if d not in self.single]
+        offset = dict(zip(kept, self.offsets, strict=True))
+        return dataclasses.replace(
+            self,
+            shape=tuple(self.shape[d] for d in sorted_dims),
+            sizes=tuple(self.sizes[d] for d in sorted_dims),
+            single=frozenset(order[d] for d in self.single),
+            offsets=[offset[d] for d in sorted_dims if d in offset],
+            starts=lambda: {order[d]: start for d, start in self.starts().items()},
+            started=frozenset(order[d] for d in self.started),
+        )
+
     def placed(self, rows: jax.Array, leading: int) -> jax.Array:
         """Return what is read (*entries, *window) as the equation has it."""
         lead = rows.ndim + leading - len(self.sizes)
@@ -352,17 +367,21 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup 
     view is read by rows, and the result is made of these.
     """
     x, windows, aval = args[0], windows_of(eqn, name, args), aval_of(eqn.outvars[0])
-    shape, sizes = x.shape, windows.sizes
     is_strided = name == "slice" and set(parameter(eqn, "strides") or (1,)) != {1}
     if name not in WINDOWS and (is_strided or not isinstance(x, TableView)):
         return None  # it is a view, which is read where it is looked up
+    is_table = isinstance(x, TableView)  # whose rows the equation itself looks up
+    if x.transpose_of:  # columns of a transpose are rows
+        x, order = x.transpose_of
+        windows = windows.before_transpose(order)
+    shape, sizes = x.shape, windows.sizes
     leading = None if 0 in shape else windows.leading()
     if leading is None:
         return None
     is_whole_row = leading == 1 == sizes[0] and windows.started == {0}
 
     # 1. Rows that types place on devices keep the shape of their ids.
-    if isinstance(x, TableView):
+    if isinstance(x, TableView) and is_table:
         arrays = [x.array, *args[1:]]
         result = lambda: gather_of(eqn)(*arrays) if name in WINDOWS else bound(eqn, arrays)[0]
         if any((*spec_of(aval), *spec_of(x.array))):
@@ -393,7 +412,7 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup 
         return p, lambda rows: windows.placed(cut(as_rows(rows)), leading)
 
     # 4. A table: ids of its rows, and a tap that becomes what the equation returns.
-    if isinstance(x, TableView):
+    if isinstance(x, TableView) and is_table:
 
         def ids() -> jax.Array:
             if is_whole_row:
