@@ -80,7 +80,8 @@ def ema(decay: Scalar) -> Ema:
     Returns:
         An optax transformation that needs `params`. Its `average(opt_state, params)` gives the
         averages of all parameters; its state holds D + 1 numbers for a row of D. The average of
-        a 16-bit parameter is in float32. `jmask.deferred` refuses it: there inactive rows move.
+        a 16-bit parameter is in float32. `jmask.deferred` refuses it; do not chain it
+        behind one either: `catch_up` moves rows that it does not see.
 
     Raises:
         ValueError: if `decay` is out of range.
