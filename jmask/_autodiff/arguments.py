@@ -57,20 +57,26 @@ from jmask._tensors.storage import (
 _KEEP_ARRAYS = (
     f"{KEEP_ARRAYS}; jmask.nnx.value_and_grad and jmask.nnx.grad take a whole model of flax nnx"
 )
+_CALL = ": write jmask.value_and_grad(loss_fn)(params, batch)"
+
+
+def check_argnums(argnums: int | Sequence[int]) -> None:
+    """Refuse what are no positions, as arguments of the loss are."""
+    numbers: Sequence[Argument] = argnums if isinstance(argnums, Sequence) else (argnums,)
+    for number in numbers:
+        if not isinstance(number, int | np.integer):
+            # Of flax.nnx: a position, and a filter of what is differentiated there.
+            is_filter = hasattr(number, "argnum") and hasattr(number, "filter")
+            instead = "; jmask.nnx.value_and_grad takes it" if is_filter else _CALL
+            raise TypeError(f"`argnums` must be integers, got {shown(argnums)}{instead}.")
 
 
 def argument_positions(
     argnums: int | Sequence[int], args: tuple[PyTree, ...]
 ) -> tuple[int, ...]:
     """Return the positions from 0 of the arguments to differentiate."""
-    numbers: tuple[Argument, ...]
     numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
     for number in numbers:
-        if not isinstance(number, int | np.integer):
-            # Of flax.nnx: a position, and a filter of what is differentiated there.
-            is_filter = hasattr(number, "argnum") and hasattr(number, "filter")
-            instead = "; jmask.nnx.value_and_grad takes it" if is_filter else ""
-            raise TypeError(f"`argnums` must be integers, got {argnums!r}{instead}.")
         if not -len(args) <= number < len(args):
             raise ValueError(
                 f"`argnums` names argument {number}, but the function was called with "

@@ -22,6 +22,7 @@ from jmask._autodiff.arguments import (
     after_reading,
     argument_name,
     argument_positions,
+    check_argnums,
     check_argument,
     checked_result,
 )
@@ -130,6 +131,7 @@ def value_and_grad(
             f"`fun` must be a function, got {type(fun).__name__}: write "
             "jmask.value_and_grad(loss_fn)(params, batch)."
         )
+    check_argnums(argnums)
     check_flag("has_aux", has_aux)
     check_flag("holomorphic", holomorphic)
     check_flag("allow_int", allow_int)

@@ -187,7 +187,8 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         forms = forms_of(params)
         if not any(isinstance(form, Form) for form in forms):
             errors = [form for form in forms if isinstance(form, Exception)]
-            raise errors[0] if errors else NotDeferrableError("no table is among `params`")
+            no_table = NotDeferrableError("no table of real numbers is among `params`")
+            raise errors[0] if errors else no_table
         tables: list[PyTree] = [()] * len(forms)
         for i, (form, x) in enumerate(zip(forms, jax.tree.leaves(params), strict=True)):
             if isinstance(form, Form):

@@ -153,8 +153,8 @@ def form_of(steps: Sequence[HostArray], per_row: Sequence[bool]) -> Form:
     asked = np.array([not (row[[*positive]] < 0).any() for row in x])
     if not all(np.isfinite(y[asked]).all() for y in moves):
         raise NotDeferrableError(
-            "in a row without a gradient it divides by 0, as by the gradient itself, or with "
-            "`eps` 0"
+            "a row without a gradient becomes nan or infinite in some states, as where it is "
+            "divided by the gradient itself, with `eps` 0, or moments are not independent"
         )
     if any(y[2 * width].any() for y in moves):
         raise NotDeferrableError("something is added to every row in each step")

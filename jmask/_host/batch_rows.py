@@ -40,11 +40,14 @@ class Finder(NamedTuple):
         for x in result if isinstance(result, list) else [result]:
             array = x.ids if isinstance(x, PaddedBags) else x
             same = [k for k, leaf in enumerate(leaves) if leaf is array]
-            if not isinstance(array, jax.Array | np.ndarray) or len(same) != 1:
+            is_array = isinstance(array, jax.Array | np.ndarray)
+            if not is_array or len(same) != 1:
+                count = f", which is {len(same)} leaves" if is_array else ""
+                advice = "compute ids in the loader; copy those that stay ids"
+                advice = advice if is_array else "make an array of a list, np.asarray(ids)"
                 raise ValueError(
-                    f"the function in `ids` for {name} must return an array that is "
-                    f"one leaf of the batch, or a list of such, got {shown(array)}, which is "
-                    f"{len(same)} leaves: compute ids in the loader; copy those that stay ids."
+                    f"the function in `ids` for {name} must return an array that is one leaf "
+                    f"of the batch, or a list of such, got {shown(array)}{count}: {advice}."
                 )
             places.update(same)
         return places

@@ -34,7 +34,7 @@ from jmask._base.validation import (
     leaf_name,
     not_an_array,
 )
-from jmask._embedding.lookup import embedding_lookup
+from jmask._embedding.lookup import checked_integers, embedding_lookup
 from jmask._kernels.rows import set_rows
 from jmask._lazy.state_rows import only_state
 from jmask._optim.row_rule import Slot, row_rule, watching
@@ -62,8 +62,8 @@ def touched() -> optax.GradientTransformationExtraArgs:
     Returns:
         A transformation to chain behind others, inside of `jmask.lazy` or outside. Its steps
         are calls of its `update`, counted from 1: inside `skip_nonfinite` or `multi_steps`
-        those that are taken, behind them in a chain all. `jmask.deferred` refuses it: there
-        all rows move in each step.
+        those that are taken, behind them in a chain all. `jmask.deferred` refuses it; do not
+        chain it behind one either: `catch_up` moves rows that it does not see.
 
     Example:
         >>> import jax.numpy as jnp, optax, jmask
@@ -174,6 +174,7 @@ def take(tree: PyTree, ids: PyTree) -> PyTree:
         if not np.ndim(x):
             return x
         table = as_table(x)
+        ids = checked_integers(leaf_name("ids", path)[1:-1], ids, "zero", "take(tree, ids)")
         values = embedding_lookup(table, ids, mode="zero")
         return RowSparse(ids, values, table.shape)
 

@@ -321,6 +321,7 @@ def test_parameters_that_were_donated_and_lost(tmp_path):
         (batches([1.0]), {}, TypeError, "must be integers, got float"),
         (batches([True]), {}, TypeError, "must be integers, got bool"),
         ([{"ids": 3}], {}, ValueError, "must return an array that is one leaf.*got 3"),
+        ([{"ids": [3, 4]}], {}, ValueError, r"got 3: make an array of a list, np.asarray"),
         (
             [{"x": np.arange(3)}],
             {"ids": {"table": lambda b: b["x"] + 1}},
