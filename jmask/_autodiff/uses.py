@@ -249,7 +249,8 @@ class Computed:
                 # rows.
                 other = aval_of(eqn.invars[1]).shape if name == "dot_general" else ()
                 rows = {i: shapes[i][0] for i in tables if shapes[i][0] not in other}
-                has_rows = lambda i, x: len(x) > 1 and x[0] >= rows[i]
+                # A vector is added to each row of a matrix, as a bias is.
+                has_rows = lambda i, x: min(len(x), len(shapes[i])) > 1 and x[0] >= rows[i]
                 kept = [frozenset(i for i in rows if has_rows(i, x)) for x in made]
                 given = [_Label(x) for x in kinds]
             for body, _ in bodies_of(eqn):

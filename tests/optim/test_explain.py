@@ -183,6 +183,14 @@ def test_an_output_layer_is_no_table():
         jax.eval_shape(jmask.grad(label_of_each_example), LARGE, IDS)
 
 
+def test_a_bias_of_what_is_looked_up_is_no_table():
+    """As of a layer of a graph, whose nodes are then read by the senders of edges."""
+    nodes = jnp.ones((40, 8))
+    loss = lambda bias, ids: jnp.sum(jnp.tanh(jnp.sin(nodes) + bias[None])[ids])
+    (step,) = jmask.explain(loss, SHAPE((8,), "float32"), IDS).parameters
+    assert not step.note
+
+
 USES = {
     softmax: "dot_general",
     penalty_first: "integer_pow",
