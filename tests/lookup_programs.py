@@ -462,42 +462,49 @@ BAG_SUMS = _in_bags("""
     flat_bag(t, x, segment_ids=SEGMENTS, num_segments=B, combiner="mean");
     jax.checkpoint(lambda t: jnp.sin(bag(t, x)))(t)
 """)
-# Written by hand: rows are read as they are, and their cotangents written.
-SUMS_BY_HAND = _in_bags("""
-    t[x.ids].sum(1); t[x.ids].mean(-2); t[x.ids.T].sum(0);
-    t[x.ids.reshape(B, L, 1)].sum((1, 2)); t[x.ids.reshape(L, B, 1)].sum((0, 2));
-    t[x.ids].sum(1, keepdims=True)[:, 0]; t[x.ids.reshape(-1)].reshape(B, L, D).sum(1);
+# Written by hand, the same.
+BAG_SUMS |= _in_bags("""
+    t[x.ids].sum(1); t[x.ids].mean(-2); t[x.ids].sum((0, 1))[None]; t[x.ids,].sum(1);
+    t[x.ids.reshape(B, L, 1)].sum((1, 2)); t[x.ids].sum(1, keepdims=True)[:, 0];
     t[x.beyond].sum(1); jnp.take(t, x.ids, axis=0).sum(1); beyond(t, x).sum(1);
     beyond(t, x, mode="fill", fill_value=0).mean(1); weighted(t[x.ids], x).sum(1);
     (x.wild[..., None] * t[x.ids]).sum(1); weighted(beyond(t, x), x).sum(1);
-    where(t[x.ids], x).sum(1); where(beyond(t, x), x).sum(1);
-    weighted(where(t[x.ids], x), x).sum(1); weighted(weighted(t[x.ids], x), x).sum(1);
-    (t[x.ids] * x.mask[..., None].astype(t.dtype)).sum(1);
-    jnp.einsum("bld,bl->bd", t[x.ids], x.wild); jnp.einsum("bl,bld->bd", x.weights, t[x.ids]);
-    jnp.einsum("bl,bld->bd", x.wild, where(beyond(t, x), x));
-    jnp.einsum("lb,lbd->db", x.wild.T, t[x.ids.T]).T; (x.wild[:, None, :] @ t[x.ids])[:, 0];
-    jax.vmap(lambda w, i: w @ t[i])(x.wild, x.ids); helper(t, x.ids, x.wild); t[x.ids,].sum(1);
+    (t[x.ids] * x.mask[..., None].astype(t.dtype)).sum(1); helper(t, x.ids, x.wild);
     t.at[x.ids].get(mode="promise_in_bounds").sum(1); t.at[x.beyond].get(mode="clip").sum(1);
     t[x.ids].sum(1).astype(jnp.bfloat16).astype(jnp.float32);
     (t[x.ids].mean(1), t[x.ids[:, 0]]); (weighted(t[x.ids], x).sum(1), t[x.ids[:, 0]]);
-    (jnp.take(t, x.ids, axis=0).sum(1), t[:B]); pooled(t[x.ids], x.weights ** 2);
-    jax.jit(jax.jit(pooled))(t[x.ids], 1 + x.weights ** 2);
+    (jnp.take(t, x.ids, axis=0).sum(1), t[:B]); jax.vmap(lambda i: t[i].mean(0))(x.ids);
     jax.checkpoint(lambda t: jnp.sin(t[x.ids].mean(1)))(t);
+    (jax.lax.convert_element_type(t[x.ids], jnp.float32) * x.weights[..., None]).sum(1)
+""")
+# Rows that are read as they are, and whose cotangents are written.
+SUMS_OF_ROWS = _in_bags("""
+    t[x.ids.T].sum(0); t[x.ids.reshape(L, B, 1)].sum((0, 2));
+    t[x.ids.reshape(-1)].reshape(B, L, D).sum(1);
+    where(t[x.ids], x).sum(1); where(beyond(t, x), x).sum(1);
+    weighted(where(t[x.ids], x), x).sum(1); weighted(weighted(t[x.ids], x), x).sum(1);
+    jnp.einsum("bld,bl->bd", t[x.ids], x.wild); jnp.einsum("bl,bld->bd", x.weights, t[x.ids]);
+    jnp.einsum("bl,bld->bd", x.wild, where(beyond(t, x), x));
+    jnp.einsum("lb,lbd->db", x.wild.T, t[x.ids.T]).T; (x.wild[:, None, :] @ t[x.ids])[:, 0];
+    jax.vmap(lambda w, i: w @ t[i])(x.wild, x.ids); pooled(t[x.ids], x.weights ** 2);
+    jax.jit(jax.jit(pooled))(t[x.ids], 1 + x.weights ** 2);
     (jnp.einsum("bl,bld->bd", x.weights, t[x.ids]), where(t[x.ids], x).sum(1), t[x.ids[:, 1]]);
-    (t[x.ids].mean(1), jnp.sin(t[x.ids.reshape(-1)])); t[x.ids[:, 0]];
-    (t[x.ids][:, :2].sum(1), (t[x.ids] * x.weights[..., None])[:, 2:].sum(1));
+    t[x.ids[:, 0]]; (t[x.ids][:, :2].sum(1), (t[x.ids] * x.weights[..., None])[:, 2:].sum(1));
     (lambda rows: rows.sum(1) + rows.max(1))(t[x.ids]); MIXED @ t[x.ids.reshape(-1)];
     (lambda rows: rows.sum(1) ** 2 - (rows ** 2).sum(1))(t[x.ids]);
     jnp.einsum("blx,blx->bx", t[x.ids], t[x.ids] * 0.5); bag(t, x, combiner="max");
     (lambda rows: (rows[:, :3].mean(1), rows[:, 2:].mean(1)))(t[x.ids]);
-    t[x.ids][..., 1:].mean((1, 2))[:, None]; t[x.ids].sum((0, 1))[None];
+    t[x.ids][..., 1:].mean((1, 2))[:, None];
     jax.ops.segment_sum(t[x.ids.reshape(-1)], SEGMENTS, B);
     jax.ops.segment_sum(-t[x.ids.reshape(-1)] * x.weights.reshape(-1, 1), SEGMENTS, B) / 3;
     jnp.einsum("blx,bx->bl", t[x.ids], MIXED[:, :D]) * x.weights; t[x.ids][:, 1:].mean(1);
     t[x.ids].astype(jnp.bfloat16).sum(1).astype(jnp.float32); beside(t[x.ids], 1, x);
     beside(t[x.ids[:, ::-1]], 4, x); jnp.where(x.mask[..., None], t[x.ids], 1.0).sum(1);
-    beyond(t, x, mode="fill", fill_value=2.0).sum(1); where(weighted(t[x.ids], x), x).sum(1)
+    beyond(t, x, mode="fill", fill_value=2.0).sum(1); where(weighted(t[x.ids], x), x).sum(1);
+    jax.lax.cond(x.mask[0, 0], lambda: t[x.ids].sum(1), lambda: t[x.ids[:, :2]].mean(1))
 """)
+# Rows of one lookup are summed, of another they are written: as many as the sums need.
+BOTH = _in_bags("(t[x.ids].mean(1), jnp.sin(t[x.ids.reshape(-1)]))")
 # Sums of 16 bits, which XLA rounds less often than operations that are run one by one.
 NARROW = _in_bags("""
     (t.astype(jnp.bfloat16)[x.ids] * x.weights[..., None].astype(jnp.bfloat16)).sum(1);
@@ -505,6 +512,6 @@ NARROW = _in_bags("""
 """)
 SUMMED = {
     name: sum_of_sines(lookup, BAGS)
-    for table in (BAG_SUMS, SUMS_BY_HAND, NARROW)
+    for table in (BAG_SUMS, SUMS_OF_ROWS, NARROW, BOTH)
     for name, lookup in table.items()
 }

@@ -24,14 +24,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from jmask._autodiff import nested
+from jmask._autodiff.bags_by_hand import WaitingRows, waiting
 from jmask._autodiff.lookups import (
+    WINDOWS,
     gather_of,
     is_of_lines,
     lookup_of,
     window_lookup,
+    windows_of,
 )
 from jmask._autodiff.nested import Flags, Needed
 from jmask._autodiff.taps import NONE, Tap, Taps
@@ -80,12 +83,24 @@ class Forward:
     needs: list[Need] = dataclasses.field(default_factory=list)
     # Those that run the program that this is in; while one of its equations runs, that too.
     eqns: tuple[JaxprEqn, ...] = ()
+    summed: Collection[Var] = ()  # variables of this program that a sum alone needs
 
-    def run(self, program: Opened, inputs: Sequence[Argument], wanted: Flags) -> list[Argument]:
-        """Return the outputs of a program; a gradient is taken of those that are wanted."""
+    def run(
+        self,
+        program: Opened,
+        inputs: Sequence[Argument],
+        wanted: Flags,
+        summed: Flags | None = None,
+    ) -> list[Argument]:
+        """Return the outputs of a program; a gradient is taken of those that are wanted.
+
+        Args:
+            summed: of which outputs a sum is taken, and nothing else.
+        """
         jaxpr, consts = program
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
         live = self.needed.within(jaxpr, wanted)
+        to_sum = self.needed.only_summed(jaxpr, summed or [False] * len(jaxpr.outvars))
         for eqn in jaxpr.eqns:
             args = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
             if self.taps.is_trial and not any(isinstance(x, View) for x in args):
@@ -93,7 +108,7 @@ class Forward:
             else:
                 # `dataclasses.replace` calls three functions more, for each equation.
                 eqns = (*self.eqns, eqn)
-                inside = Forward(self.leaves, self.taps, self.needed, self.needs, eqns)
+                inside = Forward(self.leaves, self.taps, self.needed, self.needs, eqns, to_sum)
                 names, context = contexts_of(eqn)
                 with names, context:
                     outs = inside.equation(eqn, args, [v in live for v in eqn.outvars])
@@ -121,9 +136,18 @@ class Forward:
             return self._bound(eqn, name, args)
         aval = next(map(aval_of, eqn.outvars), None)  # what prints has no result
 
+        # 0. Rows that wait for their sum.
+        if isinstance(x, WaitingRows):
+            now = lambda: self.equation(eqn, [a.now() if a is x else a for a in args], flags)[0]
+            if name == "reduce_sum":
+                lookup = x.summed(eqn)
+                return [now() if lookup is None else self._looked_up(lookup, aval, x.table)]
+            rows = x.computed(eqn, args, now)
+            return [now() if rows is None else rows]
+
         # 1. What runs other programs: views go in.
         if name in PLAIN_CALLS:
-            return self.run(called(eqn), args, flags)
+            return self.run(called(eqn), args, flags, [v in self.summed for v in eqn.outvars])
         if is_live and name in nested.RULES:
             return nested.RULES[name](self, eqn, args, flags)
 
@@ -143,7 +167,12 @@ class Forward:
         array = functools.partial(self.array, is_constant=not is_live)
         lookup = lookup_of(eqn, name, args, array, self.taps.rows_only)
         if lookup is not None:
-            return [self._looked_up(lookup, aval, x, is_live)]
+            now = functools.partial(self._looked_up, lookup, aval, x, is_live)
+            is_to_sum = eqn.outvars[0] in self.summed and not self.taps.rows_only
+            waits = is_live and name in WINDOWS and is_to_sum
+            ids = array(args[1], is_constant=True) if waits else None
+            rows = waiting(x, windows_of(eqn, name, [x, ids]), now) if waits else None
+            return [now() if rows is None else rows]
 
         # 4. What is a view again. Few rows are looked up before they are computed on. A result
         # with an array larger than its tables, as logits with their bias, is an array.

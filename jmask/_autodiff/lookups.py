@@ -79,14 +79,15 @@ class Sums:
         shape, dtype = (self.bags, *self.x.shape[1:]), self.aval.dtype
         tap = self.x.tap(shape, self.entries, dtype=dtype, kind="bags")
 
-        def ids() -> tuple[IdVector, jax.Array, jax.Array | None]:
-            """Return id, bag and weight of each entry, (entries,); None for weights of 1."""
+        def ids() -> tuple[IdVector, jax.Array | None, jax.Array | None]:
+            """Return id, bag and weight of each entry, (entries,).
+
+            None for bags of equal lengths, and for weights of 1.
+            """
             call = self.call()
             ids, bag = call.positions.reshape(-1), call.bag_of_entry
             weight = None if call.weights is None else call.weights.reshape(-1)
-            if bag is None:
-                bag = lax.iota(jnp.int32, self.entries) // (self.entries // self.bags)
-            else:
+            if bag is not None:
                 padding = as_number(self.x.shape[0], ids.dtype)
                 ids = jnp.where(bag < self.bags, ids, padding)
             return ids, bag, weight

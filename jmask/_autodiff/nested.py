@@ -23,6 +23,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.sharding import PartitionSpec as P
 
+from jmask._autodiff.bags_by_hand import only_summed
 from jmask._autodiff.taps import Tap, Taps
 from jmask._autodiff.views import (
     Positions,
@@ -75,6 +76,7 @@ class Needed:
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, tuple[bool, ...]], tuple[Jaxpr, set[Var]]] = {}
+        self._summed: dict[tuple[int, tuple[bool, ...]], tuple[Jaxpr, set[Var]]] = {}
 
     def within(self, jaxpr: Jaxpr, wanted: Flags) -> set[Var]:
         """Return the variables through which the gradient of the wanted outputs goes."""
@@ -82,6 +84,13 @@ class Needed:
         if key not in self._known:
             self._known[key] = jaxpr, self._found(jaxpr, wanted)
         return self._known[key][1]
+
+    def only_summed(self, jaxpr: Jaxpr, outputs: Flags) -> set[Var]:
+        """Return the variables that a sum alone needs; see `bags_by_hand.only_summed`."""
+        key = id(jaxpr), tuple(outputs)
+        if key not in self._summed:
+            self._summed[key] = jaxpr, only_summed(jaxpr, outputs)
+        return self._summed[key][1]
 
     def _found(self, jaxpr: Jaxpr, wanted: Flags) -> set[Var]:
         live = {

@@ -79,8 +79,8 @@ class Tap:
     shape: Shape  # of the tap: rows (n, *row) of ids, or sums (bags, *row) of rows
     dtype: DType  # of the tap
     rows: int  # how many rows of the gradient it makes
-    # "rows" (*ids.shape, *row); "bags", whose ids are (ids, bag of each, weight of each or
-    # None).
+    # "rows" (*ids.shape, *row); "bags", whose ids are (ids, bag of each or None if all bags
+    # have one length, weight of each or None).
     kind: Literal["rows", "bags"] = "rows"
     ids: int = 1  # the number of dimensions of the ids
     varies: frozenset[str] = frozenset()  # the axes of `shard_map`s over which it differs
@@ -222,14 +222,18 @@ def _flat(
         return rows_in_any_order(ids, rows)
     # All entries of a bag have the cotangent of its sum.
     ids, bag, weight = ids
-    bags, rounds = spec.shape[0], math.prod(spec.batch)
-    if spec.batch:  # number the bags of all rounds of a loop in sequence
+    bags, rounds, each = spec.shape[0], math.prod(spec.batch), None
+    # The bags of all rounds of a loop are numbered in sequence.
+    if bag is None:
+        each = spec.rows // bags
+        bag = lax.iota(jnp.int32, spec.count) // each
+    elif spec.batch:
         first = bags * lax.iota(bag.dtype, rounds)[:, None]
         bag = bag.reshape(rounds, -1)
         bag = jnp.where(bag < bags, bag + first, rounds * bags)
     weight = None if weight is None else weight.reshape(-1)
     source = rows.reshape(-1, *row)
-    known = GatheredRows(source, bag.reshape(-1), weight, table.dtype)
+    known = GatheredRows(source, bag.reshape(-1), weight, table.dtype, each)
     result = known.array()
     # Few rows are better written: what makes them takes longer to compile than it saves.
     if pays(source.shape[0], result.shape[0]) and result.nbytes >= tuning.SMALL_ROWS:

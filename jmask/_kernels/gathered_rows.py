@@ -49,6 +49,8 @@ class GatheredRows:
     index: jax.Array  # (n,): int32, canonical: m stands for a row of zeros
     weight: jax.Array | None  # (n,): inexact, or None for ones
     dtype: DType = dataclasses.field(metadata={"static": True})  # of the rows
+    # How many rows each row of the source makes, in its order, if it is one number.
+    each: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,7 +62,10 @@ class GatheredRows:
 
     def array(self) -> jax.Array:
         """Return the rows (n, *row)."""
-        rows = rows_or_fill(self.source, self.index)
+        if self.each is None:
+            rows = rows_or_fill(self.source, self.index)
+        else:
+            rows = jnp.repeat(self.source, self.each, 0)
         if self.weight is not None:
             dtype = joint_dtype(rows, self.weight)
             rows = rows.astype(dtype) * trailing(self.weight, rows.ndim).astype(dtype)

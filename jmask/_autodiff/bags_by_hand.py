@@ -1,0 +1,119 @@
+"""Bags that are written by hand: rows that are looked up, weighted and summed.
+
+    t[ids]                gather                 (b, k, D)     waits for its sum
+    .astype(float32)      convert_element_type   (b, k, D)     still waits
+    * weights[..., None]  mul                    (b, k, D)     with its weights
+    .sum(1)               reduce_sum             (b, D)        a bag sum, with the tap of one
+
+Many rows that nothing but a sum needs are never made, and neither is their gradient, which has
+one row for each bag: it is as if `jmask.embedding_bag` had been called.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from jmask._autodiff.lookups import Sums, Windows
+from jmask._autodiff.views import Lookup, TableView, View
+from jmask._base.array_types import wide
+from jmask._base.forms import aval_of, parameter
+from jmask._base.row_ids import canonical, widen
+from jmask._base.types import Argument
+from jmask._kernels.gathered_rows import BagSum, bag_sum, has_many_rows, is_bag_sum
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class WaitingRows(View):
+    """Rows (*ids, *row) of a table, times weights, that are looked up where they are needed."""
+
+    table: TableView
+    windows: Windows
+    now: Callable[[], Argument]  # looks them up
+    weights: Argument = None  # (*ids, 1, ..., 1) or None
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether what is computed of them is rounded as bag sums round it."""
+        return self.dtype == wide(self.table.dtype)
+
+    def computed(
+        self, eqn: JaxprEqn, args: Sequence[Argument], now: Callable[[], Argument]
+    ) -> "WaitingRows | None":
+        """Return the rows with a wider dtype or weights, or None for anything else."""
+        batch, dtype = self.windows.batch, aval_of(eqn.outvars[0]).dtype
+        wider = dataclasses.replace(self, dtype=dtype, now=now)
+        if eqn.primitive.name == "convert_element_type":
+            return wider if wider.is_wide else None
+        (weights,) = (x for x in args if x is not self)
+        one_each = (*batch, *(1,) * (self.ndim - len(batch)))
+        are_weights = not isinstance(weights, View) and np.shape(weights) == one_each
+        if self.weights is not None or not self.is_wide or not are_weights:
+            return None
+        return dataclasses.replace(wider, weights=weights)
+
+    def summed(self, eqn: JaxprEqn) -> Lookup | None:
+        """Return the sum over the last dimensions of the ids, or None if it is another one."""
+        table, windows, weights = self.table, self.windows, self.weights
+        axes, batch = sorted(parameter(eqn, "axes")), windows.batch
+        if not self.is_wide or axes != list(range(len(batch) - len(axes), len(batch))):
+            return None
+        aval, count = aval_of(eqn.outvars[0]), math.prod(batch)
+        bags = math.prod(batch[: -len(axes)])
+
+        def bag(x: Argument) -> Argument:
+            return None if x is None else x.reshape(bags, count // bags)
+
+        def call() -> BagSum:
+            return BagSum(table.array, bag(windows.ids()), None, bag(weights), bags, 0)
+
+        def result() -> jax.Array:
+            # A lookup reads the last row beyond the end, where it is not told to fill.
+            rows, starts = table.shape[0], jnp.asarray(windows.starts()[0])
+            if windows.fill is None:
+                ids, fill = jnp.clip(widen(starts, rows), 0, rows - 1), 0
+            else:
+                ids, fill = canonical(starts, rows), windows.fill
+            return bag_sum(table.array, bag(ids), None, bag(weights), bags, fill).reshape(
+                aval.shape
+            )
+
+        return Sums(table, bags, count, aval, call).lookup(result)
+
+
+def waiting(x: View, windows: Windows, now: Callable[[], Argument]) -> WaitingRows | None:
+    """Return rows that wait for their sum, or None if they are better read at once."""
+    if not isinstance(x, TableView) or x.width or not windows.are_rows():
+        return None
+    positions: Argument = jax.ShapeDtypeStruct((math.prod(windows.batch), 1), jnp.int32)
+    call = BagSum(x.array, positions, None, None, positions.shape[0], 0)
+    fills = windows.fill is None or windows.fill == 0 or np.isnan(windows.fill)
+    if not (fills and is_bag_sum(x.array, positions, None, call.bags) and has_many_rows(call)):
+        return None
+    shape = (*windows.batch, *x.shape[1:])
+    return WaitingRows(shape, x.dtype, lambda p: None, table=x, windows=windows, now=now)
+
+
+def only_summed(jaxpr: Jaxpr, outputs: Sequence[bool]) -> set[Var]:
+    """Return the variables that one sum needs, and nothing else.
+
+    Args:
+        outputs: which outputs are such where the program is called.
+    """
+    variables = lambda atoms: [v for v in atoms if not isinstance(v, Literal)]
+    uses = Counter(variables(jaxpr.outvars))
+    for eqn in jaxpr.eqns:
+        uses.update(variables(eqn.invars))
+    pairs = zip(jaxpr.outvars, outputs, strict=True)
+    summed = {v for v in variables(v for v, flag in pairs if flag) if uses[v] == 1}
+    for eqn in reversed(jaxpr.eqns):
+        name = eqn.primitive.name
+        waits = name in ("convert_element_type", "mul") and eqn.outvars[0] in summed
+        if name == "reduce_sum" or waits:
+            summed.update(v for v in variables(eqn.invars) if uses[v] == 1)
+    return summed
