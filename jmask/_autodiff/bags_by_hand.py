@@ -55,6 +55,8 @@ class WaitingRows(View):
         are_weights = not isinstance(weights, View) and np.shape(weights) == one_each
         if self.weights is not None or not self.is_wide or not are_weights:
             return None
+        if not is_bag_sum(self.table.array, weights, None, 1):  # they are sharded by their type
+            return None
         return dataclasses.replace(wider, weights=weights)
 
     def summed(self, eqn: JaxprEqn) -> Lookup | None:
@@ -86,14 +88,19 @@ class WaitingRows(View):
         return Sums(table, bags, count, aval, call).lookup(result)
 
 
-def waiting(x: View, windows: Windows, now: Callable[[], Argument]) -> WaitingRows | None:
-    """Return rows that wait for their sum, or None if they are better read at once."""
+def waiting(
+    x: View, indices: Argument, windows: Windows, now: Callable[[], Argument]
+) -> WaitingRows | None:
+    """Return rows that wait for their sum, or None if they are better read at once.
+
+    Args:
+        indices: of the rows, (*ids, 1).
+    """
     if not isinstance(x, TableView) or x.width or not windows.are_rows():
         return None
-    positions: Argument = jax.ShapeDtypeStruct((math.prod(windows.batch), 1), jnp.int32)
-    call = BagSum(x.array, positions, None, None, positions.shape[0], 0)
+    call = BagSum(x.array, indices, None, None, math.prod(windows.batch), 0)
     fills = windows.fill is None or windows.fill == 0 or np.isnan(windows.fill)
-    if not (fills and is_bag_sum(x.array, positions, None, call.bags) and has_many_rows(call)):
+    if not (fills and is_bag_sum(x.array, indices, None, call.bags) and has_many_rows(call)):
         return None
     shape = (*windows.batch, *x.shape[1:])
     return WaitingRows(shape, x.dtype, lambda p: None, table=x, windows=windows, now=now)

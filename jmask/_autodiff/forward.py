@@ -170,8 +170,10 @@ class Forward:
             now = functools.partial(self._looked_up, lookup, aval, x, is_live)
             is_to_sum = eqn.outvars[0] in self.summed and not self.taps.rows_only
             waits = is_live and name in WINDOWS and is_to_sum
-            ids = array(args[1], is_constant=True) if waits else None
-            rows = waiting(x, windows_of(eqn, name, [x, ids]), now) if waits else None
+            if not waits:
+                return [now()]
+            indices = array(args[1], is_constant=True)
+            rows = waiting(x, indices, windows_of(eqn, name, [x, indices]), now)
             return [now() if rows is None else rows]
 
         # 4. What is a view again. Few rows are looked up before they are computed on. A result

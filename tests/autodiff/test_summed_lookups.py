@@ -75,11 +75,12 @@ def test_no_row_of_a_bag_is_written_out(monkeypatch, mean):
     assert memory.temp_size_in_bytes < 50_000 * 64 * 4 / 1.5
 
 
-def test_in_a_shard_map_rows_are_arrays():
+@pytest.mark.parametrize("bag", [jmask.embedding_bag, lambda t, ids: t[ids].sum(1)])
+def test_in_a_shard_map_rows_are_arrays(bag):
     """A caller may put those of devices side by side, where an index is that of a device."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
-    loss = lambda t, ids: jnp.sum(jnp.sin(jmask.embedding_bag(t, ids)))
+    loss = lambda t, ids: jnp.sum(jnp.sin(bag(t, ids)))
     how = {"mesh": mesh, "in_specs": (spec(), spec("x")), "out_specs": spec("x")}
     grad = jax.shard_map(jmask.grad(loss), **how, check_vma=False)
     assert seen(grad, TABLE, BAGS.ids) is None
