@@ -66,7 +66,8 @@ REPEATS = 2
 # Bytes of rows up to which they are materialised though they are summed, or repeat. Below, a
 # loop gains nothing: one for each of 26 tables of 0.5 MB makes a step 1.3 times as long. With
 # rows of 3 to 26 MB a step of materialised ones takes 1.4 to 3.2 times as long; after
-# `keep_memory` 0.76 to 0.99 times, and 1.35 with SGD on one table ("gathered gradients").
+# `keep_memory` 1.25 times with 26 tables, and on one table 1.35 with SGD and 0.9 with Adam
+# ("gathered gradients").
 SMALL_ROWS = 2**21
 
 # Length of bags up to which rows are added column by column ("bags by column"), in one loop on
