@@ -86,6 +86,9 @@ MISTAKES = {
     "sum requires ndarray or scalar arguments, got … RowSparse": "jnp.sum(ROWS)",
     "sum requires ndarray or scalar arguments, got … MaskedTensor": "jnp.sum(MASKED)",
     "where": "step(optax.chain(LAZY, optax.keep_params_nonnegative()))",
+    "Attempted": "jmask.grad(lambda t: t.sum() if t.sum() > 0 else t.min())(TABLE)",
+    "Abstract": "jmask.grad(lambda t: t.sum() * int(jnp.sum(jnp.ones(2))))(TABLE)",
+    "The numpy.ndarray": "jmask.grad(lambda t: t.sum() * np.ones(9)[jnp.argmin(t)])(TABLE)",
     "scan": "jax.lax.scan(lambda g, _: (jmask.tree.add(g, GRADS), None), GRADS, length=2)",
 }
 DROPPED = eqx.partition(GRADS, eqx.is_inexact_array)[0]
