@@ -56,7 +56,7 @@ from jmask._base.types import (
 from jmask._kernels.gathered_rows import BAG_SUM, BagSum
 from jmask._kernels.lines import LOOKUP as ROWS_OF_LINES
 from jmask._kernels.lines import is_packed
-from jmask._kernels.rows import SLOW_COPY, Gather
+from jmask._kernels.rows import SLOW_COPY, Gather, slow_copy_of
 from jmask._kernels.sharded_rows import LOOKUP
 from jmask._tensors.storage import row_of_each
 
@@ -301,8 +301,7 @@ def windows_of(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Windows:
 def gather_of(eqn: JaxprEqn) -> Gather:
     """Return the gather that an equation is."""
     if eqn.primitive is SLOW_COPY:
-        slow: Gather = eqn.params["gather"]
-        return slow
+        return slow_copy_of(eqn.params)
     return Gather(**{f.name: parameter(eqn, f.name) for f in dataclasses.fields(Gather)})
 
 

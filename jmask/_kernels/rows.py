@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 import jax
@@ -33,6 +34,7 @@ from jmask._base.shardings import (
     typed_like,
 )
 from jmask._base.types import (
+    Argument,
     ArrayFunction,
     IdArray,
     IdVector,
@@ -202,6 +204,12 @@ SLOW_COPY = primitive(
 )
 """A gather that `is_slow_copy`: the parameter `gather` of an operand and indices."""
 lower(SLOW_COPY, _on_a_cpu, platform="cpu")
+
+
+def slow_copy_of(params: Mapping[str, Argument]) -> Gather:
+    """Return the gather that an equation of `SLOW_COPY` with these parameters is."""
+    gather: Gather = params["gather"]
+    return gather
 
 
 # Outside jit it is compiled for the platform, as in a program.
