@@ -294,8 +294,12 @@ def _on_one_cpu(updates: Sequence[RowUpdate]) -> list[jax.Array]:
 
 
 def is_hashed(x: RowUpdate) -> bool:
-    """Decide whether rows of equal ids are found by hashing."""
-    return x.order == "any" and not x.update.additive and is_known(*x.ids.shape)
+    """Decide whether rows of equal ids are found by hashing.
+
+    Not in a `shard_map`, where a device has room for little more than its share of the rows.
+    """
+    is_alone = not jax.sharding.get_abstract_mesh().manual_axes
+    return is_alone and x.order == "any" and not x.update.additive and is_known(*x.ids.shape)
 
 
 # --- gathered rows, in blocks ---------------------------------------------------------------
