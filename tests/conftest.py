@@ -73,7 +73,7 @@ if LOWERED_FOR is not None:
     )
     ways = {
         "cuda": update_rows.each(update_rows._defined),
-        "tpu": update_rows.each(update_rows.of_sums(update_rows._in_one_round)),
+        "tpu": update_rows.each(update_rows.summed_first(update_rows._in_one_round)),
     }
     update_rows._update_rows.lower(ways[LOWERED_FOR], platform="cpu")
 

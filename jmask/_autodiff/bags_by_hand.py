@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
@@ -23,7 +22,6 @@ from jmask._autodiff.lookups import Sums, Windows
 from jmask._autodiff.views import Lookup, TableView, View
 from jmask._base.array_types import wide
 from jmask._base.forms import aval_of, parameter
-from jmask._base.row_ids import canonical, widen
 from jmask._base.types import Argument
 from jmask._kernels.gathered_rows import BagSum, bag_sum, has_many_rows, is_bag_sum
 
@@ -39,7 +37,7 @@ class WaitingRows(View):
 
     @property
     def is_wide(self) -> bool:
-        """Whether what is computed of them is rounded as bag sums round it."""
+        """Whether they have the dtype in which bags are summed."""
         return self.dtype == wide(self.table.dtype)
 
     def computed(
@@ -76,14 +74,9 @@ class WaitingRows(View):
 
         def result() -> jax.Array:
             # A lookup reads the last row beyond the end, where it is not told to fill.
-            rows, starts = table.shape[0], jnp.asarray(windows.starts()[0])
-            if windows.fill is None:
-                ids, fill = jnp.clip(widen(starts, rows), 0, rows - 1), 0
-            else:
-                ids, fill = canonical(starts, rows), windows.fill
-            return bag_sum(table.array, bag(ids), None, bag(weights), bags, fill).reshape(
-                aval.shape
-            )
+            reads = dataclasses.replace(windows, clips=windows.fill is None)
+            arrays = table.array, bag(reads.ids()), None, bag(weights)
+            return bag_sum(*arrays, bags, windows.fill or 0).reshape(aval.shape)
 
         return Sums(table, bags, count, aval, call).lookup(result)
 
@@ -91,7 +84,7 @@ class WaitingRows(View):
 def waiting(
     x: View, indices: Argument, windows: Windows, now: Callable[[], Argument]
 ) -> WaitingRows | None:
-    """Return rows that wait for their sum, or None if they are better read at once.
+    """Return rows that wait for their sum, or None if they are few, or no rows of a table.
 
     Args:
         indices: of the rows, (*ids, 1).

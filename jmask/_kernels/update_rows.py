@@ -247,7 +247,7 @@ def each(form: Form) -> Callable[[Sequence[RowUpdate]], list[jax.Array]]:
     return lambda updates: [table for x in updates for table in form(x)]
 
 
-def of_sums(form: Form) -> Form:
+def summed_first(form: Form) -> Form:
     """Return the form with the rows of equal ids summed first."""
     return lambda x: form(x.coalesced())
 
@@ -334,7 +334,7 @@ class _Loop(NamedTuple):
 
 
 def _side_by_side(updates: Sequence[RowUpdate]) -> list[jax.Array]:
-    """Do updates in blocks; those of similar lengths together in one loop."""
+    """Update tables block by block, those with about as many blocks in one loop."""
     bytes_of_row = [math.prod(x.values.shape[1:]) * x.values.dtype.itemsize for x in updates]
     size = tuning.block_size(sum(sorted(bytes_of_row)[-tuning.LOOPS_TOGETHER :]))
     loops = [
@@ -478,7 +478,7 @@ def _in_one_round(x: RowUpdate) -> list[jax.Array]:
 # time to a table of zeros on each device, and sum these tables over devices: it moves as much
 # as the table holds. For CPUs and TPUs it is the fused form: XLA cannot shard a kernel over
 # devices, and is believed to add rows faster that are promised to be distinct.
-_update_rows.lower(each(_defined), each(of_sums(_defined)))
-_update_rows.lower(each(_on_one_gpu), each(of_sums(_defined)), platform="gpu")
-_update_rows.lower(each(_on_a_tpu), each(of_sums(_fused)), platform="tpu")
-_update_rows.lower(_on_one_cpu, each(of_sums(_in_one_round)), platform="cpu")
+_update_rows.lower(each(_defined), each(summed_first(_defined)))
+_update_rows.lower(each(_on_one_gpu), each(summed_first(_defined)), platform="gpu")
+_update_rows.lower(each(_on_a_tpu), each(summed_first(_fused)), platform="tpu")
+_update_rows.lower(_on_one_cpu, each(summed_first(_in_one_round)), platform="cpu")
