@@ -237,6 +237,7 @@ _CALL = (
     "in_layouts in_shardings inline jvp_jaxpr_fun keep_unused name num_consts out_layouts "
     "out_shardings out_trees symbolic_zeros"
 )
+_SCATTER = "mode indices_are_sorted unique_indices update_consts update_jaxpr"
 _GATHER = "dimension_numbers slice_sizes mode fill_value indices_are_sorted unique_indices"
 # Primitives: parameters that rules read | others that may occur.
 _TABLE = f"""
@@ -263,7 +264,8 @@ concatenate: dimension |
 dynamic_slice: | slice_sizes
 slice: start_indices limit_indices strides |
 pad: padding_config |
-scatter: dimension_numbers mode | indices_are_sorted unique_indices update_consts update_jaxpr
+scatter: dimension_numbers mode | {_SCATTER}
+scatter-add scatter-max scatter-min scatter-mul scatter-sub: dimension_numbers | {_SCATTER}
 rev: dimensions |
 split: axis sizes |
 stack unstack: axis |

@@ -423,6 +423,25 @@ def _gather(eqn: JaxprEqn, inputs: list[Known]) -> Known:
     return None if has_fill else inputs[0]
 
 
+def _scatter(eqn: JaxprEqn, inputs: list[Known]) -> Known:
+    """Write to some columns, as `x.at[..., 0].multiply(-1)` does."""
+    x, places, new = eqn.invars
+    (axis, *_), of_new = axes_of_rows(x) or (None,), axes_of_rows(new)
+    numbers = parameter(eqn, "dimension_numbers")
+    chosen = {*numbers.scatter_dims_to_operand_dims, *numbers.inserted_window_dims}
+    chosen |= {*numbers.operand_batching_dims}
+    # The dimensions of the operand that a window has, in their order.
+    window = [d for d in range(len(aval_of(x).shape)) if d not in chosen]
+    at = dict(zip(window, numbers.update_window_dims, strict=False))
+    if axis in chosen or axes_of_rows(places) or of_new != [at.get(axis)]:
+        raise _refused(eqn, "writes to rows by their numbers")
+    old, value = inputs[0], inputs[2]
+    if eqn.primitive.name == "scatter-mul" and _is(old, 0):
+        return old  # zero wins over an unknown finite factor
+    is_sum = eqn.primitive.name in ("scatter-add", "scatter-sub")
+    return (old if _is(value, 0) else None) if is_sum else _common(old, value)
+
+
 def _dot(eqn: JaxprEqn, inputs: list[Known]) -> Known:
     contracted, _ = parameter(eqn, "dimension_numbers")
     is_zero = any(_is(x, 0) for x in inputs)
@@ -448,6 +467,8 @@ RULES: dict[str, Rule] = {
     "rev": _along("dimensions"),
     "slice": _slice,
     "gather": _gather,
+    "scatter": _scatter,
+    **dict.fromkeys((f"scatter-{x}" for x in ("add", "max", "min", "mul", "sub")), _scatter),
     "dot_general": _dot,
 } | dict.fromkeys((*NEUTRAL, "reduce_max", "reduce_min"), _reduce)
 

@@ -46,6 +46,7 @@ def _doubled(x):
 
 
 _doubled.defvjp(lambda x: (2 * x, None), lambda _, ct: (2 * ct,))
+COLUMNS = "set add multiply min max subtract"
 
 # Programs that have, between them, every equation of `FORMS` that JAX has today.
 EXAMPLES = {
@@ -57,6 +58,7 @@ EXAMPLES = {
     "cond": lambda x: lax.cond(x[0, 0] > 0, lambda: x, lambda: 2 * x),
     "checkpoint": jax.grad(lambda x: jax.checkpoint(jnp.sin)(x).sum()),
     "custom rules": lambda x: _doubled(jax.nn.relu(x)),
+    "columns": lambda x: [getattr(x.at[:, 0], f)(2.0) for f in COLUMNS.split()],
     "arithmetic": lambda x: -(x + x - x) * x / x + lax.reduce_precision(x**3, 8, 7),
     "shapes": lambda x: (jnp.squeeze(x[:, None].reshape(4, 2, 1)), lax.expand_dims(x, [0])),
     "products": lambda x: (x @ x.T, lax.select_n(x[0, 0] > 0, x, x)),
@@ -132,8 +134,8 @@ def test_forms_that_are_not_known_are_refused_by_the_proof():
 OF_SOME_VERSIONS = (*_forms.REMATS, "split", "stack", "unstack", "tile")
 RENAMED = """
     bcoo_dot_general bcsr_dot_general broadcast_in_dim concatenate cond convert_element_type
-    dot_general gather integer_pow jit pad reduce_max reduce_sum rev scan scatter slice
-    transpose
+    dot_general gather integer_pow jit pad reduce_max reduce_sum rev scan scatter scatter-add
+    slice transpose
 """.split()
 RENAMED += OF_SOME_VERSIONS
 

@@ -163,7 +163,9 @@ MERGING = functions("u, p", globals())("""
     jnp.stack([u, p], 1).max(1); jnp.stack([p, u]).sum(0); jnp.stack([u, 2 * u], -1)[..., 1];
     sum(jnp.split(jnp.concatenate([u, p], 1), 2, 1));
     (u[None, :, None] * 2).reshape(-1, 1).reshape(u.shape);
-    u if u.shape[0] == 4 else u; 2 * u if u.shape[0] == 9 else u
+    u if u.shape[0] == 4 else u; 2 * u if u.shape[0] == 9 else u; u.at[..., 0].multiply(-1);
+    u.at[..., 0].set(p[..., 0]); u.at[:, 0].add(u[:, -1]); u.at[..., :1].min(p[..., :1]);
+    u.at[:, jnp.array([0, -1])].apply(jnp.sin); u.at[..., 0].multiply(-1) / optax.tree.norm(u)
 """)
 
 
@@ -191,6 +193,7 @@ MERGING_OTHERS = {
         (u.T.ravel() * p.T.ravel()).reshape(u.shape[::-1]).T
     """,
     "moves rows": "u.ravel()[:, None] * jnp.ones((1, 3))",
+    "writes to rows": "u.at[0].set(0.0); u.at[1, :2].multiply(2.0)",
     "mixes rows": "jnp.cumsum(u.ravel()).reshape(u.shape)",
     "joins them to others": "jnp.split(jnp.concatenate([u, p]), 2)[0]",
     "parts rows": "u * jnp.split(u, [1])[0]; u[1:]; u * u[:1]; u[:2]; jnp.flip(u * 2)",
