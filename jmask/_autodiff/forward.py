@@ -321,6 +321,8 @@ class Forward:
         # Masks are broadcast to what they choose from.
         arrays = [x for x in args if np.ndim(x) and not isinstance(x, View)]
         others = [tuple(x.shape) for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
+        # One with the rows of the tables, as a base with a product of factors, is read by rows.
+        others = [x for x in others if any(x[0] != shape[0] for shape in shapes)]
         if not tables or not is_known(*itertools.chain(*shapes, *others)):
             return False
         return max(map(math.prod, others), default=0) > sum(map(math.prod, shapes))

@@ -27,6 +27,7 @@ from jmask._autodiff.views import (
     View,
     as_view,
     per_entry,
+    planned,
     tables_of,
 )
 from jmask._base.array_types import at_most, trailing
@@ -127,8 +128,9 @@ def transposed(x: View, order: Sequence[int]) -> View:
         # Dimensions of the operand before the last one that positions are along are read whole.
         before = [d for d in range(max(order[:count], default=-1)) if d not in order[:count]]
         total, entries = count + len(before), (*p.entries, *(x.shape[d] for d in before))
-        # Single entries of a matrix, as its columns are, are no lookup of rows.
-        if before and total == len(order):
+        # Single entries of a matrix, as its columns are, are no lookup of rows; of an array
+        # that is no table they are read.
+        if before and total == len(order) and planned(x, total, entries) != []:
             return None
 
         def at() -> tuple[list[jax.Array], Valid]:

@@ -113,7 +113,9 @@ SCALED = functions("t, s, w", globals())("""
     steps(lambda x: x + x / 8, t)[IDS]; steps(lambda x: x + jnp.roll(x, 1, 0) / 8, s * t)[IDS];
     (t @ w)[IDS]; (w[None] * t)[IDS]; (t / w[None] - w[None])[IDS];
     jnp.where(w[None] > 2, w[None] * t, t)[IDS];
-    jnp.einsum("m,mvd->vd", w, t.reshape(4, 10, 4))[IDS]
+    jnp.einsum("m,mvd->vd", w, t.reshape(4, 10, 4))[IDS];
+    (t.T * jnp.arange(40.0)[None]).T[IDS];
+    (jnp.ones((40, 9)) + t @ jnp.outer(w, jnp.arange(9.0)))[IDS]
 """)
 IDS = jnp.array([1, 2, 1, 70, -90])  # of rows outside nothing has a gradient
 
