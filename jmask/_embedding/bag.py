@@ -32,7 +32,7 @@ import numpy as np
 from jmask._base.array_types import joint_dtype, sum_dtype, trailing
 from jmask._base.row_ids import canonical, widen
 from jmask._base.shardings import with_whole_rows
-from jmask._base.types import DType, Function, Ids, Numbers, Scalar
+from jmask._base.types import Function, Ids, Numbers, Scalar
 from jmask._base.validation import (
     check_flag,
     checked_array,
@@ -43,7 +43,6 @@ from jmask._base.validation import (
 from jmask._embedding.lookup import (
     MODES,
     AnyTable,
-    Reads,
     bounded,
     check_norm_type,
     checked_integers,
@@ -158,19 +157,39 @@ def embedding_bag(
     ids = checked_integers("ids", ids, mode, "embedding_bag(table, ids)")
     combiner = checked_choice("combiner", combiner, COMBINERS)
     check_norm_type(norm_type)
-    dtype = _sum_dtype(table.dtype, combiner, weights is not None)
     if weights is not None:
+        if combiner == "max":
+            raise ValueError(
+                "`weights` have no meaning for `combiner` 'max': leave them out, or use 'sum', "
+                "'mean' or 'sqrtn'."
+            )
         weights = checked_array("weights", weights)
         check_weights(weights, ids)
-        weights = weights.astype(dtype)
+
+    # --- the dtype that rows are combined in -----------------------------------------------
+    kind = table.dtype
+    is_integer = not jnp.issubdtype(kind, jnp.inexact)
+    if combiner == "max" and jnp.issubdtype(kind, jnp.complexfloating):
+        raise TypeError(
+            f'`combiner`="max" needs an order, which {kind} has not: take "sum", "mean" '
+            'or "sqrtn", or the maximum of `jnp.abs` of the rows looked up.'
+        )
+    if is_integer and (weights is not None or combiner in ("mean", "sqrtn")):
+        what = f"`combiner`={combiner!r}" if weights is None else "`weights`"
+        raise TypeError(
+            f"{what} of a `table` of {kind} would be rounded: pass `table.astype(jnp.float32)`."
+        )
+    dtype = sum_dtype(kind)
+    if is_integer:
+        dtype = joint_dtype(kind, jnp.int32) if combiner == "sum" else kind
+    weights = None if weights is None else weights.astype(dtype)
 
     # --- position, bag, weight -----------------------------------------------------------
     bags = _checked_bags(ids, segment_ids, num_segments, offsets, include_last_offset, mode)
     shape = shape_of_rows(table, width)
     masks = [x for x in (bags.padding, is_padding(ids, padding_id)) if x is not None]
     padding = functools.reduce(operator.or_, masks) if masks else None
-    reads = reads_of(ids, padding, mode, shape, hashed)
-    positions, padding, out_of_range = reads
+    positions, padding, out_of_range = reads_of(ids, padding, mode, shape, hashed)
     if padding is not None:
         weights = None if weights is None else jnp.where(padding, 0, weights)
         if bags.ids is not None:
@@ -178,11 +197,11 @@ def embedding_bag(
 
     # --- combined ------------------------------------------------------------------------
     valid = jnp.ones(positions.shape, bool) if padding is None else jnp.logical_not(padding)
-    rows_of: Function = lambda reads: bounded(
-        looked_up_rows(table, reads, shape), max_norm, norm_type, positions.ndim
+    rows_of: Function = lambda *reads: bounded(
+        looked_up_rows(table, shape, *reads), max_norm, norm_type, positions.ndim
     )
     if combiner == "max":
-        result = _max(rows_of(reads), bags, valid)
+        result = _max(rows_of(positions, padding, out_of_range), bags, valid)
     else:
         # A bag with an id out of range is nan:
         #     sums of floats, no padding in bags      by their sum: the gather fills in nan
@@ -204,8 +223,7 @@ def embedding_bag(
             result = bag_sum(table, positions.reshape(flat), bags.ids, weight, bag_count, fill)
             result = result.reshape(*bags.shape, *table.shape[1:])
         else:
-            reads = Reads(positions, None, out_of_range if fills_in else None)
-            rows = rows_of(reads).astype(dtype)
+            rows = rows_of(positions, None, out_of_range if fills_in else None).astype(dtype)
             result = bags.sum(rows if weights is None else rows * trailing(weights, rows.ndim))
         if combiner != "sum":
             counted = valid.astype(dtype) if weights is None else weights
@@ -224,30 +242,7 @@ def embedding_bag(
         result = jnp.where(bags.ascends, result, out_of_range_value(result.dtype))
     if bags.shape == (0,):
         result = result[:0]
-    is_integer = jnp.issubdtype(table.dtype, jnp.integer) or table.dtype == jnp.dtype(bool)
-    return result if is_integer else result.astype(table.dtype)
-
-
-def _sum_dtype(kind: DType, combiner: str, has_weights: bool) -> DType:
-    """Return the dtype in which rows of dtype `kind` are combined, or raise."""
-    if has_weights and combiner == "max":
-        raise ValueError(
-            "`weights` have no meaning for `combiner` 'max': leave them out, or use 'sum', "
-            "'mean' or 'sqrtn'."
-        )
-    if combiner == "max" and jnp.issubdtype(kind, jnp.complexfloating):
-        raise TypeError(
-            f'`combiner`="max" needs an order, which {kind} has not: take "sum", "mean" '
-            'or "sqrtn", or the maximum of `jnp.abs` of the rows looked up.'
-        )
-    if jnp.issubdtype(kind, jnp.inexact):
-        return sum_dtype(kind)
-    if has_weights or combiner in ("mean", "sqrtn"):
-        what = "`weights`" if has_weights else f"`combiner`={combiner!r}"
-        raise TypeError(
-            f"{what} of a `table` of {kind} would be rounded: pass `table.astype(jnp.float32)`."
-        )
-    return joint_dtype(kind, jnp.int32) if combiner == "sum" else kind
+    return result if is_integer else result.astype(kind)
 
 
 # --- sums --------------------------------------------------------------------------------

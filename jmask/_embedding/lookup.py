@@ -9,8 +9,6 @@ the table does, ids that are padding, and rows of bounded norm. Under `jmask.gra
 gradient is a `RowSparse` with one stored row for each id.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,46 +59,34 @@ AnyTable = Table | QuantizedRows
 """(V, *row)."""
 
 
-class Reads(NamedTuple):
-    """The rows to be read, one for each id; arrays of the shape of the ids.
+def reads_of(
+    ids: Ids, padding: Ids | None, mode: str, shape: Shape, hashed: bool
+) -> tuple[jax.Array, Ids | None, jax.Array | None]:
+    """Find what ids from `checked_integers` read in a table; `padding` reads nothing.
 
-    Attributes:
-        positions: rows of the table, or V.
-        padding: where an id is padding, and its row zero; None for nowhere.
-        out_of_range: where the row of an id is to be nan; None for nowhere.
+    Returns:
+        Arrays of the shape of the ids: the row that each reads, or V; where it is padding, and
+        its row zero, or None for nowhere; where its row is to be nan, or None for nowhere.
     """
-
-    positions: jax.Array
-    padding: Ids | None
-    out_of_range: jax.Array | None
-
-
-def reads_of(ids: Ids, padding: Ids | None, mode: str, shape: Shape, hashed: bool) -> Reads:
-    """Find what ids from `checked_integers` read in a table; `padding` reads nothing."""
     rows, out_of_range = shape[0], None
-    if mode == "raise":
-        positions = _positions_or_raise(ids, padding, shape)
-        padding = positions == rows
-    elif mode == "clip":
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in (ids, padding))
+    if mode == "clip":
         if rows == 0 and ids.size:
             raise ValueError(
                 f"`mode` 'clip' has no row to clip to in a table of shape {shape}."
             )
         positions = jnp.clip(widen(ids, rows), 0, max(rows - 1, 0))
         positions = positions if padding is None else jnp.where(padding, rows, positions)
+    elif mode == "raise" and is_traced:
+        positions = _checked_by_checkify(ids, padding, shape)
     else:
         positions = rows_read(ids, padding, rows)
-        if mode == "fill":
-            out_of_range = positions == rows
-            out_of_range = out_of_range if padding is None else out_of_range & ~padding
-    return Reads(hashed_positions(positions, rows, hashed), padding, out_of_range)
-
-
-def _positions_or_raise(ids: Ids, padding: Ids | None, shape: Shape) -> jax.Array:
-    """Return the positions of ids; raise if one that is not padding is out of range."""
-    if not isinstance(ids, jax.core.Tracer) and not isinstance(padding, jax.core.Tracer):
+    if mode == "fill":
+        out_of_range = positions == rows
+        out_of_range = out_of_range if padding is None else out_of_range & ~padding
+    if mode == "raise" and not is_traced:
         known = np.asarray(ids)
-        wrong = (known < 0) | (known >= shape[0])
+        wrong = (known < 0) | (known >= rows)
         wrong = wrong if padding is None else wrong & ~np.asarray(padding)
         for first in np.argwhere(wrong)[:1]:
             at = f"[{', '.join(map(str, first))}]" if known.ndim else ""
@@ -109,7 +95,12 @@ def _positions_or_raise(ids: Ids, padding: Ids | None, shape: Shape) -> jax.Arra
                 f"{shape} ({wrong.sum()} such in all). Ids that are to be left out can be "
                 "given as `padding_id`; for other choices see `mode`."
             )
-        return rows_read(ids, padding, shape[0])
+    padding = positions == rows if mode == "raise" else padding
+    return hashed_positions(positions, rows, hashed), padding, out_of_range
+
+
+def _checked_by_checkify(ids: Ids, padding: Ids | None, shape: Shape) -> jax.Array:
+    """Return the rows that traced ids read, with a check that all but padding are rows."""
     at = f"[{', '.join(['{}'] * ids.ndim)}]" if ids.ndim else ""
     message = f"`ids{at}` is {{id}}, which is no row of the table of shape {shape}"
 
@@ -351,7 +342,7 @@ def embedding_lookup(
     ids = checked_integers("ids", ids, mode, "embedding_lookup(table, ids)")
     padding = is_padding(ids, padding_id)
     shape = shape_of_rows(table, width)
-    rows = looked_up_rows(table, reads_of(ids, padding, mode, shape, hashed), shape)
+    rows = looked_up_rows(table, shape, *reads_of(ids, padding, mode, shape, hashed))
     return bounded(rows, max_norm, norm_type, ids.ndim)
 
 
@@ -384,16 +375,21 @@ def hashed_positions(positions: jax.Array, rows: int, hashed: bool) -> jax.Array
     return position_of(positions, rows)
 
 
-def looked_up_rows(table: AnyTable, reads: Reads, shape: Shape) -> jax.Array:
-    """Return the rows that are read: (*ids, *row)."""
-    positions, padding, out_of_range = reads
+def looked_up_rows(
+    table: AnyTable,
+    shape: Shape,
+    positions: jax.Array,
+    padding: Ids | None = None,
+    out_of_range: jax.Array | None = None,
+) -> jax.Array:
+    """Return the rows (*ids, *row) that `reads_of` has found in a table of `shape`."""
     is_packed = shape[0] != table.shape[0]
     if isinstance(table, RowSparse):
         stored, places = stored_at(table, positions)
-        rows = looked_up_rows(stored, Reads(places, None, None), stored.shape)
+        rows = looked_up_rows(stored, stored.shape, places)
     elif isinstance(table, QuantizedRows):
-        plain, arrays = Reads(positions, None, None), (table.values, table.scales)
-        rows = table.dequantized(*(looked_up_rows(x, plain, x.shape) for x in arrays))
+        arrays = table.values, table.scales
+        rows = table.dequantized(*(looked_up_rows(x, x.shape, positions) for x in arrays))
     elif table.shape[0] == 0:
         rows = jnp.zeros((*positions.shape, *table.shape[1:]), table.dtype)
     elif is_packed:

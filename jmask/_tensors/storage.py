@@ -37,6 +37,7 @@ from jmask._base.types import (
     TypeIs,
 )
 from jmask._base.validation import abstract_leaf, refuse_other_tensors, shown
+from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.row_sparse import RowSparse
 
@@ -119,14 +120,16 @@ def stored_at(x: RowSparse, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     The ids are canonical. The position of an id that is not stored is the number of rows.
     """
-    x = x.coalesce()
-    stored, count = x.row_ids(), x.nse
+    stored, values = x.row_ids(), x.values
+    if not x.coalesced:
+        stored, values = coalesce_rows(stored, values, x.shape[0])
+    count = values.shape[0]
     places = jnp.searchsorted(stored, ids).astype(stored.dtype)
     if not count:
-        return x.values, places
+        return values, places
     # Padding of the tensor and of the ids is V, which is no row.
     exists = (stored[jnp.minimum(places, count - 1)] == ids) & (ids < x.shape[0])
-    return x.values, jnp.where(exists, places, count)
+    return values, jnp.where(exists, places, count)
 
 
 def is_stored(x: Sparse) -> jax.Array:
