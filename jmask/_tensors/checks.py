@@ -25,16 +25,6 @@ def checked_shape(shape: Sequence[int]) -> Shape:
     return checked
 
 
-def shape_that_fits(indices: jax.Array, values: jax.Array) -> Shape:
-    """Return the smallest shape with these rows."""
-    if isinstance(indices, jax.core.Tracer):
-        raise ValueError(
-            "`shape` must be given while `indices` are traced: the number of rows is static."
-        )
-    last = int(indices.max()) if indices.size else -1
-    return (max(last + 1, 0), *values.shape[1:])
-
-
 def check_values(indices: Shaped, values: Shaped, shape: Shape) -> None:
     """Raise ValueError unless values (n, *row) have a row of `shape` for each index."""
     expected = (*indices.shape, *shape[1:])
@@ -42,16 +32,6 @@ def check_values(indices: Shaped, values: Shaped, shape: Shape) -> None:
         raise ValueError(
             f"`values` of shape {values.shape} do not fit `shape` {shape} and `indices` of "
             f"shape {indices.shape}: expected values of shape {expected}."
-        )
-
-
-def check_padding(ids: HostArray, rows: int) -> None:
-    """Raise ValueError unless every id is a row or the padding `rows`."""
-    bad = np.flatnonzero((ids < 0) | (ids > rows))
-    if bad.size:
-        raise ValueError(
-            f"`indices[{bad[0]}]` is {ids[bad[0]]}, which is neither one of {rows} rows nor "
-            f"the padding {rows} ({bad.size} such in all; they are dropped)."
         )
 
 
@@ -75,13 +55,6 @@ def checked_replacement(values: Argument, old: Shaped) -> jax.Array:
             f"shape {jnp.shape(old)}."
         )
     return values
-
-
-def checked_leading(leading: int, shape: Shape) -> int:
-    leading, most = checked_integer("leading", leading), len(shape)
-    if not 1 <= leading <= most:
-        raise ValueError(f"`leading` must be from 1 to {most} for {shape}, got {leading}.")
-    return leading
 
 
 def checked_capacity(nse: int) -> int:

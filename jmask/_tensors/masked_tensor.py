@@ -22,7 +22,6 @@ from jax.typing import DTypeLike
 from jmask._base.types import (
     Argument,
     DType,
-    Function,
     PyTree,
     Scalar,
     Shape,
@@ -102,8 +101,17 @@ class MaskedTensor(MaskedMethods):
         stype(data, "data")  # refuses what is no storage
         data = array_if_none_sparse(data)
         mask = None if mask is None else checked_mask(mask)
-        place: Function = _on_sparse if is_sparse(data) else _on_dense
-        self.storage, self.valid = place(data, mask)
+        if is_sparse(data):
+            self.storage, self.valid = _on_sparse(data, mask)
+        elif is_sparse(mask):
+            mask = unique_positions(mask)
+            self.storage = with_stored_values(mask, sampled(jnp.asarray(data), mask))
+            self.valid = stored_values(mask) & is_entry(mask)
+        else:
+            data = jnp.asarray(data)
+            mask = jnp.ones((), bool) if mask is None else jnp.asarray(mask)
+            shape = common_shape([data.shape, mask.shape], "`data` and `mask`")
+            self.storage, self.valid = (jnp.broadcast_to(x, shape) for x in (data, mask))
 
     # --- pytree: data and the booleans of its stored values -----------------------------
 
@@ -318,21 +326,9 @@ def common_shape(shapes: Sequence[Shape], operands: str = "operands") -> Shape:
         raise ValueError(f"{operands} of shapes {listed} do not broadcast.") from None
 
 
-# --- data and mask of one storage ----------------------------------------------------------
+# --- sparse data and their mask ------------------------------------------------------------
 #
 # Equal positions of sparse data are one entry: the sum of those that are valid, if any is.
-
-
-def _on_dense(data: StorageLike, mask: Storage | None) -> tuple[Storage, jax.Array]:
-    """Return an array and a mask in one shape, or both on the storage of a sparse mask."""
-    data = jnp.asarray(data)
-    if is_sparse(mask):
-        mask = unique_positions(mask)
-        storage = with_stored_values(mask, sampled(data, mask))
-        return storage, stored_values(mask) & is_entry(mask)
-    mask = jnp.ones((), bool) if mask is None else jnp.asarray(mask)
-    shape = common_shape([data.shape, mask.shape], "`data` and `mask`")
-    return jnp.broadcast_to(data, shape), jnp.broadcast_to(mask, shape)
 
 
 def _on_sparse(data: Sparse, mask: Storage | None) -> tuple[Storage, jax.Array]:

@@ -33,7 +33,12 @@ from jmask._base.types import (
     Shape,
     TypeIs,
 )
-from jmask._base.validation import check_flag, checked_array, checked_dtype
+from jmask._base.validation import (
+    check_flag,
+    checked_array,
+    checked_dtype,
+    checked_integer,
+)
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gathered_rows import Rows, cast, gathered
 from jmask._kernels.rows import split_rows
@@ -114,10 +119,22 @@ class RowSparse(RowSparseMethods):
     ):
         indices = checks.checked_indices("indices", indices)
         values = checked_array("values", values)
-        shape = checks.shape_that_fits(indices, values) if shape is None else shape
+        if shape is None:
+            if isinstance(indices, jax.core.Tracer):
+                raise ValueError(
+                    "`shape` must be given while `indices` are traced: the number of rows is "
+                    "static."
+                )
+            last = int(indices.max()) if indices.size else -1
+            shape = (max(last + 1, 0), *values.shape[1:])
         shape = checks.checked_shape(shape)
         check_flag("coalesced", coalesced)
-        static = Static(shape, _order(coalesced), checks.checked_leading(leading, shape), None)
+        leading = checked_integer("leading", leading)
+        if not 1 <= leading <= len(shape):
+            raise ValueError(
+                f"`leading` must be from 1 to {len(shape)} for {shape}, got {leading}."
+            )
+        static = Static(shape, _order(coalesced), leading, None)
         checks.check_values(indices, values, (static.row_count, *static.row))
         if coalesced and not isinstance(indices, jax.core.Tracer):
             checks.check_coalesced(np.asarray(indices), static.row_count)
@@ -364,7 +381,12 @@ class RowSparse(RowSparseMethods):
         self.check_single()
         ids, rows = np.asarray(self.indices), self.row_count
         checks.check_values(ids, self.values, (rows, *self.row))
-        checks.check_padding(ids, rows)
+        bad = np.flatnonzero((ids < 0) | (ids > rows))
+        if bad.size:
+            raise ValueError(
+                f"`indices[{bad[0]}]` is {ids[bad[0]]}, which is neither one of {rows} rows "
+                f"nor the padding {rows} ({bad.size} such in all; they are dropped)."
+            )
         if self.coalesced:
             checks.check_coalesced(ids, rows)
 
