@@ -16,6 +16,7 @@ An entry stored twice has two specified coordinates; a complex number has one fo
 one for its imaginary part.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable
@@ -26,11 +27,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from jmask._base.types import Argument, Function, HostArray, PyTree, Tensor
+from jmask._base.types import (
+    Argument,
+    Function,
+    HostArray,
+    PyTree,
+    PyTreeDef,
+    Tensor,
+    TensorLike,
+)
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined, with_values_of
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.specified import todense, with_placeholder
 from jmask._tensors.storage import is_entry, is_sparse, stored_values
+
+# --- arguments -----------------------------------------------------------------------------
 
 
 class Coordinate(NamedTuple):
@@ -187,3 +198,146 @@ def _fully_specified(x: Tensor) -> Tensor:
     if isinstance(x, RowSparse):
         return RowSparse(np.arange(x.shape[0]), ones, x.shape, coalesced=True)
     return type(x).fromdense(ones, n_batch=x.n_batch, n_dense=x.n_dense)
+
+
+# --- errors: where a check fails, in which semantics, and what to try ------------------------
+
+_ADVICE = {
+    "specified": "compare with modes=('rev',) and ('fwd',), and look for stop_gradient, kinks, "
+    "casts (with float32 inside: eps=1e-2, atol=1e-2) and custom derivative rules",
+    "unspecified, masked=True": "if the function treats unspecified entries as zeros, check it "
+    "with masked=False; or apply jmask.sparse_mask to its input first",
+    "unspecified, masked=False": "read the input by jmask.todense(x) for a gradient "
+    "everywhere, or check with masked=True; a function that mixes both needs "
+    "jmask.sparse_mask on its input",
+    "hidden": "what lies under a mask and in padding may not reach a gradient: select before "
+    "the function, f(jnp.where(mask, x, safe)), not after it",
+    "not linear": "the rule is right for single entries and wrong for their combination or "
+    "their multiples: it must be linear in the cotangent (vjp) or tangent (jvp), and use it",
+    "mask": "an input at which no entry is at the border of being masked; if unspecified "
+    "entries are not meant to be zeros, masked=True; or fill them first: jmask.todense(x)",
+}
+_MODES = {"rev": "reverse (vjp)", "fwd": "forward (jvp)"}
+
+
+class GradcheckError(AssertionError):
+    """A gradient is wrong, or the function has none; raised by `jmask.gradcheck`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jmask
+        >>> jmask.gradcheck(jax.lax.stop_gradient, jnp.ones(2))
+        Traceback (most recent call last):
+            ...
+        jmask.GradcheckError: the gradient is wrong: 2 of the 4 derivatives of this output ...
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Hold semantics, tolerances and order of a check; see `gradcheck`."""
+
+    masked: bool = False
+    eps: float = 1e-6
+    atol: float = 1e-5
+    rtol: float = 1e-3
+    order: int = 1
+
+    def error(self, what: str, advice: str, mode: str = "", **fields: str) -> GradcheckError:
+        """Return an error, a line for each field; `advice` is a key of `_ADVICE`, or text."""
+        fields["semantics"] = (
+            "masked (masked=True): only specified entries exist and have gradients"
+            if self.masked
+            else "plain (masked=False): every entry counts, unspecified ones are zeros"
+        )
+        if mode:
+            fields["mode"] = f"{_MODES[mode]}, order {self.order}"
+        if advice == "unspecified":
+            advice += f", masked={self.masked}"
+        fields["to try"] = _ADVICE.get(advice, advice)
+        lines = (f"  {name:<11} {text}" for name, text in fields.items())
+        return GradcheckError("\n".join([what, *lines]))
+
+
+# --- results --------------------------------------------------------------------------------
+
+
+class Problem:
+    """A function of a real vector, to be differentiated at a point.
+
+    Its result is read as a vector of the entries that exist: the valid ones of a
+    `MaskedTensor`, in masked semantics those that a sparse tensor stores.
+
+    Attributes:
+        run: run(build, point) is its result, with arguments as a method of `Leaf` builds them.
+        inputs, outputs: the coordinates of the point and of the result, in words.
+        value: the result at the point.
+        scales: the size of each coordinate of the point, but at least 1.
+    """
+
+    def __init__(
+        self, run: Function, point: HostArray, inputs: list[Coordinate], setting: Setting
+    ):
+        self.run, self.point, self.inputs, self.setting = run, point, inputs, setting
+        self.scales = np.where(np.isfinite(point), np.maximum(1, np.abs(point)), 1)
+        result = run(Leaf.at, point)
+        self._treedef: PyTreeDef
+        flat, self._treedef = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_tensor)
+        self._masks: dict[int, tuple[str, HostArray]] = {}
+        self.outputs: list[Coordinate] = []
+        for number, (key, y) in enumerate(flat):
+            if is_differentiable(y):
+                path, mask = f"output{jax.tree_util.keystr(key)}", _mask_of(y, setting.masked)
+                self._masks[number] = path, mask
+                names = [
+                    ("specified", f"entry {tuple(at)}") for at in np.argwhere(mask).tolist()
+                ]
+                is_complex = jnp.iscomplexobj(stored_values(y))
+                self.outputs += make_coordinates(path, names, is_complex)
+        if not self._masks:
+            raise ValueError(
+                "`fun` returns no floating or complex numbers whose gradient could be checked."
+            )
+        self.value = np.asarray(self._vector(result))
+
+    def _vector(self, result: PyTree) -> jax.Array:
+        leaves, entries = jax.tree.leaves(result, is_leaf=is_tensor), []
+        for number, (_, mask) in self._masks.items():
+            dense = todense(leaves[number], masked_grad=self.setting.masked).ravel()
+            entries.append(to_reals(dense[np.flatnonzero(mask)]).ravel())
+        return jnp.concatenate(entries)
+
+    def smooth(self, build: Function, point: jax.Array) -> jax.Array:
+        """Return the value for JAX to differentiate."""
+        return self._vector(self.run(build, point))
+
+    def near(self, point: HostArray, what: str, build: Function = Leaf.near) -> HostArray:
+        """Return the value for differences; refuse if `what`, a step, changed the entries."""
+        result = self.run(build, point)
+        if change := self._change(result):
+            raise self.setting.error(
+                f"{what} changed the {change}: the function has no derivative here.", "mask"
+            )
+        return np.asarray(self._vector(result))
+
+    def _change(self, result: PyTree) -> str:
+        leaves, treedef = jax.tree.flatten(result, is_leaf=is_tensor)
+        if treedef != self._treedef:
+            return f"structure of the output from {self._treedef} to {treedef}"
+        for number, (path, mask) in self._masks.items():
+            now = _mask_of(leaves[number], self.setting.masked)
+            if now.shape != mask.shape:
+                return f"shape of {path} from {mask.shape} to {now.shape}"
+            for entry in np.argwhere(now != mask).tolist():
+                return f"mask of {path}, at entry {tuple(entry)} first"
+        return ""
+
+    def vanishes(self, kind: str) -> bool:
+        """Decide whether derivatives along coordinates of this kind must be zero."""
+        return kind == "hidden" or (self.setting.masked and kind == "unspecified")
+
+
+def _mask_of(y: TensorLike, masked: bool) -> HostArray:
+    """Return the entries of an output that exist in these semantics."""
+    if not (isinstance(y, MaskedTensor) or (masked and is_tensor(y))):
+        return np.ones(np.shape(y), bool)
+    return np.asarray(todense(with_values_of(y, jnp.ones(stored_values(y).shape)))) > 0

@@ -20,20 +20,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.types import Function, HostArray, PyTree, PyTreeDef, Tensor, TensorLike
+from jmask._base.types import Function, HostArray, PyTree, Tensor
 from jmask._base.validation import check_flag, check_leaves, shown
 from jmask._gradcheck.chart import (
     Chart,
     Coordinate,
+    GradcheckError,
     Leaf,
-    is_differentiable,
-    make_coordinates,
-    to_reals,
+    Problem,
+    Setting,
 )
-from jmask._gradcheck.message import GradcheckError, Setting
-from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, with_values_of
-from jmask._tensors.specified import todense
-from jmask._tensors.storage import stored_values
+from jmask._tensors.masked_tensor import MaskedTensor
 
 # Positive and negative, large and small. Powers of two: a right rule is rounded alike.
 MULTIPLES = (1.0, -1.0, 2.0**10, -(2.0**10), 2.0**-10, -(2.0**-10))
@@ -132,88 +129,6 @@ def gradcheck(
 def _check_function(call: str, fun: object) -> None:
     if not callable(fun):
         raise TypeError(f"`fun` must be a function, got {shown(fun)}: write jmask.{call}.")
-
-
-class Problem:
-    """A function of a real vector, to be differentiated at a point.
-
-    Its result is read as a vector of the entries that exist: the valid ones of a
-    `MaskedTensor`, in masked semantics those that a sparse tensor stores.
-
-    Attributes:
-        run: run(build, point) is its result, with arguments as a method of `Leaf` builds them.
-        inputs, outputs: the coordinates of the point and of the result, in words.
-        value: the result at the point.
-        scales: the size of each coordinate of the point, but at least 1.
-    """
-
-    def __init__(
-        self, run: Function, point: HostArray, inputs: list[Coordinate], setting: Setting
-    ):
-        self.run, self.point, self.inputs, self.setting = run, point, inputs, setting
-        self.scales = np.where(np.isfinite(point), np.maximum(1, np.abs(point)), 1)
-        result = run(Leaf.at, point)
-        self._treedef: PyTreeDef
-        flat, self._treedef = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_tensor)
-        self._masks: dict[int, tuple[str, HostArray]] = {}
-        self.outputs: list[Coordinate] = []
-        for number, (key, y) in enumerate(flat):
-            if is_differentiable(y):
-                path, mask = f"output{jax.tree_util.keystr(key)}", _mask_of(y, setting.masked)
-                self._masks[number] = path, mask
-                names = [
-                    ("specified", f"entry {tuple(at)}") for at in np.argwhere(mask).tolist()
-                ]
-                is_complex = jnp.iscomplexobj(stored_values(y))
-                self.outputs += make_coordinates(path, names, is_complex)
-        if not self._masks:
-            raise ValueError(
-                "`fun` returns no floating or complex numbers whose gradient could be checked."
-            )
-        self.value = np.asarray(self._vector(result))
-
-    def _vector(self, result: PyTree) -> jax.Array:
-        leaves, entries = jax.tree.leaves(result, is_leaf=is_tensor), []
-        for number, (_, mask) in self._masks.items():
-            dense = todense(leaves[number], masked_grad=self.setting.masked).ravel()
-            entries.append(to_reals(dense[np.flatnonzero(mask)]).ravel())
-        return jnp.concatenate(entries)
-
-    def smooth(self, build: Function, point: jax.Array) -> jax.Array:
-        """Return the value for JAX to differentiate."""
-        return self._vector(self.run(build, point))
-
-    def near(self, point: HostArray, what: str, build: Function = Leaf.near) -> HostArray:
-        """Return the value for differences; refuse if `what`, a step, changed the entries."""
-        result = self.run(build, point)
-        if change := self._change(result):
-            raise self.setting.error(
-                f"{what} changed the {change}: the function has no derivative here.", "mask"
-            )
-        return np.asarray(self._vector(result))
-
-    def _change(self, result: PyTree) -> str:
-        leaves, treedef = jax.tree.flatten(result, is_leaf=is_tensor)
-        if treedef != self._treedef:
-            return f"structure of the output from {self._treedef} to {treedef}"
-        for number, (path, mask) in self._masks.items():
-            now = _mask_of(leaves[number], self.setting.masked)
-            if now.shape != mask.shape:
-                return f"shape of {path} from {mask.shape} to {now.shape}"
-            for entry in np.argwhere(now != mask).tolist():
-                return f"mask of {path}, at entry {tuple(entry)} first"
-        return ""
-
-    def vanishes(self, kind: str) -> bool:
-        """Decide whether derivatives along coordinates of this kind must be zero."""
-        return kind == "hidden" or (self.setting.masked and kind == "unspecified")
-
-
-def _mask_of(y: TensorLike, masked: bool) -> HostArray:
-    """Return the entries of an output that exist in these semantics."""
-    if not (isinstance(y, MaskedTensor) or (masked and is_tensor(y))):
-        return np.ones(np.shape(y), bool)
-    return np.asarray(todense(with_values_of(y, jnp.ones(stored_values(y).shape)))) > 0
 
 
 def _gradient_problem(problem: Problem, smooth: Function, is_reverse: bool) -> Problem:
