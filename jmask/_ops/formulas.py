@@ -68,11 +68,14 @@ def factor_for(greatest: jax.Array) -> jax.Array:
     return jnp.where(greatest > limit, 1 / power, small).astype(greatest.dtype)
 
 
-def sums_of_squares(size: jax.Array) -> list[jax.Array]:
-    """Return three sums of squares, of entries >= 0 that are small, large, or neither.
+def sums_of_squares(values: jax.Array) -> list[jax.Array]:
+    """Return three sums of squares, of entries that are small, large, or neither.
 
-    Small ones are multiplied by the power of two before, large ones divided by it.
+    Small ones are multiplied by the power of two before, large ones divided by it; all are
+    squared in float32 at least.
     """
+    size = jnp.abs(values)
+    size = size.astype(joint_dtype(size, jnp.float32))
     factor = factor_for(size)
     scaled, chosen = size * factor, (factor > 1, factor < 1, factor == 1)
     return [jnp.sum(jnp.square(jnp.where(are, scaled, 0))) for are in chosen]

@@ -84,9 +84,15 @@ Operand = jax.Array | Entries | Rows
 _Product = TypeVar("_Product", bound=jax.Array | RowSparse)
 
 
-def operand(x: Storage, transposed: bool) -> Operand:
-    """Return the operand for an array, RowSparse, BCOO or BCSR of two dimensions."""
+def operand(x: Storage, transposed: bool, dtype: DTypeLike) -> Operand:
+    """Return the operand for a tensor of one or two dimensions; a vector is a column.
+
+    Equal positions are summed where casts to `dtype` do not add.
+    """
     matrix: Operand
+    x = summed_before_cast(x, dtype)
+    if x.ndim == 1 and not isinstance(x, BCOO | BCSR):
+        x = _on_rows(lambda values: values[:, None], x)
     if isinstance(x, RowSparse):
         matrix = Rows(_without_padding(x))
     elif isinstance(x, BCOO | BCSR):
@@ -285,22 +291,14 @@ def _product_of(
         rhs = rhs.todense()
     is_row, is_column = lhs.ndim == 1, rhs.ndim == 1
     dtype_of_sums = sum_dtype(dtype)
-    a = operand(_matrix(lhs, dtype_of_sums), transpose_a or is_row)
-    b = operand(_matrix(rhs, dtype_of_sums), transpose_b and not is_column)
+    a = operand(lhs, transpose_a or is_row, dtype_of_sums)
+    b = operand(rhs, transpose_b and not is_column, dtype_of_sums)
     result = _product(a, b, dtype_of_sums, sparse)
     if isinstance(result, RowSparse) and not sparse:
         result = result.todense()
     result = _on_rows(lambda values: values.astype(dtype), result)
     result = result[0] if is_row else result
     return _on_rows(lambda values: values[..., 0], result) if is_column else result
-
-
-def _matrix(x: Storage, dtype: DTypeLike) -> Storage:
-    """Return a vector as a column; sum equal positions where casts to `dtype` do not add."""
-    x = summed_before_cast(x, dtype)
-    if x.ndim == 2 or isinstance(x, BCOO | BCSR):
-        return x
-    return _on_rows(lambda values: values[:, None], x)
 
 
 # --- masked tensors ----------------------------------------------------------------------

@@ -46,8 +46,13 @@ def add(tree: PyTree, *others: PyTree, like: PyTree | None = None) -> PyTree:
         >>> jmask.tree.add(g, g), jmask.tree.add(g, g, like=g)
         ({'t': RowSparse(float32[3], nse=2)}, {'t': RowSparse(float32[3], nse=1)})
     """
-    for other in others:
-        tree = _map(_add_leaves, tree, other)
+
+    def sum_of(x: Tensor, y: Tensor) -> Tensor:
+        if x.shape != y.shape:
+            raise ValueError(
+                f"`tree`: leaves of shapes {x.shape} and {y.shape} cannot be added."
+            )
+        return library().numpy.add(x, y)
 
     def within_capacity(x: Tensor, like: Tensor) -> Tensor:
         if not is_row_sparse(x) or not is_row_sparse(like):
@@ -56,6 +61,8 @@ def add(tree: PyTree, *others: PyTree, like: PyTree | None = None) -> PyTree:
         is_any = like.order == "any"  # a carry keeps its type, of which `order` is a part
         return x.with_leaves(x.index_leaf, x.values, order="any") if is_any else x
 
+    for other in others:
+        tree = _map(sum_of, tree, other)
     return tree if like is None else _map(within_capacity, tree, like)
 
 
@@ -277,12 +284,6 @@ def _map(function: Function, tree: PyTree, *others: PyTree) -> PyTree:
     return jax.tree.map(function, *leaves, is_leaf=is_tensor)
 
 
-def _add_leaves(x: Tensor, y: Tensor) -> Tensor:
-    if x.shape != y.shape:
-        raise ValueError(f"`tree`: leaves of shapes {x.shape} and {y.shape} cannot be added.")
-    return library().numpy.add(x, y)
-
-
 def _sums_of_squares(x: Tensor) -> Sequence[jax.Array]:
     """Return `sums_of_squares` of the entries of a tensor, in float32 at least."""
     if is_row_sparse(x):
@@ -292,7 +293,7 @@ def _sums_of_squares(x: Tensor) -> Sequence[jax.Array]:
         if exchange is not None:
             return _squares_in_rounds(exchange, x.shape[0], ids, x.values)
     x = as_masked_tensor(as_tensor(x))
-    return _squares(jnp.where(x.valid, stored_values(x), 0))
+    return sums_of_squares(jnp.where(x.valid, stored_values(x), 0))
 
 
 # In one program, so that outside of jit it is compiled once.
@@ -300,12 +301,7 @@ def _sums_of_squares(x: Tensor) -> Sequence[jax.Array]:
 def _squares_in_rounds(
     exchange: Exchange, count: int, ids: jax.Array, values: jax.Array
 ) -> Sequence[jax.Array]:
-    return summed_over_rows(exchange, ids, values, count, _squares)
-
-
-def _squares(values: jax.Array) -> list[jax.Array]:
-    size = jnp.abs(values)
-    return sums_of_squares(size.astype(joint_dtype(size, jnp.float32)))
+    return summed_over_rows(exchange, ids, values, count, sums_of_squares)
 
 
 def _refuse_others(x: Tensor, argument: str) -> None:

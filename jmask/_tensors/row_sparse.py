@@ -134,7 +134,7 @@ class RowSparse(RowSparseMethods):
             raise ValueError(
                 f"`leading` must be from 1 to {len(shape)} for {shape}, got {leading}."
             )
-        static = Static(shape, _order(coalesced), leading, None)
+        static = Static(shape, "sorted" if coalesced else "any", leading, None)
         checks.check_values(indices, values, (static.row_count, *static.row))
         if coalesced and not isinstance(indices, jax.core.Tracer):
             checks.check_coalesced(np.asarray(indices), static.row_count)
@@ -185,7 +185,7 @@ class RowSparse(RowSparseMethods):
         width: int | None = None,
     ) -> "RowSparse":
         """Make a tensor of ids (n,) and values (n, *row) that are known to fit, unchecked."""
-        static = Static(shape, _order(coalesced), leading, width)
+        static = Static(shape, "sorted" if coalesced else "any", leading, width)
         return cls.tree_unflatten(static, (hide(widen(ids, static.row_count)), values))
 
     # --- description --------------------------------------------------------------------
@@ -432,10 +432,6 @@ class RowSparse(RowSparseMethods):
 def is_row_sparse(x: object) -> TypeIs[RowSparse]:
     """Decide whether `x` is a `RowSparse`: the `is_leaf` of every tree that may hold one."""
     return isinstance(x, RowSparse)
-
-
-def _order(coalesced: bool) -> Order:
-    return "sorted" if coalesced else "any"
 
 
 def _unpickle(indices: PyTree, values: PyTree, *static: PyTree) -> RowSparse:

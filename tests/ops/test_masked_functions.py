@@ -162,7 +162,7 @@ REDUCTIONS = {
     ),
 } | {
     f"norm {p}": (functools.partial(jnm.norm, ord=p), functools.partial(np.linalg.norm, ord=p))
-    for p in (1, np.inf, -np.inf, 3.5, -1)
+    for p in (0, 1, np.inf, -np.inf, 3.5, -1)
 }
 COUNTS = {
     "all": (lambda x, **axes: jnm.all(x > 0, **axes), lambda v: (v > 0).all()),
