@@ -56,15 +56,6 @@ class Static(NamedTuple):
     leading: int
     width: int | None
 
-    @property
-    def row_count(self) -> int:
-        count = math.prod(self.shape[: self.leading])
-        return math.prod(self.shape) // self.width if self.width else count
-
-    @property
-    def row(self) -> Shape:
-        return (self.width,) if self.width else self.shape[self.leading :]
-
 
 _INDICES, _VALUES = map(jax.tree_util.GetAttrKey, ("indices", "values"))
 
@@ -134,13 +125,13 @@ class RowSparse(RowSparseMethods):
             raise ValueError(
                 f"`leading` must be from 1 to {len(shape)} for {shape}, got {leading}."
             )
-        static = Static(shape, "sorted" if coalesced else "any", leading, None)
-        checks.check_values(indices, values, (static.row_count, *static.row))
+        self.shape, self.leading, self.width = shape, leading, None
+        self.order = "sorted" if coalesced else "any"
+        checks.check_values(indices, values, (self.row_count, *self.row))
         if coalesced and not isinstance(indices, jax.core.Tracer):
-            checks.check_coalesced(np.asarray(indices), static.row_count)
+            checks.check_coalesced(np.asarray(indices), self.row_count)
         register_in_flax(RowSparse)
-        self.index_leaf, self.values = hide(widen(indices, static.row_count)), values
-        self.shape, self.order, self.leading, self.width = static
+        self.index_leaf, self.values = hide(widen(indices, self.row_count)), values
 
     # --- pytree: leaves are the opaque ids and the values -------------------------------
 
@@ -152,14 +143,14 @@ class RowSparse(RowSparseMethods):
 
     @classmethod
     def tree_unflatten(cls, static: Static, leaves: Sequence[PyTree]) -> Self:
-        leaf, values = leaves
-        # JAX also builds nodes of axes, masks and objects. Opaque dtypes are not NumPy's.
-        if isinstance(getattr(leaf, "dtype", None), np.dtype):
-            leaf = checks.leaf_from_words(leaf, values, len(static.row))
         register_in_flax(cls)
         node = object.__new__(cls)
-        node.index_leaf, node.values = leaf, values
         node.shape, node.order, node.leading, node.width = static
+        leaf, node.values = leaves
+        # JAX also builds nodes of axes, masks and objects. Opaque dtypes are not NumPy's.
+        if isinstance(getattr(leaf, "dtype", None), np.dtype):
+            leaf = checks.leaf_from_words(leaf, node.values, len(node.row))
+        node.index_leaf = leaf
         return node
 
     @property
@@ -186,7 +177,9 @@ class RowSparse(RowSparseMethods):
     ) -> "RowSparse":
         """Make a tensor of ids (n,) and values (n, *row) that are known to fit, unchecked."""
         static = Static(shape, "sorted" if coalesced else "any", leading, width)
-        return cls.tree_unflatten(static, (hide(widen(ids, static.row_count)), values))
+        node = cls.tree_unflatten(static, (None, values))
+        node.index_leaf = hide(widen(ids, node.row_count))
+        return node
 
     # --- description --------------------------------------------------------------------
 
@@ -204,12 +197,13 @@ class RowSparse(RowSparseMethods):
     @property
     def row_count(self) -> int:
         """The number of rows, stored or not: V, or M * V of stacked tables."""
-        return self._static.row_count
+        count = math.prod(self.shape[: self.leading])
+        return math.prod(self.shape) // self.width if self.width else count
 
     @property
     def row(self) -> Shape:
         """The shape of a row."""
-        return self._static.row
+        return (self.width,) if self.width else self.shape[self.leading :]
 
     @property
     def nse(self) -> int:
@@ -436,7 +430,7 @@ def is_row_sparse(x: object) -> TypeIs[RowSparse]:
 
 def _unpickle(indices: PyTree, values: PyTree, *static: PyTree) -> RowSparse:
     """Return the tensor of arrays, or of their shapes."""
-    layout = Static(*(*static, None)[:4])  # older pickles have no width
-    leaves = lambda ids, values: (hide(widen(ids, layout.row_count)), jnp.asarray(values))
+    x = RowSparse.tree_unflatten(Static(*(*static, None)[:4]), (None, None))  # older: no width
+    leaves = lambda ids, values: (hide(widen(ids, x.row_count)), jnp.asarray(values))
     make = shapes_from if isinstance(values, jax.ShapeDtypeStruct) else lambda f, *x: f(*x)
-    return RowSparse.tree_unflatten(layout, make(leaves, indices, values))
+    return x.with_leaves(*make(leaves, indices, values))
