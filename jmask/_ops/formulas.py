@@ -189,6 +189,7 @@ _multiply = entrywise(jnp.multiply)
 _exp, _squared = entrywise(jnp.exp), entrywise(squared)
 _log, _root = entrywise(jnp.log), entrywise(where_nonzero(jnp.sqrt))
 _size = entrywise(where_nonzero(jnp.abs))
+_minus_inf_where_0 = entrywise(lambda a, b: jnp.where(b == 0, -jnp.inf, a))
 _zero_where = entrywise(lambda counts, x: jnp.where(counts > 0, jnp.zeros_like(x), x))
 _count: Function = count_valid  # typed for masked tensors; arrays have orders above 0 only
 
@@ -276,9 +277,16 @@ def logsumexp(
     if return_sign:
         raise TypeError("`return_sign` is not supported for masked entries: take `b` positive.")
     finite = lambda p: jnp.where(jnp.isfinite(p), p, jnp.zeros_like(p))
-    peak = on_values(finite, _peak(a, axis))
-    powers = _exp(_subtract(a, peak))
-    powers = powers if b is None else _multiply(powers, b)
+    if b is None:
+        peak = on_values(finite, _peak(a, axis))
+        powers = _exp(_subtract(a, peak))
+    else:
+        # What counts 0 times is no peak, and its power, times 0, is no nan.
+        peak = on_values(finite, _peak(_minus_inf_where_0(a, b), axis))
+        most = math.log(jnp.finfo(a.dtype).max) / 2
+        is_beyond = lambda x, b: (b == 0) & ~(jnp.real(x) <= most)
+        power = entrywise(lambda x, b: jnp.exp(jnp.where(is_beyond(x, b), most, x)) * b)
+        powers = power(_subtract(a, peak), b)
     log = entrywise(where_nonzero(jnp.log, -jnp.inf))
     return _add(log(total(powers, axis)), peak)
 

@@ -113,6 +113,8 @@ EDGES = """
     jnm.reshape(a=ROW, shape=(2, 2)) | [[5.0, None], [3.0, 8.0]]
     jnm.concatenate(arrays=[ROW[:2], ROW[:1]]) | [5.0, None, 5.0]
     jnm.logsumexp(masked([0.0, nan], [T, F]), b=jnp.ones(2)) | 0.0
+    jnm.logsumexp(masked([1e3, 2.0], [T, T]), b=jnp.arange(2.0)) | 2.0
+    jnm.logsumexp(masked([inf, 2.0], [T, T]), b=jnp.arange(2.0)) | 2.0
     jnm.take(INTEGERS, jnp.array([2, 0]), 0, None, "clip") | [1, 4]
     nn.standardize([1.0, 9.0, 3.0], where=[T, F, T], mean=2.0)[1] | 0.0
     jnm.sum(NO_SPARSE, axis=0) + jnm.sqrt(NO_SPARSE)[0] | [3.0, 3.0, 3.0]
