@@ -32,6 +32,7 @@ from jmask._ops.reduce import reduces as _reduces
 from jmask._tensors.masked_tensor import MaskedTensor as _MaskedTensor
 from jmask._tensors.masked_tensor import as_masked_tensor as _as_masked_tensor
 from jmask._tensors.masked_tensor import as_tensor as _as_tensor
+from jmask._tensors.masked_tensor import checked_mask as _checked_mask
 from jmask.numpy import add as _add
 from jmask.numpy import einsum as _einsum
 from jmask.numpy import logsumexp as logsumexp
@@ -97,6 +98,7 @@ def attention_weights(
         Array([[0.5, 0.5],
                [0. , 0. ]], dtype=float32)
     """
+    mask = None if mask is None else _checked_mask(mask)
     return softmax(_as_masked_tensor(_adopted(scores)), axis, where=mask)
 
 
