@@ -23,7 +23,7 @@ from jax import lax
 from jmask._base.array_types import added, fewer, joint_dtype, minus_zero, trailing, wide
 from jmask._base.row_ids import hide
 from jmask._base.shardings import varying_axes
-from jmask._base.types import Function, Gradient, PyTree, PyTreeDef, Scalar
+from jmask._base.types import Function, Gradient, PyTree, Scalar
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.sharded_rows import summed_over_rows
 from jmask._lazy.apply import advising_lazy
@@ -110,8 +110,8 @@ def guarded(inner: optax.GradientTransformation, init: Function, decide: Decide)
     return guard
 
 
-def _at_leaves(function: Function, tree: PyTree) -> PyTree:
-    return jax.tree.map(function, tree, is_leaf=is_gradient_leaf)
+def _at_leaves(function: Function, *trees: PyTree) -> PyTree:
+    return jax.tree.map(function, *trees, is_leaf=is_gradient_leaf)
 
 
 def _kept(keep: jax.Array, x: Gradient, *, is_update: bool = False) -> Gradient:
@@ -179,45 +179,31 @@ def skip_nonfinite(
 
     def decide(updates, state, params):
         check_state_type(state, SkipNonfiniteState)
-        fit = Fit.of(updates, params)
-        tree: PyTreeDef
-        given, tree = jax.tree.flatten(with_wide_rows(fit.gradients), is_leaf=is_gradient_leaf)
-        tables = [None] * len(given) if params is None else jax.tree.leaves(fit.params)
-        summed, is_bad = list[Gradient](), jnp.zeros((), bool)
-        for x, table in zip(given, tables, strict=True):
-            gradient, bad = _with_check(x, table)
-            summed.append(gradient)
-            is_bad |= bad
-        gradients = tree.unflatten(summed)
+        fit, are_bad = Fit.of(updates, params), [jnp.zeros((), bool)]
+        tables = () if params is None else (fit.params,)
+
+        def checked(x: Gradient, table: jax.Array | None = None) -> Gradient:
+            """Return a gradient, rows of equal ids summed, and note whether a sum is bad."""
+            if table is not None and is_row_sparse(x) and x.leading == 1:
+                exchange = exchange_for(table, x)
+                if exchange is not None:
+                    # Rows that go to the shards of their table in rounds are summed there.
+                    number = lambda rows: [jnp.sum(~jnp.isfinite(rows), dtype=jnp.int32)]
+                    ids, values, count = x.row_ids(), x.values, x.shape[0]
+                    (bad,) = summed_over_rows(exchange, ids, values, count, number)
+                    are_bad.append(bad > 0)
+                    return x
+            x = coalesced(x)
+            are_bad.append(jnp.any(_not_finite(x)))
+            return x
+
+        gradients = _at_leaves(checked, with_wide_rows(fit.gradients), *tables)
+        is_bad = functools.reduce(jnp.logical_or, are_bad)
         finite = counted(is_bad.astype(jnp.int32), gradients, params) == 0
         skipped = state.skipped + (~finite).astype(state.skipped.dtype)
         return finite, gradients, SkipNonfiniteState(skipped, None)
 
     return guarded(inner, init, decide)
-
-
-def _coalesced(updates: PyTree, params: PyTree) -> PyTree:
-    """Return gradients with the rows of equal ids summed: finite ones may have an infinite sum.
-
-    Sums of 16-bit rows are in float32, as the optimizer takes them.
-    """
-    gradients = with_wide_rows(Fit.of(updates, params).gradients)
-    return _at_leaves(coalesced, gradients)
-
-
-def _with_check(x: Gradient, table: jax.Array | None) -> tuple[Gradient, jax.Array]:
-    """Return a gradient, rows of equal ids summed, and whether a sum is nan or infinite.
-
-    Rows that go to the shards of their table in rounds are summed there, and stay as they are.
-    """
-    if is_row_sparse(x) and x.leading == 1 and table is not None:
-        exchange = exchange_for(table, x)
-        if exchange is not None:
-            number = lambda rows: [jnp.sum(~jnp.isfinite(rows), dtype=jnp.int32)]
-            (bad,) = summed_over_rows(exchange, x.row_ids(), x.values, x.shape[0], number)
-            return x, bad > 0
-    x = coalesced(x)
-    return x, jnp.any(_not_finite(x))
 
 
 def _not_finite(x: Gradient) -> jax.Array:
@@ -228,6 +214,15 @@ def _not_finite(x: Gradient) -> jax.Array:
         return ~jnp.isfinite(x)
     exists = x.flat().row_ids() < x.row_count
     return trailing(exists, x.values.ndim) & ~jnp.isfinite(x.values)
+
+
+def _coalesced(updates: PyTree, params: PyTree) -> PyTree:
+    """Return gradients with the rows of equal ids summed: finite ones may have an infinite sum.
+
+    Sums of 16-bit rows are in float32, as the optimizer takes them.
+    """
+    gradients = with_wide_rows(Fit.of(updates, params).gradients)
+    return _at_leaves(coalesced, gradients)
 
 
 class DropNonfiniteState(NamedTuple):
