@@ -133,7 +133,7 @@ def multi_steps(
     def init(params: optax.Params) -> MultiStepsState:
         return MultiStepsState(jnp.zeros((), jnp.int32), empty(), inner.init(params))
 
-    def accumulate(updates, state, params):
+    def accumulate(updates, state):
         check_state_type(state, MultiStepsState)
         updates = as_gradients(updates)
         given: PyTreeDef = jax.tree.structure(updates, is_leaf=is_gradient_leaf)
@@ -145,7 +145,18 @@ def multi_steps(
             )
         gradients = jax.tree.leaves_with_path(updates, is_leaf=is_gradient_leaf)
         for (path, x), y, part in zip(gradients, likes, parts, strict=True):
-            _check_fits(leaf_name("updates", path), x, y, part)
+            new = shapes_from(_parts, x)
+            # Rows of a table and entries of it have values of other numbers of dimensions.
+            ndims, expected = jax.tree.map(jnp.ndim, (new, part))
+            is_like = x.shape == y.shape and ndims == expected
+            is_narrower = jnp.promote_types(x.dtype, y.dtype) == y.dtype
+            has_more_rows = new.values.shape[:1] > part.values.shape[:1]
+            if not is_like or not is_narrower or has_more_rows:
+                raise ValueError(
+                    f"{leaf_name('updates', path)} is {_described(x)}, but `like` has "
+                    f"{_described(y)} there: make multi_steps with the gradient of a "
+                    "microbatch, as it is given, and of the largest one."
+                )
         have, expected = jax.tree.map(jnp.shape, (state.accumulated, shapes_from(empty)))
         if have != expected:
             raise ValueError(
@@ -166,7 +177,7 @@ def multi_steps(
 
     def accumulate_on_mesh(updates, state, params):
         with on_explicit_mesh(updates):
-            return accumulate(updates, state, params)
+            return accumulate(updates, state)
 
     return guarded(inner, init, accumulate_on_mesh)
 
@@ -238,22 +249,6 @@ def _mean(like: Gradient, kept: Accumulated, divisor: jax.Array) -> Gradient:
     _, valid = rows_in_any_order(kept.ids, kept.valid)
     often = x.with_values(valid.astype(jnp.int32)).coalesce()
     return joined(x.coalesce(), often.values > 0)
-
-
-def _check_fits(name: str, x: Gradient, like: Gradient, old: Accumulated) -> None:
-    """Refuse a gradient that is not as `like`, or has more rows."""
-    new = shapes_from(_parts, x)
-    # Rows of a table and entries of it have values of other numbers of dimensions.
-    is_like = x.shape == like.shape and jax.tree.map(jnp.ndim, new) == jax.tree.map(
-        jnp.ndim, old
-    )
-    fits = is_like and jnp.promote_types(x.dtype, like.dtype) == like.dtype
-    if not fits or new.values.shape[:1] > old.values.shape[:1]:
-        raise ValueError(
-            f"{name} is {_described(x)}, but `like` has {_described(like)} there: make "
-            "multi_steps with the gradient of a microbatch, as it is given, and of the largest "
-            "one."
-        )
 
 
 def _described(x: Gradient) -> str:
