@@ -27,10 +27,8 @@ from jmask._base.validation import check_flag, checked_choice, checked_dtype, sh
 from jmask._lazy.lazy import densified, lazy
 from jmask._optim.row_rule import (
     Common,
-    Incoming,
     Slot,
     check_denominator,
-    check_learning_rate,
     check_numbers,
     is_zero,
     mean_of_row,
@@ -105,7 +103,7 @@ def adam(
         >>> jmask.apply_updates(table, updates).ravel().round(4)
         Array([1. , 1. , 0.9], dtype=float32)
     """
-    incoming = Incoming(clip_gradient, rescale_grad, maximize)
+    incoming = clip_gradient, rescale_grad, maximize
     common = Common(learning_rate, weight_decay, decay_mode, incoming, lazy_update, state_dtype)
     return _adam(common, b1, b2, eps, eps_root, count, mu_dtype, per_row=False)
 
@@ -149,7 +147,7 @@ def rowwise_adam(
         >>> tx.init(jnp.ones((3, 8))).nu.shape
         (3, 1)
     """
-    incoming = Incoming(clip_gradient, rescale_grad, maximize)
+    incoming = clip_gradient, rescale_grad, maximize
     common = Common(learning_rate, weight_decay, decay_mode, incoming, lazy_update, state_dtype)
     return _adam(common, b1, b2, eps, eps_root, count, mu_dtype, per_row=True)
 
@@ -240,7 +238,7 @@ def adamw(
         >>> print(params["table"].ravel().round(3), params["bias"].round(3))
         [1. 1. 0.] [0.5]
     """
-    check_learning_rate(learning_rate)
+    check_numbers(learning_rate=learning_rate)
     _check_adam(b1, b2, eps, eps_root, mu_dtype)
     if not callable(weight_decay):  # newer versions of optax take a schedule
         check_numbers(weight_decay=weight_decay)

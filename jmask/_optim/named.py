@@ -17,7 +17,6 @@ from jmask._base.types import PyTree, Scalar
 from jmask._base.validation import check_flag
 from jmask._optim.row_rule import (
     Common,
-    Incoming,
     Slot,
     check_denominator,
     check_numbers,
@@ -95,7 +94,7 @@ def sgd(
         >>> jmask.apply_updates(table, updates).ravel()
         Array([1. , 1. , 0.5], dtype=float32)
     """
-    incoming = Incoming(clip_gradient, rescale_grad, maximize)
+    incoming = clip_gradient, rescale_grad, maximize
     common = Common(learning_rate, weight_decay, decay_mode, incoming, lazy_update, state_dtype)
     check_flag("nesterov", nesterov)
     check_numbers(momentum=momentum)
@@ -175,7 +174,7 @@ def adagrad(
         >>> jmask.apply_updates(table, updates).ravel().round(4)
         Array([1. , 1. , 0.9], dtype=float32)
     """
-    incoming = Incoming(clip_gradient, rescale_grad, maximize)
+    incoming = clip_gradient, rescale_grad, maximize
     common = Common(learning_rate, weight_decay, decay_mode, incoming, lazy_update, state_dtype)
     initial = initial_accumulator_value
     return _adagrad(common, lr_decay, initial, eps, eps_root, per_row=False)
@@ -223,7 +222,7 @@ def rowwise_adagrad(
         >>> state.sum_of_squares.ravel()
         Array([ 0.,  0., 25.], dtype=float32)
     """
-    incoming = Incoming(clip_gradient, rescale_grad, maximize)
+    incoming = clip_gradient, rescale_grad, maximize
     common = Common(learning_rate, weight_decay, decay_mode, incoming, lazy_update, state_dtype)
     initial = initial_accumulator_value
     return _adagrad(common, lr_decay, initial, eps, eps_root, per_row=True)
@@ -309,7 +308,7 @@ def ftrl(
         Array([ 0.  ,  0.  , -0.05], dtype=float32)
     """
     check_numbers(l1=l1, beta=beta, weight_decay=weight_decay)
-    incoming = Incoming(clip_gradient, rescale_grad, maximize)
+    incoming = clip_gradient, rescale_grad, maximize
     common = Common(learning_rate, 0.0, "l2", incoming, lazy_update, state_dtype)
 
     def rule(g, w, z, n, lr):

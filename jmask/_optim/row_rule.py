@@ -63,23 +63,19 @@ _RANGES = {
 }
 
 
-def check_numbers(**values: Scalar) -> None:
-    """Refuse hyperparameters that are no numbers, or out of their range."""
+def check_numbers(**values: Scalar | optax.ScalarOrSchedule) -> None:
+    """Refuse hyperparameters that are no numbers, or out of range; a rate may be a schedule."""
     for name, value in values.items():
+        is_rate = name == "learning_rate"
+        if is_rate and callable(value):
+            continue
         if not _is_number(value):
-            is_rate = name == "learning_rate"
             schedule = ", or a schedule (a function of the step count)" * is_rate
             raise TypeError(f"`{name}` must be a number{schedule}, got {shown(value)}.")
         words, holds = _RANGES[name]
         # A JAX array may be traced, or not be there yet.
         if isinstance(value, int | float | np.number | np.ndarray) and not holds(value):
             raise ValueError(f"`{name}` must be {words}, got {value}.")
-
-
-def check_learning_rate(value: optax.ScalarOrSchedule) -> None:
-    """Refuse what is neither a schedule nor a positive number."""
-    if not callable(value):
-        check_numbers(learning_rate=value)
 
 
 def check_denominator(**terms: Scalar) -> None:
@@ -150,7 +146,18 @@ def row_rule(
     """
 
     def init(params):
-        initial = functools.partial(_initial, state_dtype=state_dtype)
+        def initial(slot: Slot, param: jax.Array) -> jax.Array:
+            like = shape_of(param)
+            dtype = slot.dtype or state_dtype or like.dtype
+            if slot.initial is None:  # not the parameter itself: both may be donated
+                return jnp.array(param, wide(dtype))
+            if slot.per_row:
+                shape = like.shape if len(like.shape) < 2 else (*like.shape[:-1], 1)
+                placed = sharding_of_rows(param)
+                return jnp.full(shape, slot.initial, real_dtype(dtype), device=placed)
+            dtype = complex_dtype(dtype) if is_complex(like) else dtype
+            return jnp.full_like(param, slot.initial, dtype)
+
         arrays = [jax.tree.map(functools.partial(initial, x), params) for x in slots.values()]
         return state_type(jnp.zeros((), jnp.int32), *arrays)
 
@@ -195,14 +202,6 @@ def watching(
     return optax.GradientTransformationExtraArgs(lifted.init, update_lines)
 
 
-class Incoming(NamedTuple):
-    """What is done to a gradient before all else; `jmask.sgd` says what each is."""
-
-    clip_gradient: Scalar | None
-    rescale_grad: Scalar
-    maximize: bool
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Common:
     """The hyperparameters of all named optimizers, checked; `jmask.sgd` says what each is."""
@@ -210,7 +209,7 @@ class Common:
     learning_rate: optax.ScalarOrSchedule
     weight_decay: Scalar
     decay_mode: str
-    incoming: Incoming
+    incoming: tuple[Scalar | None, Scalar, bool]  # clip_gradient, rescale_grad, maximize
     lazy_update: bool
     state_dtype: DTypeLike | None
 
@@ -218,7 +217,7 @@ class Common:
         bound, scale, maximize = self.incoming
         check_flag("maximize", maximize)
         check_flag("lazy_update", self.lazy_update)
-        check_learning_rate(self.learning_rate)
+        check_numbers(learning_rate=self.learning_rate)
         check_numbers(weight_decay=self.weight_decay, rescale_grad=scale)
         checked_choice("decay_mode", self.decay_mode, ("l2", "decoupled"))
         if bound is not None:
@@ -289,19 +288,6 @@ class Common:
 def mean_of_row(x: jax.Array) -> jax.Array:
     """Return the mean over every row of axis 0: (n, *row) -> (n, 1, ..., 1)."""
     return jnp.mean(x, axis=tuple(range(1, x.ndim)), keepdims=True) if x.ndim > 1 else x
-
-
-def _initial(slot: Slot, param: jax.Array, state_dtype: DTypeLike | None) -> jax.Array:
-    """Return a slot before the first step."""
-    like = shape_of(param)
-    dtype = slot.dtype or state_dtype or like.dtype
-    if slot.initial is None:  # not the parameter itself: both may be donated
-        return jnp.array(param, wide(dtype))
-    if slot.per_row:
-        shape = like.shape if len(like.shape) < 2 else (*like.shape[:-1], 1)
-        return jnp.full(shape, slot.initial, real_dtype(dtype), device=sharding_of_rows(param))
-    dtype = complex_dtype(dtype) if is_complex(like) else dtype
-    return jnp.full_like(param, slot.initial, dtype)
 
 
 def _step(
