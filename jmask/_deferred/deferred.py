@@ -41,7 +41,6 @@ from jmask._deferred.measured import (
     FormOrReason,
     NotDeferrableError,
     forms_of_steps,
-    one_row_of,
     steps_of_inactive_rows,
 )
 from jmask._deferred.missed_steps import Form, Step, advanced, caught_up
@@ -176,7 +175,9 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
 
     def forms_of(params: PyTree) -> list[FormOrReason]:
         leaves, tree = jax.tree.flatten(params)
-        structure = tree, tuple(one_row_of(shape_of(x)) for x in leaves)
+        # The same for all numbers of rows, with the dimensions that there were.
+        ones = lambda x: (1,) * (x.ndim - 1) + x.shape[-1:] if x.ndim > 1 else (1,) * x.ndim
+        structure = tree, tuple(x.update(shape=ones(x)) for x in map(shape_of, leaves))
         if structure not in measured:
             measured[structure] = forms_of_steps(inner, *structure)
         return measured[structure]
@@ -243,7 +244,11 @@ def deferred(inner: optax.GradientTransformation, *, window: int = 4096) -> Defe
         owners = rows_of_state(inner.init, likes, is_table, tree, state.inner)
         tables = tree.flatten_up_to(state.tables)
         slots = jax.tree.leaves(state.inner)
-        for i, where in _chosen_rows([path for path, _ in paths], leaves, ids).items():
+        chosen: dict[int, PyTree] = dict.fromkeys(range(len(leaves)))  # all rows of each
+        if ids is not None:
+            named = named_parts("ids", [path for path, _ in paths], ids).items()
+            chosen = {i: _numbers(paths[i][0], x, leaves[i].shape) for i, x in named}
+        for i, where in chosen.items():
             form = forms[i]
             if not isinstance(form, Form):
                 continue
@@ -330,7 +335,15 @@ def _caught_up(
             more = (swept.astype(dtype) + jnp.arange(each, dtype=dtype)) % count
             ids = jnp.concatenate([ids.astype(dtype), more])
             if shards.rows:
-                flat = in_blocks(*_blocks_of_own(ids, count, shards.count))
+                # Most ids are V, of rows that other shards have: only the last block has some.
+                n = ids.shape[0]
+                unique, _ = unique_slots(ids, fewer(n, count), count)
+                own = min(2 * -(-n // shards.count), unique.shape[0])
+                unique = jnp.pad(unique, (0, -unique.shape[0] % own), constant_values=count)
+                blocks = -(-jnp.sum(unique < count, dtype=jnp.int32) // own)
+                flat = in_blocks(
+                    lambda i: lax.dynamic_slice(unique, (i * own,), (own,)), blocks
+                )
             else:
                 flat = _caught_up_at(form, lines, clock, ids, flat, "any")
             swept = ((swept + each) % count).astype(jnp.int32)
@@ -340,19 +353,6 @@ def _caught_up(
     given, out = [(), (), *specs], [*specs, ()]
     *new, last, swept = shards.run(on_block, shared, ids, *arrays, specs=given, out=out)
     return new, table._replace(last=last, swept=swept)
-
-
-def _blocks_of_own(ids: jax.Array, rows: int, shards: int) -> tuple[ArrayFunction, jax.Array]:
-    """Return the ids of block i as a function, and how many blocks there are.
-
-    Most of the ids (n,) are V, of rows that other shards have; only the last block has some.
-    """
-    n = ids.shape[0]
-    unique, _ = unique_slots(ids, fewer(n, rows), rows)
-    size = min(2 * -(-n // shards), unique.shape[0])
-    unique = jnp.pad(unique, (0, -unique.shape[0] % size), constant_values=rows)
-    number = jnp.sum(unique < rows, dtype=jnp.int32)
-    return lambda i: lax.dynamic_slice(unique, (i * size,), (size,)), -(-number // size)
 
 
 def _caught_up_at(
@@ -387,34 +387,23 @@ def _caught_up_at(
 # {"table": [ids, others]}        both
 
 
-def _chosen_rows(
-    paths: Sequence[KeyPath], leaves: Sequence[jax.Array], ids: PyTree
-) -> dict[int, jax.Array | None]:
-    """Return the numbers (n,) of the rows of each parameter that `ids` names; None for all."""
-    if ids is None:
-        return dict.fromkeys(range(len(leaves)))
-    chosen: dict[int, jax.Array | None] = {}
-    for i, node in named_parts("ids", paths, ids).items():
-        name = leaf_name("ids", paths[i])[1:-1]
-        nodes = node if isinstance(node, list) else [node]
-        numbers = [_numbers(name, x, leaves[i].shape) for x in nodes]
-        chosen[i] = end_to_end(numbers) if numbers else jnp.zeros((0,), jnp.int32)
-    return chosen
-
-
-def _numbers(name: str, ids: Numbers | tuple[Numbers, ...], shape: Shape) -> jax.Array:
+def _numbers(path: KeyPath, ids: PyTree, shape: Shape) -> jax.Array:
     """Return the numbers (n,) of rows in a table of `shape`, whose rows are its last dimension.
 
     Args:
-        ids: an array of numbers along the first dimension, or a tuple of such along several.
+        ids: an array of numbers along the first dimension, a tuple of such along several, or a
+            list of both.
     """
-    sizes = shape[:-1] if len(shape) > 1 else shape
-    given = ids if isinstance(ids, tuple) else (ids,)
-    parts = [checked_integers(name, x, "fill") for x in given[: len(sizes)]]
+    name, sizes = leaf_name("ids", path)[1:-1], shape[:-1] if len(shape) > 1 else shape
     dtype = id_dtype(math.prod(sizes))
-    # Rows outside are rows of the edge, which it does no harm to catch up.
-    at = lambda x, size: jnp.clip(jnp.where(x < 0, x + size, x), 0, size - 1)
-    along = [at(x, size) for x, size in zip(parts, sizes, strict=False)]
-    number = numbered(along, sizes[: len(parts)], dtype)
-    each = math.prod(sizes[len(parts) :])
-    return (number.reshape(-1, 1) * each + jnp.arange(each, dtype=dtype)[None]).reshape(-1)
+    numbers: list[jax.Array] = []
+    for given in ids if isinstance(ids, list) else [ids]:
+        several = given if isinstance(given, tuple) else (given,)
+        parts = [checked_integers(name, x, "fill") for x in several[: len(sizes)]]
+        # Rows outside are rows of the edge, which it does no harm to catch up.
+        at = lambda x, size: jnp.clip(jnp.where(x < 0, x + size, x), 0, size - 1)
+        along = [at(x, size) for x, size in zip(parts, sizes, strict=False)]
+        number = numbered(along, sizes[: len(parts)], dtype).reshape(-1, 1)
+        each = math.prod(sizes[len(parts) :])
+        numbers.append((number * each + jnp.arange(each, dtype=dtype)[None]).reshape(-1))
+    return end_to_end(numbers or [jnp.zeros((0,), dtype)])

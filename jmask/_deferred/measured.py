@@ -211,12 +211,6 @@ FormOrReason = Form | NotDeferrableError | NotRowLocalError | None
 """The structure of steps without a gradient, or why there is none; None of a number."""
 
 
-def one_row_of(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return a shape that is the same for all numbers of rows, with the dimensions it had."""
-    row = like.shape[-1:] if like.ndim > 1 else ()
-    return jax.ShapeDtypeStruct((1,) * (like.ndim - len(row)) + row, like.dtype)
-
-
 def places_of_tables(step: LazyStep) -> dict[int, list[int]]:
     """Return the positions of each table's leaves, and results: gradient, or update; state."""
     places: dict[int, list[int]] = {}
@@ -245,7 +239,7 @@ def forms_of_steps(
     """Find the structure of each parameter's steps without a gradient.
 
     The optimizer takes steps of small tables, with the `questions` as rows; `likes` are the
-    parameters, each with `one_row_of` it.
+    parameters, each with one row.
     """
     forms: list[FormOrReason] = [None] * len(likes)
     with jax.ensure_compile_time_eval():
