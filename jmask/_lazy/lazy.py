@@ -95,12 +95,6 @@ def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExt
         check_nothing_held_back(state)
         return state
 
-    def update_arrays(updates, state, params, **extra_args):
-        check_nothing_held_back(state)
-        if isinstance(inner, RowWise):
-            check_made_by(inner.init, state, params)
-        return inner.update(updates, state, params, **extra_args)
-
     @jax.named_scope("jmask.lazy.update")
     def update(updates, state, params=None, **extra_args):
         fit = Fit.of(updates, params)
@@ -113,7 +107,10 @@ def lazy(inner: optax.GradientTransformation) -> optax.GradientTransformationExt
         if has_gradients(fit.gradients):
             with on_explicit_mesh((state, params)):  # a gradient may be of no mesh
                 return taken(step_of(inner, fit.gradients, state, fit.params, extra_args))
-        return update_arrays(fit.gradients, state, fit.params, **extra_args)
+        check_nothing_held_back(state)
+        if isinstance(inner, RowWise):
+            check_made_by(inner.init, state, fit.params)
+        return inner.update(fit.gradients, state, fit.params, **extra_args)
 
     lifted = Lifted(init, noticing_dense_tables(update))
     lifted.inner = inner

@@ -138,7 +138,10 @@ class RowLocal:
     ) -> "RowLocal":
         """Prove an update that is traced with open numbers of rows; see `proved`."""
         program = _needed(traced)
-        return cls(traced, program, known_in(program, inputs), rows)
+        jaxpr, consts = program.jaxpr, [None] * len(program.consts)
+        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
+        run(jaxpr.eqns, known, _rule, _known_of_literal)
+        return cls(traced, program, known, rows)
 
     def tree_flatten(self) -> tuple[tuple[PyTree, ...], tuple[Argument, ...]]:
         """Return the constants, which may be traced, and all else, which holds none."""
@@ -276,15 +279,6 @@ def _needed(traced: ClosedJaxpr) -> ClosedJaxpr:
 # --- the proof ----------------------------------------------------------------------------
 
 
-def known_in(program: ClosedJaxpr, inputs: Sequence[Known]) -> dict[Var, Known]:
-    """Return what the variables of a program without calls are in untouched rows."""
-    jaxpr = program.jaxpr
-    consts = [None] * len(program.consts)
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
-    run(jaxpr.eqns, known, _rule, _known_of_literal)
-    return known
-
-
 def _outputs(opened: Opened, inputs: Sequence[Known]) -> list[Known]:
     program = inlined(ClosedJaxpr(*opened))
     consts: list[Known] = [None] * len(program.consts)
@@ -318,20 +312,17 @@ def _rule(eqn: JaxprEqn, inputs: list[Known]) -> list[Known]:
             raise _refused(eqn, "mixes rows, counts them, or tells them apart by position")
         outputs = [RULES[name](eqn, inputs)] * count
     else:
-        outputs = [_without_rows(name, eqn, inputs)] * count
+        # Numbers that are the same in any table, if no row is counted.
+        for e in (eqn, *within([eqn])):
+            if any(map(export.is_symbolic_dim, jax.tree.leaves(e.params))):
+                raise _refused(eqn, "depends on the number of rows")
+            if e.primitive.name in ("pure_callback", "io_callback"):
+                raise _refused(eqn, "calls Python, which may count rows")
+        are_same = name in ("broadcast_in_dim", "reshape", "squeeze")
+        outputs = [inputs[0] if are_same else None] * count
     if any(len(axes_of_rows(v)) > 1 for v in eqn.outvars):
         raise _refused(eqn, "combines rows with each other")
     return outputs
-
-
-def _without_rows(name: str, eqn: JaxprEqn, inputs: list[Known]) -> Known:
-    """Return what is known of numbers that are the same in any table, if no row is counted."""
-    for e in (eqn, *within([eqn])):
-        if any(map(export.is_symbolic_dim, jax.tree.leaves(e.params))):
-            raise _refused(eqn, "depends on the number of rows")
-        if e.primitive.name in ("pure_callback", "io_callback"):
-            raise _refused(eqn, "calls Python, which may count rows")
-    return inputs[0] if name in ("broadcast_in_dim", "reshape", "squeeze") else None
 
 
 def _evaluated(name: str, eqn: JaxprEqn, inputs: list[Known]) -> Known:

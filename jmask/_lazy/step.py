@@ -381,10 +381,8 @@ class LazyStep:
         traced = ClosedJaxpr(jaxpr, program.consts)
         proof = RowLocal.of(traced, _in_untouched_rows(leaves), self.proof.rows)
         gradient_tree, _, param_tree, _ = self.trees
-        both = (
-            jax.tree_util.treedef_tuple(x) for x in zip(self.trees, other.trees, strict=True)
-        )
-        _, state_tree, _, extra_tree = both
+        both = zip(self.trees, other.trees, strict=True)
+        _, state_tree, _, extra_tree = map(jax.tree_util.treedef_tuple, both)
         trees = gradient_tree, state_tree, param_tree, extra_tree
         return LazyStep(leaves, trees, proof)
 
@@ -415,8 +413,20 @@ class LazyStep:
     def update(self) -> tuple[PyTree, PyTree]:
         """Return updates and state."""
         rows = self.rows()
-        proof = self.proof
-        outputs = self.flat_update(*rows) if proof is None else self._on_rows(proof, rows)
+        if self.proof is None:
+            outputs = self.flat_update(*rows)
+        else:
+            sizes = {i: self.leaves[i].coalesced_value.nse for i in self.proof.rows}
+            program = self.proof.at(sizes)
+            # Types that say where an array is were not known when the program was traced.
+            if all(jax.typeof(x) == y for x, y in zip(rows, program.in_avals, strict=True)):
+                outputs = jax.core.eval_jaxpr(program.jaxpr, program.consts, *rows)
+            else:
+                # Numbers that it holds, as an injected rate, may be on a mesh, too.
+                run = functools.partial(evaluate, ClosedJaxpr(lifted(program), []))
+                # Updates and state lie where gradients and state did.
+                specs = [spec_of(x) for x in rows[: len(program.out_avals)]]
+                outputs = automatically(run, *program.consts, *rows, spec=specs)
         results: list[Table] = []
         for i, (leaf, old, new) in enumerate(zip(self.leaves, rows, outputs, strict=False)):
             gradient = None if leaf.table is None else self.leaves[leaf.table].coalesced_value
@@ -456,17 +466,6 @@ class LazyStep:
                 x = lax.optimization_barrier(x)
             rows.append(leaf.to_inner(x))
         return rows
-
-    def _on_rows(self, proof: RowLocal, rows: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        program = proof.at({i: self.leaves[i].coalesced_value.nse for i in proof.rows})
-        # Types that say where an array is were not known when the program was traced.
-        if all(jax.typeof(x) == y for x, y in zip(rows, program.in_avals, strict=True)):
-            return jax.core.eval_jaxpr(program.jaxpr, program.consts, *rows)
-        # Numbers that it holds, as an injected rate, may be on a mesh, too.
-        run = functools.partial(evaluate, ClosedJaxpr(lifted(program), []))
-        # Updates and state lie where gradients and state did.
-        specs = [spec_of(x) for x in rows[: len(program.out_avals)]]
-        return automatically(run, *program.consts, *rows, spec=specs)
 
 
 def _in_untouched_rows(leaves: Sequence[Leaf]) -> list[Known]:
