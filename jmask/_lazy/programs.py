@@ -27,7 +27,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeVar
 
 import jax
 from jax.extend.core import JaxprEqn, Primitive, Var, get_opaque_trace_state
@@ -43,7 +42,6 @@ from jmask._lazy.step import LazyStep, written_in_rows
 from jmask._ops.rows import trial
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 
-_T = TypeVar("_T")
 Way = Callable[[LazyStep], tuple[PyTree, PyTree]]
 """How a step is taken: it returns updates and state."""
 
@@ -82,13 +80,9 @@ def tells_all(x: Gradient) -> bool:
     return is_row_sparse(x) and x.leading == 1 and x.width is None and not is_narrow(x.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Equation:
-    """Hold what an equation is a step of."""
-
-    structure: PyTreeDef  # of the step, whose arrays are the operands
-    sizes: Sequence[int]  # how many arrays each update is made of
-    is_link: bool  # whether it may be one step with others of a chain
+# What an equation is a step of: the structure of the step, whose arrays are the operands; that
+# of its results; and whether it may be one step with others of a chain.
+_Equation = tuple[PyTreeDef, PyTreeDef, bool]
 
 
 def _as_equation(equations: list[_Equation], step: LazyStep) -> tuple[PyTree, PyTree]:
@@ -100,13 +94,10 @@ def _as_equation(equations: list[_Equation], step: LazyStep) -> tuple[PyTree, Py
     update = lambda *arrays: structure.unflatten(arrays).update()
     # For the types alone.
     program, made = jax.make_jaxpr(update, return_shape=True)(*arrays)
-    sizes = [
-        len(jax.tree.leaves(x)) for x in jax.tree.leaves(made[0], is_leaf=is_gradient_leaf)
-    ]
+    of_results: PyTreeDef = jax.tree.structure(made)
     is_link = all(tells_all(leaf.given) and leaf.valid is None for leaf in step.gradients)
     number, types = len(equations), tuple(program.out_avals)
-    equations.append(_Equation(structure, sizes, is_link))
-    of_results: PyTreeDef = jax.tree.structure(made)
+    equations.append((structure, of_results, is_link))
     results = of_results.unflatten(_LAZY_STEP.bind(*arrays, number=number, types=types))
     states = [leaf for leaf in step.leaves if leaf.kind == "state"]
     for leaf, new in zip(states, jax.tree.leaves(results[1]), strict=True):
@@ -127,13 +118,6 @@ class _FoundStep:
     updates: Sequence[Sequence[Var]]
     state: Sequence[Var]
     is_link: bool
-
-    @classmethod
-    def of(cls, eqn: JaxprEqn, equation: _Equation) -> "_FoundStep":
-        """Return the step of an equation."""
-        step: LazyStep = equation.structure.unflatten(eqn.invars)
-        *updates, state = _divided(eqn.outvars, [*equation.sizes, step.trees[1].num_leaves])
-        return cls(step, eqn, updates, state, equation.is_link)
 
     @property
     def invars(self) -> list[Atom]:
@@ -157,11 +141,6 @@ class _FoundStep:
             step, state = self.step.then(other.step), [*self.state, *other.state]
             return _FoundStep(step, other.eqn, other.updates, state, is_link=True)
         return None
-
-
-def _divided(x: Sequence[_T], sizes: Sequence[int]) -> list[Sequence[_T]]:
-    ends = itertools.accumulate(sizes)
-    return [x[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
 def _variables(atoms: Iterable[Atom]) -> list[Var]:
@@ -213,7 +192,8 @@ def with_steps_applied(
     of_updates: PyTreeDef
     leaves, of_updates = jax.tree.flatten(made[0], is_leaf=is_leaf)
     trees: list[PyTreeDef] = [*map(jax.tree.structure, leaves), jax.tree.structure(made[1])]
-    outputs = _divided(program.jaxpr.outvars, [x.num_leaves for x in trees])
+    outvars = iter(program.jaxpr.outvars)
+    outputs = [list(itertools.islice(outvars, x.num_leaves)) for x in trees]
     eqns, _ = needed_for(program.jaxpr.outvars, program.jaxpr.eqns)
 
     def uses_in(items: Sequence[JaxprEqn | _FoundStep]) -> Counter[Var]:
@@ -228,7 +208,13 @@ def with_steps_applied(
             items.append(eqn)
             continue
         number, _ = eqn.params.values()
-        step = _FoundStep.of(eqn, equations[number])
+        structure, of_results, is_link = equations[number]
+        of_step, state = of_results.unflatten(eqn.outvars)
+        updates = [
+            jax.tree.leaves(x) for x in jax.tree.leaves(of_step, is_leaf=is_gradient_leaf)
+        ]
+        lazy_step, new = structure.unflatten(eqn.invars), jax.tree.leaves(state)
+        step = _FoundStep(lazy_step, eqn, updates, new, is_link)
         for i, before in enumerate(items):
             both = before.then(step) if isinstance(before, _FoundStep) else None
             if both is None:
@@ -267,7 +253,7 @@ def with_steps_applied(
         return found
 
     # --- the run
-    new: dict[int, Argument] = {}
+    replaced: dict[int, Argument] = {}
     with collected():
         for item in items:
             names, context = contexts_of(item.eqn if isinstance(item, _FoundStep) else item)
@@ -283,14 +269,14 @@ def with_steps_applied(
             every = jax.tree.leaves(results, is_leaf=is_gradient_leaf)
             for i, (variables, x) in enumerate(zip(item.updates, every, strict=True)):
                 if i in found:
-                    new[found[i]] = x
+                    replaced[found[i]] = x
                 else:
                     values.update(zip(variables, jax.tree.leaves(x), strict=True))
     for i, x in enumerate(leaves):
-        if i not in new and is_row_sparse(x) and _is_padding(x, outputs[i][0], eqns):
-            new[i] = Replaced(tables[i])
+        if i not in replaced and is_row_sparse(x) and _is_padding(x, outputs[i][0], eqns):
+            replaced[i] = Replaced(tables[i])
     *made_updates, state = (
-        new[i] if i in new else tree.unflatten([read(values, v) for v in variables])
+        replaced[i] if i in replaced else tree.unflatten([read(values, v) for v in variables])
         for i, (tree, variables) in enumerate(zip(trees, outputs, strict=True))
     )
     state = of_state[0].unflatten(others.get(i, x) for i, x in enumerate(state))
