@@ -176,13 +176,3 @@ def only_state(kinds: type | tuple[type, ...], name: str, state: PyTree, makers:
             "state of the chain that it is part of."
         )
     return states[0]
-
-
-def as_of_now(first: PyTree, state: PyTree) -> PyTree:
-    """Return an initial state as of rows that start in the middle of a run.
-
-    A state that depends on when they start has a method for that, `with_start(first)`.
-    """
-    depends = lambda x: hasattr(x, "with_start")
-    started = lambda x, now: now.with_start(x) if depends(x) else x
-    return jax.tree.map(started, first, state, is_leaf=depends)

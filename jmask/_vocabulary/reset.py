@@ -16,14 +16,14 @@ from jax import lax
 from jmask._base.array_types import fewer, is_known
 from jmask._base.row_ids import canonical
 from jmask._base.shardings import on_every_device
-from jmask._base.types import DType, Ids, PyTree, PyTreeDef, RowArray, Shape
+from jmask._base.types import DType, PyTree, PyTreeDef, RowArray, Shape
 from jmask._base.validation import leaf_name, named_parts
 from jmask._embedding.lookup import checked_integers
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.rows import set_rows
 from jmask._kernels.stochastic_rounding import check_key
 from jmask._lazy.checks import Fit, check_transformation
-from jmask._lazy.state_rows import as_of_now, rows_of_state
+from jmask._lazy.state_rows import rows_of_state
 from jmask._optim.microbatches import holds_gradients
 from jmask._tables.rows_at import shape_of
 from jmask._vocabulary.vocabulary import Vocabulary
@@ -108,7 +108,14 @@ def reset(
     for i, ids in named_parts("rows", paths, rows).items():
         name, table = leaf_name("params", paths[i]), jnp.asarray(leaves[i])
         ids = checked_integers(leaf_name("rows", paths[i])[1:-1], ids, "fill")
-        _check(name, table, ids, vocab)
+        most = 0 if vocab is None else vocab.table_rows
+        if vocab is None and ids.size and not isinstance(ids, jax.core.Tracer):
+            most = int(np.asarray(ids).max())  # padding is the number of rows
+        if not table.ndim or most > table.shape[0]:
+            raise ValueError(
+                f"{name} has shape {table.shape}, and `rows` are of a vocabulary whose tables "
+                f"have {most} rows or more: make it with `vocab.table_rows` rows."
+            )
         count = table.shape[0]
         ids = canonical(on_every_device(jnp.asarray(ids)).reshape(-1), count)
         size = fewer(ids.shape[0], count)
@@ -118,17 +125,18 @@ def reset(
     owners = rows_of_state(tx.init, likes, is_table, tree, state, dtypes=False)
     state_tree: PyTreeDef = jax.tree.structure(state)
     slots = jax.tree.leaves(state)
-    of_table: dict[int, list[int]] = {i: [] for i in chosen}
-    for k, (owner, _) in enumerate(owners):
-        if owner in of_table:
-            of_table[owner].append(k)
+    of_table = {i: [k for k, (owner, _) in enumerate(owners) if owner == i] for i in chosen}
 
     def start(ids: Mapping[int, jax.Array], arrays: _Arrays) -> _Arrays:
         """Write rows `ids` of each table and of its slots."""
         few = list(leaves)
         for i, numbers in ids.items():
             few[i] = _new_rows(init, jax.random.fold_in(key, i), numbers, few[i])
-        first = jax.tree.leaves(as_of_now(tx.init(tree.unflatten(few)), state))
+        # A state that depends on when rows start has a method for that.
+        depends = lambda x: hasattr(x, "with_start")
+        started = lambda first, now: now.with_start(first) if depends(first) else first
+        made = tx.init(tree.unflatten(few))
+        first = jax.tree.leaves(jax.tree.map(started, made, state, is_leaf=depends))
         new = {i: [few[i], *(first[k] for k in of_table[i])] for i in ids}
         pairs = {i: zip(arrays[i], new[i], strict=True) for i in ids}
         return {i: [set_rows(x, ids[i], y, "sorted") for x, y in pairs[i]] for i in ids}
@@ -173,14 +181,3 @@ def _in_blocks(
         return start({i: block(x) for i, x in padded.items()}, arrays)
 
     return lax.fori_loop(0, (last + _BLOCK - 1) // _BLOCK, body, arrays)
-
-
-def _check(name: str, table: jax.Array, ids: Ids, vocab: Vocabulary | None) -> None:
-    most = 0 if vocab is None else vocab.table_rows
-    if vocab is None and ids.size and not isinstance(ids, jax.core.Tracer):
-        most = int(np.asarray(ids).max())  # padding is the number of rows
-    if not table.ndim or most > table.shape[0]:
-        raise ValueError(
-            f"{name} has shape {table.shape}, and `rows` are of a vocabulary whose tables have "
-            f"{most} rows or more: make it with `vocab.table_rows` rows."
-        )
