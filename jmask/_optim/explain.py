@@ -210,11 +210,9 @@ def _step(
         # Of a packed table lines are read and written; stacked ones (M, V, *row) are one.
         leading = 1 if finest.width else finest.leading
         rows, row = math.prod(shape[:leading]), math.prod(shape[leading:])
-        table = (
-            (math.prod(shape) // finest.width, LANES)
-            if finest.width
-            else (rows, *shape[leading:])
-        )
+        table = (rows, *shape[leading:])
+        if finest.width:
+            table = math.prod(shape) // finest.width, LANES
         touched = min(nse, rows) * row  # ids may repeat
         note = MANY if nse >= table[0] else ""
     if platform == "tpu" and nse and has_narrow_rows(table):
