@@ -24,8 +24,8 @@ from jmask._gradcheck.check import gradcheck as gradcheck
 from jmask._gradcheck.check import is_masked_function as is_masked_function
 from jmask._kernels.keep_memory import keep_memory as keep_memory
 from jmask._kernels.stochastic_rounding import stochastic_round as stochastic_round
-from jmask._lazy.apply import apply_gradients as apply_gradients
-from jmask._lazy.apply import apply_updates as apply_updates
+from jmask._lazy.lazy import apply_gradients as apply_gradients
+from jmask._lazy.lazy import apply_updates as apply_updates
 from jmask._lazy.lazy import densify as densify
 from jmask._lazy.lazy import lazy as lazy
 from jmask._ops.products import add_n as add_n

@@ -48,7 +48,6 @@ from jmask._embedding.lookup import checked_integers
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.rows import gather_rows, gather_unique_rows, ids_after_reading, set_rows
 from jmask._kernels.sharded_rows import looked_up
-from jmask._lazy.apply import Lifted
 from jmask._lazy.checks import (
     Fit,
     check_transformation,
@@ -56,7 +55,7 @@ from jmask._lazy.checks import (
     is_gradient_leaf,
     with_whole_rows,
 )
-from jmask._lazy.lazy import noticing_dense_tables
+from jmask._lazy.lazy import Lifted, noticing_dense_tables
 from jmask._lazy.programs import taken
 from jmask._lazy.state_rows import check_state_type, rows_of_state
 from jmask._lazy.step import Leaf, step_of, written_in_rows

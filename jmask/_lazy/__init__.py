@@ -7,6 +7,5 @@ row_local           the proof, from one trace with the number of rows open
 step                the leaves of one update, its proof, its run on rows, and applying it
 one_pass            update and application in one pass over the rows
 programs            the steps in a program of other transformations, in one pass each
-apply               `apply_updates`, `apply_gradients`
-lazy                the transformation; `densify`
+lazy                the transformation; `densify`; `apply_updates`, `apply_gradients`
 """

@@ -26,7 +26,6 @@ from jmask._base.shardings import varying_axes
 from jmask._base.types import Function, Gradient, PyTree, Scalar
 from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.sharded_rows import summed_over_rows
-from jmask._lazy.apply import advising_lazy
 from jmask._lazy.checks import (
     Fit,
     check_transformation,
@@ -37,7 +36,7 @@ from jmask._lazy.checks import (
     is_gradient_leaf,
     with_wide_rows,
 )
-from jmask._lazy.lazy import lazy, noticed_as
+from jmask._lazy.lazy import advising_lazy, lazy, noticed_as
 from jmask._lazy.programs import tells_all
 from jmask._lazy.row_local import RowWise
 from jmask._lazy.state_rows import check_state_type
