@@ -31,15 +31,7 @@ from jmask._base.jaxprs import evaluate, in_sequence, lifted, origins
 from jmask._base.row_ids import hide
 from jmask._base.shardings import automatically, explicit_mesh, spec_of, varying_axes
 from jmask._base.side_table import SideTable
-from jmask._base.types import (
-    Argument,
-    Atom,
-    PyTree,
-    PyTreeDef,
-    RowArray,
-    Shape,
-    Table,
-)
+from jmask._base.types import Argument, Atom, PyTree, PyTreeDef, RowArray, Shape, Table
 from jmask._kernels.rows import gather_unique_rows, ids_after_reading, set_rows
 from jmask._kernels.sharded_rows import Exchange
 from jmask._lazy import row_local
