@@ -45,7 +45,7 @@ from jmask._ops.formulas import shortened
 from jmask._optim.row_rule import check_numbers
 from jmask._tables.rows_at import exchange_for
 from jmask._tensors.masked_tensor import MaskedTensor, joined
-from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._tensors.row_sparse import is_row_sparse
 from jmask._tensors.storage import stored_values, with_stored_values
 
 # --- a step under a predicate ------------------------------------------------------------
@@ -334,8 +334,13 @@ def clip_by_row_norm(
         return _bounded(rows, max_norm, ord).astype(rows.dtype)
 
     def clipped(x: Gradient) -> Gradient:
-        if is_entries(x):
-            return _clipped_entries(x, max_norm, ord)
+        if is_entries(x):  # scaled by what clips the rows that they are part of
+            size, count, ids = x.shape[-1], x.row_count // x.shape[-1], x.flat().row_ids()
+            slots = fewer(x.nse, count)
+            _, slot = unique_slots(ids // size, slots, count)
+            entries = jnp.zeros((slots, size), x.dtype).at[slot, ids % size]
+            scaled = bounded(entries.set(x.values, mode="drop"))
+            return x.with_values(scaled.at[slot, ids % size].get(mode="fill", fill_value=0))
         rows, valid = gradient_and_valid(x)
         rows = with_stored_values(rows, bounded(jnp.asarray(stored_values(rows))))
         return rows if valid is None else joined(rows, valid)
@@ -356,16 +361,6 @@ def clip_by_row_norm(
         return noticed_as(gradients, _at_leaves(clipped, gradients)), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
-
-
-def _clipped_entries(x: RowSparse, max_norm: Scalar, order: float) -> RowSparse:
-    """Return unique entries of a table, scaled by what clips the rows that they are part of."""
-    size, count, ids = x.shape[-1], x.row_count // x.shape[-1], x.flat().row_ids()
-    slots = fewer(x.nse, count)
-    _, slot = unique_slots(ids // size, slots, count)
-    entries = jnp.zeros((slots, size), x.dtype).at[slot, ids % size]
-    rows = _bounded(entries.set(x.values, mode="drop"), max_norm, order).astype(x.dtype)
-    return x.with_values(rows.at[slot, ids % size].get(mode="fill", fill_value=0))
 
 
 def max_row_norm(
