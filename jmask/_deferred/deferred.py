@@ -385,8 +385,10 @@ def _caught_up_at(
 # {"tables": (m, ids)}            of tables (M, V, D), as in `tables[m, ids]`
 # {"table": [ids, others]}        both
 
+_Named = Numbers | tuple[Numbers, ...]
 
-def _numbers(path: KeyPath, ids: PyTree, shape: Shape) -> jax.Array:
+
+def _numbers(path: KeyPath, ids: _Named | list[_Named], shape: Shape) -> jax.Array:
     """Return the numbers (n,) of rows in a table of `shape`, whose rows are its last dimension.
 
     Args:

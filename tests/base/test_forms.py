@@ -125,7 +125,7 @@ def test_forms_that_are_not_known_are_refused_by_the_proof():
     ]
     program = ClosedJaxpr(program.jaxpr.replace(eqns=eqns), program.consts)
     with pytest.raises(ValueError, match="does not know `scan`"):
-        _row_local.known_in(program, [None])
+        _row_local.RowLocal.of(program, [None], {})
 
 
 # --- a JAX with other names ----------------------------------------------------------------
