@@ -133,6 +133,17 @@ def assert_close(x, y, rtol=2e-5):
 
 # --- whose trajectory ----------------------------------------------------------------------
 
+
+def delayed(grads, state, params=None):
+    """A step by the momentum of a momentum, as it was before the gradient."""
+    second, first = state
+    later = jax.tree.map(lambda x, y: 0.9 * x + y, second, first)
+    later = later, jax.tree.map(lambda x, g: 0.8 * x + g, first, grads)
+    return jax.tree.map(lambda x: -0.1 * x, second), later
+
+
+zeros = lambda params: jax.tree.map(jnp.zeros_like, params)
+DELAYED = optax.GradientTransformation(lambda params: (zeros(params), zeros(params)), delayed)
 mask = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
 LABELS = {"t": "a", "u": "b", "w": "a"}
 INNER = named("", {**vars(jmask), **globals()})("""
@@ -149,6 +160,7 @@ INNER = named("", {**vars(jmask), **globals()})("""
     labels | optax.partition({"a": ADAM, "b": optax.sgd(0.1, momentum=0.9)}, LABELS)
     not only tables | optax.partition(
         {"rows": ADAM, "all": optax.adafactor(0.1)}, {"t": "rows", "u": "rows", "w": "all"})
+    momentum of momentum | DELAYED
     injected | injected_adam(0.1)
     injected, b1 and b2 that are close | injected_adam(0.1, b1=0.8, b2=0.95)
     a schedule of b1 | injected_adam(0.1, b1=lambda t: 0.8 + 0.01 * t)

@@ -144,6 +144,7 @@ ACCEPTED = functions("x", globals())("""
     jax.random.normal(KEY, (3,)); 2.0 if count(x) == N else 1.0; 2.0 if count(x) > 0 else 1.0;
     jnp.linalg.solve(jnp.eye(2) * jnp.sum(x * x), jnp.ones(2))[0];
     lax.fori_loop(0, 3, lambda _, c: c * 0.5, 1.0); solved(3.0);
+    lax.while_loop(lambda c: c > 0.1, lambda c: c * 0.5, jnp.sum(x));
     jnp.mean(x, axis=1, keepdims=True)
 """)
 
