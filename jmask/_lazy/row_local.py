@@ -205,11 +205,6 @@ class RowLocal:
         sizes = {(owners[v], aval_of(v).shape) for v in needed if v in owners}
         return by_rows | {i for i, shape in sizes if shape != shapes[i] or 0 in shape}
 
-    @functools.cached_property
-    def operations(self) -> list[tuple[str, ...]]:
-        """What the update computes, in order; see `operations_of`."""
-        return operations_of(self.program)
-
     def mixes_entries(self, table: int) -> bool:
         """Decide whether some part of a step takes more than one entry of a row.
 
@@ -264,7 +259,7 @@ def proved(
                 f"number of rows: {x.shape} becomes {shape}"
             )
     has_rows = all(shapes[i].shape[0] for i, table in enumerate(tables) if table is not None)
-    if dense and has_rows and operations_of(_needed(dense)) != update.operations:
+    if dense and has_rows and operations_of(_needed(dense)) != operations_of(update.program):
         raise NotRowLocalError("it chooses other operations for a table of this size")
     return update
 
@@ -281,7 +276,7 @@ def _needed(traced: ClosedJaxpr) -> ClosedJaxpr:
 
 def _outputs(opened: Opened, inputs: Sequence[Known]) -> list[Known]:
     program = inlined(ClosedJaxpr(*opened))
-    consts: list[Known] = [None] * len(program.consts)
+    consts = [None] * len(program.consts)
     return interpret(program.jaxpr, consts, inputs, _rule, _known_of_literal)
 
 
@@ -417,20 +412,16 @@ def _gather(eqn: JaxprEqn, inputs: list[Known]) -> Known:
 def _scatter(eqn: JaxprEqn, inputs: list[Known]) -> Known:
     """Write to some columns, as `x.at[..., 0].multiply(-1)` does."""
     x, places, new = eqn.invars
-    (axis, *_), of_new = axes_of_rows(x) or (None,), axes_of_rows(new)
+    axis, *_ = (*axes_of_rows(x), None)
     numbers = parameter(eqn, "dimension_numbers")
-    chosen = {*numbers.scatter_dims_to_operand_dims, *numbers.inserted_window_dims}
-    chosen |= {*numbers.operand_batching_dims}
-    # The dimensions of the operand that a window has, in their order.
-    window = [d for d in range(len(aval_of(x).shape)) if d not in chosen]
-    at = dict(zip(window, numbers.update_window_dims, strict=False))
-    if axis in chosen or axes_of_rows(places) or of_new != [at.get(axis)]:
+    others = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    window = [d for d in range(len(aval_of(x).shape)) if d not in others]
+    of_rows = dict(zip(window, numbers.update_window_dims, strict=True)).get(axis)
+    is_indexed = axis in numbers.scatter_dims_to_operand_dims or axes_of_rows(places)
+    if is_indexed or axes_of_rows(new) != [of_rows]:
         raise _refused(eqn, "writes to rows by their numbers")
-    old, value = inputs[0], inputs[2]
-    if eqn.primitive.name == "scatter-mul" and _is(old, 0):
-        return old  # zero wins over an unknown finite factor
-    is_sum = eqn.primitive.name in ("scatter-add", "scatter-sub")
-    return (old if _is(value, 0) else None) if is_sum else _common(old, value)
+    zeros = inputs[:1] if eqn.primitive.name == "scatter-mul" else inputs[::2]
+    return inputs[0] if all(_is(value, 0) for value in zeros) else None
 
 
 def _dot(eqn: JaxprEqn, inputs: list[Known]) -> Known:

@@ -166,7 +166,8 @@ MERGING = functions("u, p", globals())("""
     (u[None, :, None] * 2).reshape(-1, 1).reshape(u.shape);
     u if u.shape[0] == 4 else u; 2 * u if u.shape[0] == 9 else u; u.at[..., 0].multiply(-1);
     u.at[..., 0].set(p[..., 0]); u.at[:, 0].add(u[:, -1]); u.at[..., :1].min(p[..., :1]);
-    u.at[:, jnp.array([0, -1])].apply(jnp.sin); u.at[..., 0].multiply(-1) / optax.tree.norm(u)
+    u.at[:, jnp.array([0, -1])].apply(jnp.sin); u.T.at[:1].add(p.T[:1]).T;
+    u.at[..., 0].multiply(-1) / optax.tree.norm(u)
 """)
 
 
