@@ -87,7 +87,9 @@ def run(tx, how, step, params, grads):
         return params, state
 
     if how == "one program":
-        return one_program(params, jax.jit(tx.init)(params), grads)
+        # Older JAX makes no zeros like a sharded array under jit, but where the mesh is set.
+        init = jax.jit(tx.init) if jax.__version_info__ >= (0, 12) else tx.init
+        return one_program(params, init(params), grads)
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *grads)
     if how == "scan":
         return scanned(params, stacked)
