@@ -8,6 +8,5 @@ forward, nested       running a program some of whose values are views, or tryin
 views                 arrays computed from tables, not materialised: how their rows are read
 view_rules            what equations make of views
 lookups               equations that read rows, or sum them
-bags_by_hand          rows that are looked up, weighted and summed, as one bag sum
 uses                  what to say of a dense gradient
 """

@@ -13,17 +13,16 @@
 
 import dataclasses
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec as P
 
-from jmask._autodiff.bags_by_hand import only_summed
 from jmask._autodiff.taps import Tap, Taps
 from jmask._autodiff.views import (
     Positions,
@@ -86,7 +85,7 @@ class Needed:
         return self._known[key][1]
 
     def only_summed(self, jaxpr: Jaxpr, outputs: Flags) -> set[Var]:
-        """Return the variables that a sum alone needs; see `bags_by_hand.only_summed`."""
+        """Return the variables that a sum alone needs; see `only_summed`."""
         key = id(jaxpr), tuple(outputs)
         if key not in self._summed:
             self._summed[key] = jaxpr, only_summed(jaxpr, outputs)
@@ -127,6 +126,26 @@ class Needed:
     def _of(self, jaxpr: Jaxpr, flags: Flags) -> list[bool]:
         live = self.within(jaxpr, flags)
         return [v in live for v in jaxpr.invars]
+
+
+def only_summed(jaxpr: Jaxpr, outputs: Sequence[bool]) -> set[Var]:
+    """Return the variables that one sum needs, and nothing else.
+
+    Args:
+        outputs: which outputs are such where the program is called.
+    """
+    variables = lambda atoms: [v for v in atoms if not isinstance(v, Literal)]
+    uses = Counter(variables(jaxpr.outvars))
+    for eqn in jaxpr.eqns:
+        uses.update(variables(eqn.invars))
+    pairs = zip(jaxpr.outvars, outputs, strict=True)
+    summed = {v for v in variables(v for v, flag in pairs if flag) if uses[v] == 1}
+    for eqn in reversed(jaxpr.eqns):
+        name = eqn.primitive.name
+        waits = name in ("convert_element_type", "mul") and eqn.outvars[0] in summed
+        if name == "reduce_sum" or waits:
+            summed.update(v for v in variables(eqn.invars) if uses[v] == 1)
+    return summed
 
 
 def writes_reference(eqn: JaxprEqn) -> bool:
