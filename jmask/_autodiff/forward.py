@@ -38,12 +38,14 @@ from jmask._autodiff.lookups import (
     windows_of,
 )
 from jmask._autodiff.nested import Flags, Needed
-from jmask._autodiff.taps import NONE, Tap, Taps
 from jmask._autodiff.view_rules import COMPUTING, ENTRYWISE, SAME_ARRAY, views_of
 from jmask._autodiff.views import (
+    NONE,
     Lookup,
     Positions,
     TableView,
+    Tap,
+    Taps,
     View,
     planned,
     read_at,

@@ -23,11 +23,12 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec as P
 
-from jmask._autodiff.taps import Tap, Taps
 from jmask._autodiff.views import (
     Positions,
     Reading,
     TableView,
+    Tap,
+    Taps,
     View,
     tables_of,
     view_of_table,

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import jax
 
-from jmask._autodiff.taps import Tap
+from jmask._autodiff.views import Tap
 from jmask._autodiff.uses import Computed, reason
 from jmask._autodiff.value_and_grad import LossProgram
 from jmask._base.fallback import Place, collected, in_bytes
