@@ -75,78 +75,68 @@ class Needed:
     """Finds the variables that a gradient goes through; remembers programs that run twice."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, tuple[bool, ...]], tuple[Jaxpr, set[Var]]] = {}
-        self._summed: dict[tuple[int, tuple[bool, ...]], tuple[Jaxpr, set[Var]]] = {}
+        self._known: dict[tuple[str, int, tuple[bool, ...]], tuple[Jaxpr, set[Var]]] = {}
 
     def within(self, jaxpr: Jaxpr, wanted: Flags) -> set[Var]:
         """Return the variables through which the gradient of the wanted outputs goes."""
-        key = id(jaxpr), tuple(wanted)
-        if key not in self._known:
-            self._known[key] = jaxpr, self._found(jaxpr, wanted)
-        return self._known[key][1]
-
-    def only_summed(self, jaxpr: Jaxpr, outputs: Flags) -> set[Var]:
-        """Return the variables that a sum alone needs; see `only_summed`."""
-        key = id(jaxpr), tuple(outputs)
-        if key not in self._summed:
-            self._summed[key] = jaxpr, only_summed(jaxpr, outputs)
-        return self._summed[key][1]
-
-    def _found(self, jaxpr: Jaxpr, wanted: Flags) -> set[Var]:
-        live = {
-            v for v, flag in zip(jaxpr.outvars, wanted, strict=True) if flag and _is_real(v)
-        }
+        key = "gradient", id(jaxpr), tuple(wanted)
+        if key in self._known:
+            return self._known[key][1]
+        pairs = zip(jaxpr.outvars, wanted, strict=True)
+        live = {v for v, flag in pairs if flag and _is_real(v)}
         for eqn in reversed(jaxpr.eqns):
             flags = [v in live for v in eqn.outvars]
             is_needed = any(flags) and eqn.primitive.name not in _NO_GRADIENT
-            if is_needed or writes_reference(eqn):
-                inputs = zip(eqn.invars, self._inputs(eqn, flags), strict=True)
-                live.update(v for v, flag in inputs if flag and _is_real(v))
+            if not is_needed and not writes_reference(eqn):
+                continue
+            name, of_inputs = name_of(eqn), [True] * len(eqn.invars)
+            if name in (*PLAIN_CALLS, *REMATS, "cond", "scan"):
+                flags = self.outputs_of_scan(eqn, flags) if name == "scan" else flags
+                each = [self._inputs(body, flags) for body, _ in bodies_of(eqn)]
+                of_bodies = [any(x) for x in zip(*each, strict=True)]
+                of_inputs = [False] * (len(eqn.invars) - len(of_bodies)) + of_bodies
+            inputs = zip(eqn.invars, of_inputs, strict=True)
+            live.update(v for v, flag in inputs if flag and _is_real(v))
+        self._known[key] = jaxpr, live
         return live
 
-    def _inputs(self, eqn: JaxprEqn, flags: Flags) -> list[bool]:
-        name = name_of(eqn)
-        if name not in (*PLAIN_CALLS, *REMATS, "cond", "scan"):
-            return [True] * len(eqn.invars)
-        wanted = self.outputs_of_scan(eqn, flags) if name == "scan" else flags
-        each = [self._of(body, wanted) for body, _ in bodies_of(eqn)]
-        of_bodies = [any(flags) for flags in zip(*each, strict=True)]
-        return [False] * (len(eqn.invars) - len(of_bodies)) + of_bodies
+    def only_summed(self, jaxpr: Jaxpr, outputs: Flags) -> set[Var]:
+        """Return the variables that one sum needs, and nothing else.
+
+        Args:
+            outputs: which outputs are such where the program is called.
+        """
+        key = "sum", id(jaxpr), tuple(outputs)
+        if key in self._known:
+            return self._known[key][1]
+        variables = lambda atoms: [v for v in atoms if not isinstance(v, Literal)]
+        uses = Counter(variables(jaxpr.outvars))
+        for eqn in jaxpr.eqns:
+            uses.update(variables(eqn.invars))
+        pairs = zip(jaxpr.outvars, outputs, strict=True)
+        summed = {v for v in variables(v for v, flag in pairs if flag) if uses[v] == 1}
+        for eqn in reversed(jaxpr.eqns):
+            name = eqn.primitive.name
+            waits = name in ("convert_element_type", "mul") and eqn.outvars[0] in summed
+            if name == "reduce_sum" or waits:
+                summed.update(v for v in variables(eqn.invars) if uses[v] == 1)
+        self._known[key] = jaxpr, summed
+        return summed
 
     def outputs_of_scan(self, eqn: JaxprEqn, flags: Flags) -> list[bool]:
         """Return which outputs of its body a scan needs, all the way around."""
         scan, wanted = scan_of(eqn), list(flags)
         while True:  # each round adds a carry, or is the last
-            inputs = self._of(scan.body[0], wanted)[scan.consts :]
+            inputs = self._inputs(scan.body[0], wanted)[scan.consts :]
             pairs = zip(wanted[: scan.carry], inputs[: scan.carry], strict=True)
             carry = [a or b for a, b in pairs]
             if carry == wanted[: scan.carry]:
                 return wanted
             wanted[: scan.carry] = carry
 
-    def _of(self, jaxpr: Jaxpr, flags: Flags) -> list[bool]:
+    def _inputs(self, jaxpr: Jaxpr, flags: Flags) -> list[bool]:
         live = self.within(jaxpr, flags)
         return [v in live for v in jaxpr.invars]
-
-
-def only_summed(jaxpr: Jaxpr, outputs: Sequence[bool]) -> set[Var]:
-    """Return the variables that one sum needs, and nothing else.
-
-    Args:
-        outputs: which outputs are such where the program is called.
-    """
-    variables = lambda atoms: [v for v in atoms if not isinstance(v, Literal)]
-    uses = Counter(variables(jaxpr.outvars))
-    for eqn in jaxpr.eqns:
-        uses.update(variables(eqn.invars))
-    pairs = zip(jaxpr.outvars, outputs, strict=True)
-    summed = {v for v in variables(v for v, flag in pairs if flag) if uses[v] == 1}
-    for eqn in reversed(jaxpr.eqns):
-        name = eqn.primitive.name
-        waits = name in ("convert_element_type", "mul") and eqn.outvars[0] in summed
-        if name == "reduce_sum" or waits:
-            summed.update(v for v in variables(eqn.invars) if uses[v] == 1)
-    return summed
 
 
 def writes_reference(eqn: JaxprEqn) -> bool:
@@ -302,8 +292,18 @@ def _cond(
     for branch, trial in zip(branches, trials, strict=True):
         forward.arrays(branch, _in_trial(operands, branch[0]), flags, taps=trial)
     of_branches: list[list[Tap]] = [jax.tree.leaves(trial.record) for trial in trials]
-    keys = dict.fromkeys(tap.key for taps_of_one in of_branches for tap in taps_of_one)
-    shared = [_shared(key, of_branches) for key in keys]
+    every = [tap for of_one in of_branches for tap in of_one]
+    keys, shared = dict.fromkeys(tap.key for tap in every), list[Tap]()
+    for key in keys:
+        alike = [tap for tap in every if tap.key == key]
+        # Sizes that are not known are not compared: there is space for all that differ.
+        counts = {sum(x.count for x in of_one if x.key == key) for of_one in of_branches}
+        count = max(counts) if is_known(*counts) else sum(counts)
+        varies = frozenset[str]().union(*(tap.varies for tap in alike))
+        table, leading, row, dtype = key
+        width = alike[0].width
+        tap = Tap(table, leading, (count, *row), dtype, count, varies=varies, width=width)
+        shared.append(tap)
     if taps.is_trial:
         taps.record.append(shared)
         return [aval_of(v) for v in eqn.outvars]
@@ -334,25 +334,6 @@ def _cond(
     outs, ids = switch_like(eqn, which, cases)
     taps.record.append(ids)
     return outs
-
-
-def _shared(key: object, of_branches: Sequence[Sequence[Tap]]) -> Tap:
-    """Return the tap that branches share for all of theirs with this key."""
-    alike = [[tap for tap in taps if tap.key == key] for taps in of_branches]
-    every = [tap for taps in alike for tap in taps]
-    # Sizes that are not known are not compared: there is space for all that differ.
-    counts = {sum(tap.count for tap in taps) for taps in alike}
-    count = max(counts) if is_known(*counts) else sum(counts)
-    return dataclasses.replace(
-        every[0],
-        shape=(count, *every[0].row),
-        rows=count,
-        kind="rows",
-        ids=1,
-        varies=frozenset[str]().union(*(tap.varies for tap in every)),
-        like=None,
-        batch=(),
-    )
 
 
 def _padded(forward: "Forward", shared: Tap, ids_of_taps: Sequence[jax.Array]) -> jax.Array:
