@@ -31,7 +31,6 @@ from jmask._base.types import (
     PyTree,
     PyTreeDef,
     Tensor,
-    TensorLike,
 )
 from jmask._base.validation import (
     KEEP_ARRAYS,
@@ -221,9 +220,19 @@ class Leaves:
 
     def __init__(self, arguments: Sequence[PyTree]) -> None:
         self._tree: PyTreeDef
-        leaves, self._tree = jax.tree.flatten(list(arguments), is_leaf=is_tensor)
-        self._leaves = [_coalesced(x) for x in leaves]
-        parts = [_arrays_of(x) for x in self._leaves]
+        self._leaves, self._tree = jax.tree.flatten(list(arguments), is_leaf=is_tensor)
+        parts: list[list[Argument]] = []
+        for i, x in enumerate(self._leaves):
+            if not is_tensor(x):
+                parts.append([x if np.ndim(x) == 0 else jnp.asarray(x)])
+                continue
+            placeholder = placeholder_of(x)
+            if is_sparse(x):
+                x = unique_positions(without_placeholder(x))
+                x = x if placeholder is None else with_placeholder(x, placeholder)
+                self._leaves[i] = x
+            shape = jax.ShapeDtypeStruct(tuple(x.shape), x.dtype)
+            parts.append([stored_values(x), shape if placeholder is None else placeholder])
         self.given = [x for part in parts for x in part]
         self.owners = [number for number, part in enumerate(parts) for _ in part]
         self.of_tensors = {i for i, n in enumerate(self.owners) if len(parts[n]) > 1}
@@ -277,22 +286,6 @@ class Leaves:
         return jax.tree.map(without_placeholder, value, is_leaf=is_tensor)
 
 
-def _arrays_of(x: TensorLike) -> list[Argument]:
-    if not is_tensor(x):
-        return [x if np.ndim(x) == 0 else jnp.asarray(x)]
-    placeholder = placeholder_of(x)
-    shape = jax.ShapeDtypeStruct(tuple(x.shape), x.dtype)
-    return [stored_values(x), shape if placeholder is None else placeholder]
-
-
-def _coalesced(x: TensorLike) -> TensorLike:
-    if not is_sparse(x):
-        return x
-    placeholder = placeholder_of(x)
-    x = unique_positions(without_placeholder(x))
-    return x if placeholder is None else with_placeholder(x, placeholder)
-
-
 def _tensor_gradient(x: Tensor, of_values: jax.Array, everywhere: jax.Array | None) -> Tensor:
     """Return the gradient of a tensor, from those in its stored values and its placeholder."""
     if everywhere is None:
@@ -328,19 +321,15 @@ def _in_order(*arrays: jax.Array, beside: int) -> list[jax.Array]:
         return list(arrays)
     number = lax.bitcast_convert_type(loss, bits)
     for x in others[:beside]:
-        number = plus_zero(number, _zero_of_all(x))
+        x = x.real if is_complex(x) else x
+        bits = BITS.get(x.dtype.itemsize) if jnp.issubdtype(x.dtype, jnp.floating) else None
+        if bits is None:
+            x = lax.convert_element_type(x, jnp.int32)
+        else:
+            x = lax.bitcast_convert_type(x, bits)
+        all_bits = lax.reduce(x, np.zeros((), x.dtype), lax.bitwise_xor, range(x.ndim))
+        number = plus_zero(number, zero_of(all_bits))
     return [lax.bitcast_convert_type(number, loss.dtype), *others]
-
-
-def _zero_of_all(x: jax.Array) -> jax.Array:
-    """Return an integer zero () that depends on all entries of an array, as XLA sees it."""
-    x = x.real if is_complex(x) else x
-    bits = BITS.get(x.dtype.itemsize) if jnp.issubdtype(x.dtype, jnp.floating) else None
-    if bits is None:
-        x = lax.convert_element_type(x, jnp.int32)
-    else:
-        x = lax.bitcast_convert_type(x, bits)
-    return zero_of(lax.reduce(x, np.zeros((), x.dtype), lax.bitwise_xor, range(x.ndim)))
 
 
 _TOGETHER = primitive(
@@ -386,15 +375,10 @@ def after_reading(
 
     def ordered(gradient: RowSparse, values: jax.Array) -> RowSparse:
         leaf = gradient.index_leaf
-        is_constant = not isinstance(leaf, jax.core.Tracer)
-        is_elsewhere = explicit_mesh(leaf) != explicit_mesh(loss)
-        if (
-            zero is None
-            or is_constant
-            or is_elsewhere
-            or varying_axes(loss) - varying_axes(leaf)
-        ):
-            return gradient.with_leaves(leaf, values)
-        return gradient.with_leaves(wrap(plus_zero(jax.random.key_data(leaf), zero)), values)
+        is_here = explicit_mesh(leaf) == explicit_mesh(loss)
+        is_typed = is_here and not varying_axes(loss) - varying_axes(leaf)
+        if zero is not None and is_typed and isinstance(leaf, jax.core.Tracer):
+            leaf = wrap(plus_zero(jax.random.key_data(leaf), zero))
+        return gradient.with_leaves(leaf, values)
 
     return beside, dense, {i: ordered(x, rows.get(i, x.values)) for i, x in sparse.items()}

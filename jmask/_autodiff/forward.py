@@ -32,7 +32,6 @@ from jmask._autodiff.lookups import (
     Sums,
     Windows,
     gather_of,
-    is_of_lines,
     lookup_of,
     window_lookup,
     windows_of,
@@ -64,9 +63,11 @@ from jmask._base.forms import (
     within,
 )
 from jmask._base.jaxprs import bound, bound_to_differentiate, contexts_of, read
+from jmask._base.row_ids import id_dtype
 from jmask._base.shardings import varying_axes, varying_over
-from jmask._base.types import Argument, Shaped
+from jmask._base.types import Argument, Shape, Shaped
 from jmask._kernels.gathered_rows import BagSum, bag_sum, has_many_rows, is_bag_sum
+from jmask._kernels.lines import is_packed
 
 # The user's line in a fallback warning must not be a line of this library.
 source_info_util.register_exclusion(str(Path(__file__).parents[1]))
@@ -170,10 +171,13 @@ class Forward:
             arrays = [a for a in args if not isinstance(a, View)]
             rest = iter(bound(eqn, arrays) if arrays and not self.taps.is_trial else arrays)
             return [a if isinstance(a, View) else next(rest) for a in args]
-        if isinstance(x, TableView) and (name in SAME_ARRAY or is_of_lines(eqn, name, x)):
+        shape: Shape = getattr(aval, "shape", ())
+        # The lines of a packed table become its rows, (V, width).
+        is_2d = name == "reshape" and x.ndim == len(shape) == 2
+        is_same = name in SAME_ARRAY or (is_2d and is_packed(x.shape, shape[1]))
+        if isinstance(x, TableView) and is_same:
             same: Argument = aval if self.taps.is_trial else bound(eqn, [x.array])[0]
-            width = same.shape[-1] if name == "reshape" else x.width
-            return [view_of_table(x.number, same, width)]
+            return [view_of_table(x.number, same, shape[1] if is_2d else x.width)]
 
         # 3. Lookups.
         array = functools.partial(self.array, is_constant=not is_live)
@@ -192,8 +196,17 @@ class Forward:
         # with an array larger than its tables, as logits with their bias, is an array.
         if name in COMPUTING:
             args = [array(a) if self._reading_of_few(a) else a for a in args]
-        if name in ENTRYWISE and self._has_larger_array(args):
-            args = [array(a) for a in args]
+        if name in ENTRYWISE:
+            shapes = [tuple(self.leaves[t].shape) for t in tables_of(args)]
+            # Masks are broadcast to what they choose from.
+            arrays = [a for a in args if np.ndim(a) and not isinstance(a, View)]
+            others = [tuple(a.shape) for a in arrays if jnp.issubdtype(a.dtype, jnp.inexact)]
+            # One with the rows of the tables, as a base with a product of factors, is read.
+            others = [x for x in others if any(x[0] != shape[0] for shape in shapes)]
+            size = lambda shapes: [math.prod(shape) for shape in shapes]
+            if shapes and others and is_known(*itertools.chain(*shapes, *others)):
+                is_larger = max(size(others)) > sum(size(shapes))
+                args = [array(a) for a in args] if is_larger else args
         if any(isinstance(a, View) for a in args):
             made_views = views_of(self.eqns, name, args)
             if made_views is not None and name in ("slice", "dynamic_slice"):
@@ -299,8 +312,11 @@ class Forward:
         for count in [n for n, fits in enumerate(x.fits) if fits]:
             plan = planned(x, count, x.shape[:count]) or []
 
-            def run(taps: Taps, count: int = count) -> jax.Array:
-                return read_at(x, Positions.of_all(x.shape[:count]), taps)
+            def run(taps: Taps, sizes: Shape = x.shape[:count]) -> jax.Array:
+                along = lambda: [
+                    lax.broadcasted_iota(id_dtype(n), sizes, d) for d, n in enumerate(sizes)
+                ]
+                return read_at(x, Positions(len(sizes), sizes, lambda: (along(), None)), taps)
 
             readings.append((plan, run))
 
@@ -325,19 +341,6 @@ class Forward:
         size, sizes = math.prod(x.shape), (math.prod(self.leaves[t].shape) for t in x.tables)
         is_small = any(at_most(8 * size, other) for other in sizes)
         return self._reading_of_all(x) if is_small else None
-
-    def _has_larger_array(self, args: Sequence[Argument]) -> bool:
-        """Decide whether an array among operands is larger than all tables of the others."""
-        tables = tables_of(args)
-        shapes = [tuple(self.leaves[t].shape) for t in tables]
-        # Masks are broadcast to what they choose from.
-        arrays = [x for x in args if np.ndim(x) and not isinstance(x, View)]
-        others = [tuple(x.shape) for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
-        # One with the rows of the tables, as a base with a product of factors, is read by rows.
-        others = [x for x in others if any(x[0] != shape[0] for shape in shapes)]
-        if not tables or not is_known(*itertools.chain(*shapes, *others)):
-            return False
-        return max(map(math.prod, others), default=0) > sum(map(math.prod, shapes))
 
 
 def _is_slow(eqn: JaxprEqn) -> bool:

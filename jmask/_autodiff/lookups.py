@@ -56,7 +56,6 @@ from jmask._base.types import (
 )
 from jmask._kernels.gathered_rows import BAG_SUM, BagSum
 from jmask._kernels.lines import LOOKUP as ROWS_OF_LINES
-from jmask._kernels.lines import is_packed
 from jmask._kernels.rows import SLOW_COPY, Gather, slow_copy_of
 from jmask._kernels.sharded_rows import LOOKUP
 from jmask._tensors.storage import row_of_each
@@ -462,11 +461,3 @@ def _lookup_on_shards(eqn: JaxprEqn, x: View, ids: jax.Array) -> Lookup | None:
 def _sharded_tap(x: TableView, ids: Shape, aval: Argument) -> Tap:
     """Return the tap of rows that are sharded as the type of the result says."""
     return x.tap(tuple(aval.shape), math.prod(ids), ids=len(ids), like=aval)
-
-
-def is_of_lines(eqn: JaxprEqn, name: str, x: View) -> bool:
-    """Decide whether an equation makes of the lines of a packed table its rows, (V, width)."""
-    if name != "reshape" or not isinstance(x, TableView):
-        return False
-    shape = tuple(aval_of(eqn.outvars[0]).shape)
-    return len(x.shape) == len(shape) == 2 and is_packed(x.shape, shape[1])

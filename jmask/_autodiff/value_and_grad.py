@@ -17,7 +17,6 @@ from typing import Literal, ParamSpec, overload
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType
 
 from jmask._autodiff.arguments import (
@@ -291,7 +290,19 @@ class LossProgram:
         self.leaves = Leaves(list(self._parameters.values()))
         self._structure: PyTreeDef
         self._static: dict[int, PyTree] = {}
-        program = self._traced()
+        program = jax.make_jaxpr(self)(*self.leaves.given)
+        asks = self.leaves.of_tensors and not self.leaves.everywhere
+        if asks and counts_everywhere(program.jaxpr):  # for placeholders of tensors
+            self.leaves.everywhere = True
+            try:  # another function, since JAX remembers what it has traced
+                program = jax.make_jaxpr(lambda *arrays: self(*arrays))(*self.leaves.given)
+            except TypeError as error:
+                raise TypeError(
+                    "the gradient of `jmask.todense(x)` is at all entries of `x`, and `fun` "
+                    "gives it a tensor that is `x` in one case and another one in others, as "
+                    "in two branches of a `cond`: call todense where `x` is, or with "
+                    "masked_grad=True."
+                ) from error
         self.jaxpr, self._consts = program.jaxpr, program.consts
 
         avals = [aval_of(v) for v in self.jaxpr.invars]
@@ -314,18 +325,15 @@ class LossProgram:
             self.needs |= needs
             dense = {i for i in self.tables if not self._is_sparse(i, needs[i])}
             self.tables = self.tables - dense
-        self.beside = self._aux_of_tables() if has_aux else []
-
-    def _aux_of_tables(self) -> list[int]:
-        """Return which outputs after the loss are computed of tables, but not the loss."""
-        loss, *rest = self.jaxpr.outvars
-        is_table = [i in self.tables for i in range(len(self.jaxpr.invars))]
-        reads, sources = origins(self.jaxpr, is_table)[1:], forwarded(self.jaxpr)[1:]
-        return [
-            k
-            for k, (v, is_read, source) in enumerate(zip(rest, reads, sources, strict=True))
-            if is_read and source is None and v is not loss and not is_opaque(aval_of(v))
-        ]
+        self.beside: list[int] = []
+        if has_aux:
+            loss, *rest = self.jaxpr.outvars
+            is_table = [i in self.tables for i in range(len(avals))]
+            reads, sources = origins(self.jaxpr, is_table)[1:], forwarded(self.jaxpr)[1:]
+            for k, (v, is_read, source) in enumerate(zip(rest, reads, sources, strict=True)):
+                is_computed = source is None and v is not loss and not is_opaque(aval_of(v))
+                if is_read and is_computed:
+                    self.beside.append(k)
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         # All other arguments are closed over, so they may be anything, as in JAX.
@@ -340,23 +348,6 @@ class LossProgram:
         self._static = {i: x for i, x in enumerate(results) if is_static[i]}
         computed = [x for i, x in enumerate(results) if not is_static[i]]
         return [jnp.asarray(result[0] if self._has_aux else result), *computed]
-
-    def _traced(self) -> ClosedJaxpr:
-        """Return the program; with placeholders of tensors if it asks for them."""
-        program = jax.make_jaxpr(self)(*self.leaves.given)
-        if not self.leaves.of_tensors or self.leaves.everywhere:
-            return program
-        if not counts_everywhere(program.jaxpr):
-            return program
-        self.leaves.everywhere = True
-        try:  # another function, since JAX remembers what it has traced
-            return jax.make_jaxpr(lambda *arrays: self(*arrays))(*self.leaves.given)
-        except TypeError as error:
-            raise TypeError(
-                "the gradient of `jmask.todense(x)` is at all entries of `x`, and `fun` gives "
-                "it a tensor that is `x` in one case and another one in others, as in two "
-                "branches of a `cond`: call todense where `x` is, or with masked_grad=True."
-            ) from error
 
     def run(self, inputs: Sequence[Argument], taps: Taps) -> tuple[list[jax.Array], list[Need]]:
         """Return all outputs of the program, and of a trial what it needs of tables."""

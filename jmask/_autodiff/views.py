@@ -209,17 +209,6 @@ class Positions:
     # Makes the indices, each (*entries,) or a number, and says where they count.
     made: Callable[[], tuple[Sequence[jax.Array], Valid]]
 
-    @classmethod
-    def of_all(cls, shape: Shape) -> "Positions":
-        """Return the positions of all entries along dimensions of these sizes."""
-
-        def made() -> tuple[list[jax.Array], Valid]:
-            return [
-                lax.broadcasted_iota(id_dtype(n), shape, d) for d, n in enumerate(shape)
-            ], None
-
-        return cls(len(shape), shape, made)
-
     @functools.cached_property
     def _indices(self) -> tuple[Sequence[jax.Array], Valid]:
         return self.made()
@@ -345,29 +334,23 @@ class Reader:
 
     def read(self, x: View, p: Positions) -> Argument:
         """Return entries (*entries, *rest of the shape); in a plan, whether it can."""
-        if (x, p) not in self._known:
-            self._known[x, p] = self._read(x, p)
-        return self._known[x, p]
-
-    def _read(self, x: View, p: Positions) -> Argument:
-        if isinstance(x, TableView):
-            return self._of_table(x, p)
-        reading = x.reading(p)
-        if reading is None:
-            return False
-        parts, finish = reading
-        reader = Reader(self.taps and NONE) if x.is_stopped else self
-        results = [reader.read(*part) for part in parts]
-        return all(results) if self.taps is None else finish(*results)
-
-    def _of_table(self, x: TableView, p: Positions) -> Argument:
-        if self.taps is not None:
-            return x.rows(p, self.taps)
-        can_be_read = p.count == 1 if x.width else p.count > 0
-        if can_be_read:
-            leading, rows = numbered_dimensions(x.shape, p.count), math.prod(p.entries)
-            self.plan.append(x.tap((rows, *x.shape[leading:]), rows, leading))
-        return can_be_read
+        if (x, p) in self._known:
+            return self._known[x, p]
+        result: Argument = False
+        if isinstance(x, TableView) and self.taps is not None:
+            result = x.rows(p, self.taps)
+        elif isinstance(x, TableView):
+            result = p.count == 1 if x.width else p.count > 0
+            if result:
+                leading, rows = numbered_dimensions(x.shape, p.count), math.prod(p.entries)
+                self.plan.append(x.tap((rows, *x.shape[leading:]), rows, leading))
+        elif (reading := x.reading(p)) is not None:
+            parts, finish = reading
+            reader = Reader(self.taps and NONE) if x.is_stopped else self
+            results = [reader.read(*part) for part in parts]
+            result = all(results) if self.taps is None else finish(*results)
+        self._known[x, p] = result
+        return result
 
 
 def planned(x: View, count: int, entries: Shape) -> list[Tap] | None:
