@@ -221,7 +221,8 @@ def _hash(number: jax.Array, round_of: int, limit: int) -> jax.Array:
 
 
 def mixed(bits: jax.Array) -> jax.Array:
-    """Return uint32 numbers with their bits mixed: the finalizer of MurmurHash3, fmix32."""
-    for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13), (1, 16)):
-        bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
-    return bits
+    """Return 32-bit integers with their bits mixed: the finalizer of MurmurHash3, fmix32."""
+    shifted = lambda by: bits ^ lax.shift_right_logical(bits, np.asarray(by, bits.dtype))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = shifted(shift) * np.uint32(factor).view(bits.dtype)
+    return shifted(16)

@@ -10,13 +10,13 @@ rounded once.
 """
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jmask._base.array_types import fewer, sum_dtype
+from jmask._base.row_ids import mixed
 from jmask._base.shardings import with_whole_rows
 from jmask._base.types import IdVector, RowArray
 from jmask._kernels import tuning
@@ -49,9 +49,23 @@ def unique_slots(ids: IdVector, slots: int, rows: int) -> tuple[jax.Array, jax.A
     Entries whose id is padding get slot = `slots`, which writes drop. The ids are on every
     device.
     """
-    runs = Runs.of(*in_order(ids))
-    (slot_of_entry,) = to_entries(runs.entries, runs.slots())
-    return runs.distinct(slots, rows), jnp.where(ids < rows, slot_of_entry, slots)
+    ordered, entries = in_order(ids)
+    starts = starts_of(ordered)
+    slot = jnp.cumsum(starts, dtype=jnp.int32) - 1  # of each run: 0 0 1 2 2 2
+    (slot_of_entry,) = to_entries(entries, slot)
+
+    def by_sort(ordered: IdVector, starts: jax.Array, slot: jax.Array) -> jax.Array:
+        distinct = jnp.where(starts, ordered, jnp.full_like(ordered, rows))
+        return lax.sort(distinct, is_stable=False)[:slots]
+
+    def by_scatter(ordered: IdVector, starts: jax.Array, slot: jax.Array) -> jax.Array:
+        return set_rows(jnp.full((slots,), rows, ordered.dtype), slot, ordered)
+
+    # Of 8192 ids a TPU takes 3 us for a sort and 50 for a scatter, by its compiler. A CPU
+    # takes 100 us longer for a sort than for a scatter, and an H100 40 us for 3, of 65,536.
+    operands = ordered, starts, slot
+    distinct: IdVector = lax.platform_dependent(*operands, tpu=by_sort, default=by_scatter)
+    return distinct, jnp.where(ids < rows, slot_of_entry, slots)
 
 
 # --- sorted ids ---------------------------------------------------------------------------
@@ -86,40 +100,13 @@ def to_entries(entries: jax.Array, *numbers: jax.Array) -> list[jax.Array]:
     def by_scatter(entries: jax.Array, *numbers: jax.Array) -> list[jax.Array]:
         return [jnp.zeros_like(x).at[entries].set(x, unique_indices=True) for x in numbers]
 
-    # See `Runs.distinct`: on TPUs a sort is faster than a scatter.
+    # See `unique_slots`: on TPUs a sort is faster than a scatter.
     return lax.platform_dependent(entries, *numbers, tpu=by_sort, default=by_scatter)
 
 
-class Runs(NamedTuple):
-    """Sorted ids, equal ones of which are a run."""
-
-    ids: IdVector  # (n,): sorted, n > 0
-    entries: jax.Array  # (n,): which entry each of them was, int32
-    starts: jax.Array  # (n,): whether it is the first of its run
-
-    @classmethod
-    def of(cls, ids: IdVector, entries: jax.Array) -> "Runs":
-        starts = jnp.concatenate([jnp.ones((1,), bool), ids[1:] != ids[:-1]])
-        return cls(ids, entries, starts)
-
-    def slots(self) -> jax.Array:
-        """Number the runs: 0 0 1 2 2 2."""
-        return jnp.cumsum(self.starts, dtype=jnp.int32) - 1
-
-    def distinct(self, slots: int, rows: int) -> jax.Array:
-        """Return the distinct ids (slots,), in order, then padding."""
-
-        def by_sort(runs: Runs) -> jax.Array:
-            padding = jnp.full_like(runs.ids, rows)
-            return lax.sort(jnp.where(runs.starts, runs.ids, padding), is_stable=False)[:slots]
-
-        def by_scatter(runs: Runs) -> jax.Array:
-            return set_rows(jnp.full((slots,), rows, runs.ids.dtype), runs.slots(), runs.ids)
-
-        # Of 8192 ids a TPU takes 3 us for a sort and 50 for a scatter, by its compiler. A CPU
-        # takes 100 us longer for a sort than for a scatter, and an H100 40 us for 3, of 65,536.
-        ids: IdVector = lax.platform_dependent(self, tpu=by_sort, default=by_scatter)
-        return ids
+def starts_of(ids: IdVector) -> jax.Array:
+    """Decide of sorted ids (n,), n > 0, whether each is the first of its run of equal ids."""
+    return jnp.concatenate([jnp.ones((1,), bool), ids[1:] != ids[:-1]])
 
 
 # --- on TPUs, for updates that need no order ------------------------------------------------
@@ -140,10 +127,11 @@ def summed_where_first(ids: IdVector, values: RowArray, rows: int) -> tuple[IdVe
     count, entries = ids.shape[0], entries_of(ids)
     # With the entry as a second key equal ids stay in order, as XLA makes a sort stable itself:
     # by an iota as one more key.
-    runs = Runs.of(*lax.sort((ids, entries), num_keys=2, is_stable=False))
-    again = ~runs.starts & (runs.ids < rows)
+    ordered, moved = lax.sort((ids, entries), num_keys=2, is_stable=False)
+    starts = starts_of(ordered)
+    again = ~starts & (ordered < rows)
     # The place at which the run of each begins.
-    start = lax.cummax(jnp.where(runs.starts, entries, 0))
+    start = lax.cummax(jnp.where(starts, entries, 0))
     # The places of those that come again, one after the other, then padding.
     later = lax.sort(jnp.where(again, entries, count), is_stable=False)
     size = max(tuning.LATER_ROWS, count // tuning.LATER_ROUNDS)
@@ -153,15 +141,15 @@ def summed_where_first(ids: IdVector, values: RowArray, rows: int) -> tuple[IdVe
     def block(carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         begin, sums = carried
         places = lax.dynamic_slice_in_dim(later, begin, size)
-        first = gather_rows(runs.entries, gather_rows(start, places))
+        first = gather_rows(moved, gather_rows(start, places))
         into = jnp.where(places < count, first, count)
-        rows = gather_rows(sums, gather_rows(runs.entries, places))
+        rows = gather_rows(sums, gather_rows(moved, places))
         return begin + size, add_rows(sums, into, rows)
 
     sums = values.astype(sum_dtype(values.dtype))
     _, sums = lax.while_loop(lambda carried: carried[0] < left, block, (jnp.int32(0), sums))
-    unique = jnp.where(again, rows, runs.ids)
-    _, unique = sorted_with(runs.entries, unique)
+    unique = jnp.where(again, rows, ordered)
+    _, unique = sorted_with(moved, unique)
     return unique, sums.astype(values.dtype)
 
 
@@ -184,7 +172,7 @@ def summed_by_hashing(ids: IdVector, values: RowArray, rows: int) -> tuple[IdVec
 
     def another_round(carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         number, first = carried
-        bucket = _mixed(ids.astype(jnp.int32) + number) & (buckets - 1)
+        bucket = mixed(ids.astype(jnp.int32) + number) & (buckets - 1)
         place = jnp.where(first == _OPEN, bucket, buckets)
         own = entries_of(ids)  # not `entries`, which XLA would carry through the loop
         lowest = jnp.full((buckets,), count, jnp.int32).at[place].min(own, mode="drop")
@@ -213,11 +201,3 @@ def summed_by_hashing(ids: IdVector, values: RowArray, rows: int) -> tuple[IdVec
     # In one scatter of all rows XLA would copy them.
     sums = lax.fori_loop(0, -(-count // size), block, sums)
     return jnp.where(again, rows, ids), sums.astype(values.dtype)
-
-
-def _mixed(x: jax.Array) -> jax.Array:
-    """Return well mixed bits of int32."""
-    # The finalizer of MurmurHash3, which is in the public domain.
-    for bits, factor in ((16, -0x7A143595), (13, -0x3D4D51CB)):
-        x = (x ^ lax.shift_right_logical(x, jnp.int32(bits))) * jnp.int32(factor)
-    return x ^ lax.shift_right_logical(x, jnp.int32(16))
