@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 import jax
@@ -33,9 +33,9 @@ ARITHMETIC = frozenset(
 ON_SCALARS = ARITHMETIC | {"bitcast_convert_type"}
 
 
-def only_arithmetic(jaxpr: Jaxpr) -> bool:
-    """Decide whether a program of scalars has nothing but operations on entries."""
-    return not jaxpr.effects and names_in(jaxpr) <= ON_SCALARS.union(CALLS)
+def only_arithmetic(jaxpr: Jaxpr, names: Collection[str] = ON_SCALARS) -> bool:
+    """Decide whether a program of scalars has nothing but these operations on entries."""
+    return not jaxpr.effects and names_in(jaxpr) <= {*names, *CALLS}
 
 
 def lifted(program: ClosedJaxpr) -> Jaxpr:

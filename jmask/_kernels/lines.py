@@ -229,16 +229,15 @@ def joined_in_lines(
     bits that an entry does not write. Returns the line (n,) that each entry writes, as of
     `writers`, and the words of that line.
     """
-    return writers(line, lines), *(_joined(x, line, rows_per_line) for x in words)
-
-
-def _joined(x: jax.Array, line: jax.Array, rows_per_line: int) -> jax.Array:
-    """Combine the bits of `x` (n, m) with the bits of earlier entries in the same line."""
     # Ids are sorted, so the entries of a line are neighbours, at most `rows_per_line` of them:
     # doubling the distance joins them in log2 of that many steps.
-    count, shift = line.shape[0], 1
-    while shift < rows_per_line:
-        before = jnp.pad(x, ((shift, 0), (0, 0)))[:count]
-        same = line == jnp.pad(line, (shift, 0), constant_values=-1)[:count]
-        x, shift = x | jnp.where(same[:, None], before, jnp.zeros((), x.dtype)), 2 * shift
-    return x
+    joined, count = [], line.shape[0]
+    for x in words:
+        shift = 1
+        while shift < rows_per_line:
+            before = jnp.pad(x, ((shift, 0), (0, 0)))[:count]
+            same = line == jnp.pad(line, (shift, 0), constant_values=-1)[:count]
+            x |= jnp.where(same[:, None], before, jnp.zeros((), x.dtype))
+            shift *= 2
+        joined.append(x)
+    return writers(line, lines), *joined

@@ -85,7 +85,7 @@ def _one_scatter(program: ClosedJaxpr) -> Form:
         rows += [rows[0]] * (len(x.tables) - len(rows))
         ids, *rows = never_alone(x.tables[0].shape[0], x.ids, *rows)
         operands = *x.tables, ids[:, None], *rows
-        return _scatter_rows_p.bind(*operands, program=program, is_sorted=x.is_sorted)
+        return _scatter_rows_p.bind(*operands, program=program, is_sorted=x.order == "sorted")
 
     return scattered
 
@@ -112,8 +112,9 @@ def _by_kernel(program: ClosedJaxpr, otherwise: Form) -> Form:
         jaxpr = program.jaxpr
         used = {id(v) for v in (*(v for e in jaxpr.eqns for v in e.invars), *jaxpr.outvars)}
         read = [i for i in range(count) if id(jaxpr.invars[i]) in used]
+        is_sorted = call.order == "sorted"
         return row_updates.update(
-            body, tables, ids, rows, scalars, padding_last=call.is_sorted, read=read
+            body, tables, ids, rows, scalars, padding_last=is_sorted, read=read
         )
 
     rule = entry_by_entry(lambda *entries: choice.evaluate(program, *entries))

@@ -103,11 +103,6 @@ class RowUpdate:
         return self.values.array() if isinstance(self.values, GatheredRows) else self.values
 
     @property
-    def is_sorted(self) -> bool:
-        """True if ids are sorted, with padding last."""
-        return self.order == "sorted"
-
-    @property
     def is_in_blocks(self) -> bool:
         """True if a CPU makes its rows block by block."""
         return self.order == "any" and isinstance(self.values, GatheredRows)

@@ -21,8 +21,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jmask._base.array_types import at_most, is_known
 from jmask._base.fallback import LARGE
-from jmask._base.forms import CALLS, aval_of, name_of, names_in
-from jmask._base.jaxprs import ON_SCALARS, bound, inlined, interpret
+from jmask._base.forms import aval_of, name_of
+from jmask._base.jaxprs import ON_SCALARS, bound, inlined, interpret, only_arithmetic
 from jmask._base.lowering import lower, switched_on
 from jmask._base.row_ids import Order
 from jmask._base.types import DType, IdVector, RowArray, Shaped, TableArray
@@ -84,12 +84,6 @@ def accepts(
     )
 
 
-def accepts_pairs(table: Shaped, ids: IdVector) -> bool:
-    """Decide whether rows of a 16-bit table can be written by the kernel, in pairs."""
-    # libtpu takes no float16 into kernels (0.0.50), and a cast to its bits copies the table.
-    return table.dtype == jnp.bfloat16 and table.shape[0] % 2 == 0 and _fits(table, ids, 3)
-
-
 def _fits(table: Shaped, ids: IdVector, arrays: int) -> bool:
     return (
         switched_on()
@@ -108,11 +102,8 @@ def _fits(table: Shaped, ids: IdVector, arrays: int) -> bool:
 def _is_lowered(program: Jaxpr) -> bool:
     """Decide whether Pallas lowers all equations for all generations of TPUs."""
     variables = (v for eqn in inlined(ClosedJaxpr(program, ())).jaxpr.eqns for v in eqn.outvars)
-    return (
-        not program.effects
-        and names_in(program) <= _LOWERED.union(CALLS)
-        and all(aval_of(v).dtype in _COMPUTED for v in variables)
-    )
+    are_computed = all(aval_of(v).dtype in _COMPUTED for v in variables)
+    return are_computed and only_arithmetic(program, _LOWERED)
 
 
 def evaluate(program: ClosedJaxpr, *entries: jax.Array) -> list[jax.Array]:
@@ -150,7 +141,9 @@ def _written_on_a_tpu(
             ids, _ = sorted_with(ids, entries_of(ids))  # as the rows were read
             rows = row.reshape(rows.shape)
         return [_written_in_lines(table, ids, rows, kind)]
-    if is_sorted and accepts_pairs(table, ids):
+    # libtpu takes no float16 into kernels (0.0.50), and a cast to its bits copies the table.
+    has_pairs = table.dtype == jnp.bfloat16 and table.shape[0] % 2 == 0
+    if is_sorted and has_pairs and _fits(table, ids, 3):
         return [_written_in_pairs(table, ids, rows, kind)]
     if not accepts([table], ids, [rows]):
         return _written_by_xla(table, ids, rows, kind=kind, order=order)

@@ -62,7 +62,7 @@ def update(
     Args:
         body: (*table rows, *rows, *scalars) -> new table rows (b, width), elementwise.
         tables: arrays (V, width) that `accepts` takes; or arrays (1, V), whose lines of 128
-            entries are counted by the ids; or one 16-bit array that `accepts_pairs` takes, of
+            entries are counted by the ids; or one bfloat16 array of an even number of rows, of
             which `body` gets and returns the words (b, width), int32, of pairs of rows.
         ids (n,): int32, canonical and unique, padding apart.
         rows: arrays (n, width).
