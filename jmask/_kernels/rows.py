@@ -344,6 +344,12 @@ def _write(
         # Otherwise JAX infers the sharding of the result.
         if shards.rows or of_rows[0] or spec_of(ids)[0] or of_rows[1:] != shards.columns:
             return _on_shards(shards, kind, order, table, ids, rows)
+    return _written_here(kind, table, ids, rows, order)
+
+
+def _written_here(
+    kind: Kind, table: TableArray, ids: IdVector, rows: RowArray, order: Order
+) -> TableArray:
     if order == "any" or not ids.shape[0]:
         return scattered(table, ids, rows, kind, order)
     written: jax.Array
@@ -367,8 +373,8 @@ def _on_shards(
     def own(block: TableArray, ids: IdVector, *rows: RowArray) -> jax.Array:
         places = shards.local(ids, block.shape[0])
         if kind == "read":
-            return gather_unique_rows(block, places, own_order)
-        return _write(kind, block, places, rows[0], own_order)
+            return _read_here(block, places, own_order)
+        return _written_here(kind, block, places, rows[0], own_order)
 
     where = shards.routed_over(ids, order)  # else entries come to all shards
     of_rows = (where, *shards.columns)
@@ -452,14 +458,20 @@ lower(
 
 def gather_unique_rows(table: TableArray, ids: IdVector, order: Order) -> RowArray:
     """Gather rows as `gather_rows`, in O(n) on a TPU for tables of one entry a row too."""
-    if ids.shape[0] == 1:
-        (ids,) = never_alone(table.shape[0], ids)
-        return gather_unique_rows(table, ids, order)[:1]
     shards = Shards.of(table, ids)
     if shards.routed_over(ids, order):
         return _on_shards(shards, "read", order, table, ids)
+    return _read_here(table, ids, order, on_a_mesh=shards.mesh is not None)
+
+
+def _read_here(
+    table: TableArray, ids: IdVector, order: Order, on_a_mesh: bool = False
+) -> RowArray:
+    if ids.shape[0] == 1:
+        (ids,) = never_alone(table.shape[0], ids)
+        return _read_here(table, ids, order, on_a_mesh)[:1]
     has_lines = table.ndim > 1 and table.size == table.shape[0] > 0 and ids.shape[0]
-    if not has_lines or shards.mesh is not None:
+    if not has_lines or on_a_mesh:
         return gather_rows(table, ids, coalesced=order == "sorted")
     return READ.bind(table, ids, order=order)[0]
 

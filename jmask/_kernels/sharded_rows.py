@@ -340,20 +340,22 @@ def routed(
     Returns ids (S m,) and values, where m is min(n, V / S): entries [s m, (s + 1) m) belong to
     shard s, where they are. They are sorted there, and unique but for padding.
     """
+    by_all_gather = functools.partial(_routed, shards, count, None)
+    exchange = Exchange.of(shards, ids)
+    if exchange is None:
+        return by_all_gather(ids, values)
+    in_rounds = functools.partial(_routed, shards, count, exchange)
+    ids, values = with_derivative_of(by_all_gather, in_rounds)(ids, values)
+    return ids, values
+
+
+def _routed(
+    shards: Shards, count: int, exchange: Exchange | None, ids: IdVector, values: RowArray
+) -> tuple[IdVector, RowArray]:
     spec, size = shards.spec_of_ids(ids), count // shards.count
     slots = fewer(ids.shape[0], size)
 
-    def append(
-        places: IdVector, rows: RowArray, carried: tuple[jax.Array, IdVector, RowArray]
-    ) -> tuple[jax.Array, IdVector, RowArray]:
-        number, own_places, own_rows = carried
-        places, rows = coalesce_rows(places, rows, size)
-        at = jnp.where(places < size, number + entries_of(places), slots)
-        number += jnp.sum(places < size, dtype=jnp.int32)
-        own_places = set_rows(own_places, at, places.astype(own_places.dtype), "sorted")
-        return number, own_places, set_rows(own_rows, at, rows, "sorted")
-
-    def own(exchange: Exchange | None, ids: IdVector, values: RowArray) -> list[jax.Array]:
+    def own(ids: IdVector, values: RowArray) -> list[jax.Array]:
         if exchange is None:
             every, values = all_gathered(spec[0], ids, values)
             places, rows = coalesce_rows(shards.local(every, size), values, size)
@@ -365,15 +367,19 @@ def routed(
         first = lax.axis_index(shards.rows).astype(id_dtype(count)) * size
         return [jnp.where(places < size, places.astype(first.dtype) + first, count), rows]
 
-    specs, out = [spec, (*spec, *shards.columns)], [shards.spec[:1], shards.spec]
-    routes = lambda how: functools.partial(
-        shards.run, functools.partial(own, how), specs=specs, out=out
-    )
-    exchange, by_all_gather = Exchange.of(shards, ids), routes(None)
-    if exchange is None:
-        ids, values = by_all_gather(ids, values)
-    else:
-        ids, values = with_derivative_of(by_all_gather, routes(exchange))(ids, values)
+    def append(
+        places: IdVector, rows: RowArray, carried: tuple[jax.Array, IdVector, RowArray]
+    ) -> tuple[jax.Array, IdVector, RowArray]:
+        number, own_places, own_rows = carried
+        places, rows = coalesce_rows(places, rows, size)
+        at = jnp.where(places < size, number + entries_of(places), slots)
+        number += jnp.sum(places < size, dtype=jnp.int32)
+        own_places = set_rows(own_places, at, places.astype(own_places.dtype), "sorted")
+        return number, own_places, set_rows(own_rows, at, rows, "sorted")
+
+    specs = [spec, (*spec, *shards.columns)]
+    out = [shards.spec[:1], shards.spec]
+    ids, values = shards.run(own, ids, values, specs=specs, out=out)
     return ids, values
 
 
