@@ -31,7 +31,6 @@ from jmask._autodiff.lookups import (
     WINDOWS,
     Sums,
     Windows,
-    gather_of,
     lookup_of,
     window_lookup,
     windows_of,
@@ -61,6 +60,7 @@ from jmask._base.forms import (
     name_of,
     parameter,
     within,
+    writes_reference,
 )
 from jmask._base.jaxprs import bound, bound_to_differentiate, contexts_of, read
 from jmask._base.row_ids import id_dtype
@@ -68,6 +68,7 @@ from jmask._base.shardings import varying_axes, varying_over
 from jmask._base.types import Argument, Shape, Shaped
 from jmask._kernels.gathered_rows import BagSum, bag_sum, has_many_rows, is_bag_sum
 from jmask._kernels.lines import is_packed
+from jmask._kernels.rows import Gather
 
 # The user's line in a fallback warning must not be a line of this library.
 source_info_util.register_exclusion(str(Path(__file__).parents[1]))
@@ -143,7 +144,7 @@ class Forward:
 
     def equation(self, eqn: JaxprEqn, args: list[Argument], flags: Flags) -> list[Argument]:
         """Return the results of the last equation, which may be views."""
-        name, is_live = name_of(eqn), True in flags or nested.writes_reference(eqn)
+        name, is_live = name_of(eqn), True in flags or writes_reference(eqn)
         x = next((x for x in args if isinstance(x, View)), None)
         if x is None:
             return self._bound(eqn, name, args)
@@ -224,7 +225,7 @@ class Forward:
         if self.taps.is_trial:
             return [aval_of(v) for v in eqn.outvars]
         if _is_slow(eqn):
-            return [gather_of(eqn)(*args)]
+            return [Gather.of(eqn)(*args)]
         if name in ("jit", "pjit") and any(map(_is_slow, within(called(eqn)[0].eqns))):
             return self.run(called(eqn), args, [True] * len(eqn.outvars))
         if name == "pvary":  # of branches that share a tap the rows may vary already
@@ -346,7 +347,7 @@ class Forward:
 def _is_slow(eqn: JaxprEqn) -> bool:
     """Decide whether an equation is a gather that can be faster."""
     is_gather = name_of(eqn) == "gather"
-    return is_gather and gather_of(eqn).is_slow_copy(aval_of(eqn.invars[0]))
+    return is_gather and Gather.of(eqn).is_slow_copy(aval_of(eqn.invars[0]))
 
 
 # --- bags that are written by hand: rows that are looked up, weighted and summed --------------

@@ -56,7 +56,7 @@ from jmask._base.types import (
 )
 from jmask._kernels.gathered_rows import BAG_SUM, BagSum
 from jmask._kernels.lines import LOOKUP as ROWS_OF_LINES
-from jmask._kernels.rows import SLOW_COPY, Gather, slow_copy_of
+from jmask._kernels.rows import SLOW_COPY, Gather
 from jmask._kernels.sharded_rows import LOOKUP
 from jmask._tensors.storage import row_of_each
 
@@ -267,7 +267,7 @@ def windows_of(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Windows:
         sizes, every = tuple(aval_of(eqn.outvars[0]).shape), range(len(starts))
         at = lambda: dict(enumerate(starts))
         return Windows(shape, sizes, frozenset(), (), every, at, frozenset(every))
-    gather, indices = gather_of(eqn), args[1]
+    gather, indices = Gather.of(eqn), args[1]
     numbers = gather.dimension_numbers
     batch = tuple(indices.shape[:-1])
     pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
@@ -296,13 +296,6 @@ def windows_of(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Windows:
         gather.mode == lax.GatherScatterMode.CLIP,
         fill if fills else None,
     )
-
-
-def gather_of(eqn: JaxprEqn) -> Gather:
-    """Return the gather that an equation is."""
-    if eqn.primitive is SLOW_COPY:
-        return slow_copy_of(eqn.params)
-    return Gather(**{f.name: parameter(eqn, f.name) for f in dataclasses.fields(Gather)})
 
 
 # --- lookups ------------------------------------------------------------------------------
@@ -383,7 +376,7 @@ def window_lookup(eqn: JaxprEqn, name: str, args: Sequence[Argument]) -> Lookup 
     # 1. Rows that types place on devices keep the shape of their ids.
     if isinstance(x, TableView) and is_table:
         arrays = [x.array, *args[1:]]
-        result = lambda: gather_of(eqn)(*arrays) if name in WINDOWS else bound(eqn, arrays)[0]
+        result = lambda: Gather.of(eqn)(*arrays) if name in WINDOWS else bound(eqn, arrays)[0]
         if any((*spec_of(aval), *spec_of(x.array))):
             tap = _sharded_tap(x, windows.batch, aval)
             lookup = [tap], lambda taps: taps.take(result, windows.ids)

@@ -48,6 +48,7 @@ from jmask._base.forms import (
     scan_of,
     shard_map_of,
     switch_like,
+    writes_reference,
 )
 from jmask._base.jaxprs import forwarded
 from jmask._base.row_ids import id_dtype
@@ -137,12 +138,6 @@ class Needed:
     def _inputs(self, jaxpr: Jaxpr, flags: Flags) -> list[bool]:
         live = self.within(jaxpr, flags)
         return [v in live for v in jaxpr.invars]
-
-
-def writes_reference(eqn: JaxprEqn) -> bool:
-    """Decide whether an equation may write to what `jax.new_ref` made, to be read elsewhere."""
-    is_array = lambda v: isinstance(aval_of(v), jax.core.ShapedArray)
-    return bool(eqn.effects) and not all(map(is_array, eqn.invars))
 
 
 def _is_real(v: Atom) -> TypeGuard[Var]:

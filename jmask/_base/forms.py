@@ -199,6 +199,12 @@ def within(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
     return every
 
 
+def writes_reference(eqn: JaxprEqn) -> bool:
+    """Decide whether an equation may write to what `jax.new_ref` made, to be read elsewhere."""
+    is_array = lambda v: isinstance(aval_of(v), jax.core.ShapedArray)
+    return bool(eqn.effects) and not all(map(is_array, eqn.invars))
+
+
 # --- several devices ---------------------------------------------------------------------
 
 

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping
 from typing import Literal
 
 import jax
@@ -22,8 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray
+from jax.extend.core import JaxprEqn
 
 from jmask._base.array_types import is_complex, is_known, real_dtype
+from jmask._base.forms import parameter
 from jmask._base.lowering import lower, primitive
 from jmask._base.row_ids import Order, widen
 from jmask._base.shardings import (
@@ -34,7 +35,6 @@ from jmask._base.shardings import (
     typed_like,
 )
 from jmask._base.types import (
-    Argument,
     ArrayFunction,
     IdArray,
     IdVector,
@@ -97,6 +97,14 @@ class Gather:
         offsets = tuple(range(batch, batch + len(row)))
         numbers = lax.GatherDimensionNumbers(offsets, (0,), (0,))
         return cls(numbers, (1, *row), mode, fill_value, indices_are_sorted)
+
+    @classmethod
+    def of(cls, eqn: JaxprEqn) -> "Gather":
+        """Return the gather that an equation is."""
+        if eqn.primitive is SLOW_COPY:
+            (gather,) = eqn.params.values()
+            return gather
+        return cls(**{f.name: parameter(eqn, f.name) for f in dataclasses.fields(cls)})
 
     def __call__(
         self, operand: jax.Array, indices: jax.Array, *, plain: bool = False
@@ -202,14 +210,8 @@ def _shapes(operand: ShapedArray, indices: Shaped, *, gather: Gather) -> list[Sh
 SLOW_COPY = primitive(
     "jmask_gather", lambda *arrays, gather: [gather(*arrays, plain=True)], shapes=_shapes
 )
-"""A gather that `is_slow_copy`: the parameter `gather` of an operand and indices."""
+"""A gather that `is_slow_copy`, which is its one parameter, of an operand and indices."""
 lower(SLOW_COPY, _on_a_cpu, platform="cpu")
-
-
-def slow_copy_of(params: Mapping[str, Argument]) -> Gather:
-    """Return the gather that an equation of `SLOW_COPY` with these parameters is."""
-    gather: Gather = params["gather"]
-    return gather
 
 
 # Outside jit it is compiled for the platform, as in a program.
