@@ -23,7 +23,6 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jmask._autodiff.view_rules import window_of
 from jmask._autodiff.views import (
     Lookup,
     Positions,
@@ -38,6 +37,7 @@ from jmask._autodiff.views import (
     planned,
     read_at,
     rows_of_ids,
+    window_of,
 )
 from jmask._base.array_types import trailing, wide
 from jmask._base.forms import aval_of, parameter

@@ -16,12 +16,13 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 
 from jmask._base.array_types import is_known, trailing
-from jmask._base.row_ids import as_number, id_dtype, most_rows, numbered
+from jmask._base.row_ids import as_number, id_dtype, most_rows, numbered, widen
 from jmask._base.shardings import (
     explicit_mesh,
     flattened,
@@ -37,6 +38,7 @@ from jmask._base.types import (
     ArrayFunction,
     Arrays,
     DType,
+    Index,
     Options,
     PyTree,
     Shape,
@@ -411,3 +413,57 @@ def entries_at(x: jax.Array, p: Positions) -> jax.Array:
     dtype = id_dtype(max(x.shape[:count]))
     indices = [jnp.broadcast_to(i.astype(dtype), p.entries) for i in p.along]
     return gather(x, jnp.stack(indices, -1))
+
+
+def window_of(
+    x: View,
+    shape: Shape,
+    starts: Callable[[], Sequence[Index]],
+    steps: Sequence[int],
+    p: Positions,
+) -> tuple[Positions, ArrayFunction]:
+    """Return where positions in a window are in `x`, and what cuts rows of `x` to the window.
+
+    Each entry of a batch may begin at a place of its own.
+    """
+    count, lead = p.count, len(p.entries)
+
+    @functools.cache
+    def begins() -> list[Index]:
+        """Return where the window begins, clipped so that it fits; static bounds do fit."""
+
+        def begin(s: Index, n: int, size: int) -> Index:
+            if isinstance(s, int):
+                return s
+            return jnp.clip(widen(jnp.asarray(on_this_mesh(s)), n), 0, n - size)
+
+        return list(map(begin, starts(), x.shape, shape))
+
+    def at() -> tuple[list[jax.Array], Valid]:
+        moved = []
+        for q, n, begin, step in zip(p.along, x.shape, begins(), steps, strict=False):
+            q = widen(q, n) if step == 1 else widen(q, n) * np.asarray(step, id_dtype(n))
+            moved.append(q + (begin if isinstance(begin, int) else trailing(begin, lead)))
+        return moved, p.valid
+
+    def finish(rows: jax.Array) -> jax.Array:
+        if rows.shape[lead:] == shape[count:] and -1 not in steps:
+            return rows
+        row = list(zip(begins(), shape, steps, strict=True))[count:]
+        for d, (begin, size, step) in enumerate(row, lead):
+            if step == -1:
+                rows = lax.rev(rows, [d])
+            elif size == rows.shape[d]:
+                continue
+            elif isinstance(begin, int):
+                end = begin + (size - 1) * step + 1 if size else begin
+                rows = lax.slice_in_dim(rows, begin, end, step, d)
+            elif begin.ndim == 0:
+                rows = lax.dynamic_slice_in_dim(rows, begin, size, d)
+            else:
+                one = (*(1,) * d, size, *(1,) * (rows.ndim - d - 1))
+                index = trailing(begin, rows.ndim) + lax.broadcasted_iota(begin.dtype, one, d)
+                rows = jnp.take_along_axis(rows, index, d, mode="clip")
+        return rows
+
+    return Positions(count, p.entries, at), finish
