@@ -29,7 +29,7 @@ from jmask._base.types import Argument, Arrays, ArraysFunction, IdVector, Shaped
 from jmask._kernels._tpu import choice, row_updates
 from jmask._kernels.gathered_rows import Rows
 from jmask._kernels.rows import gather_unique_rows, never_alone, set_rows
-from jmask._kernels.update_rows import Form, RowUpdate, Update
+from jmask._kernels.update_rows import RowUpdate, Update
 
 
 def update_elementwise(
@@ -46,7 +46,8 @@ def update_elementwise(
     closes over no traced array. Rows of equal ids are summed first; rows that are not in `ids`
     keep their bits.
     """
-    dtypes = [x.dtype for x in tables]
+    # 1. The combiner as a program of single entries. No form closes over a traced array.
+    dtypes, count = [x.dtype for x in tables], len(tables)
     others = [jnp.asarray(x) for x in scalars]
 
     def cast(*entries: jax.Array) -> list[jax.Array]:
@@ -54,71 +55,56 @@ def update_elementwise(
 
     entries = [jax.ShapeDtypeStruct((), x.dtype) for x in (*tables, grad, *others)]
     program = jax.make_jaxpr(cast)(*entries)
-    # XLA refuses a scatter of several precisions; of a loop in it XLA aborts.
-    alike = len({x.dtype for x in entries}) == 1 and only_arithmetic(program.jaxpr)
-    definition = _by_parts(program)
-    fused = _one_scatter(program) if alike and len(others) < len(tables) else None
-    update = Update(definition, fused, _by_kernel(program, fused or definition))
-    return RowUpdate(update, tables, ids, grad, others, order)
 
-
-def _by_parts(program: ClosedJaxpr) -> Form:
-    """Make the definition: what a single scatter computes, in three operations."""
+    # 2. By definition: what a single scatter computes, in three operations.
     rule = entry_by_entry(lambda *entries: evaluate(program, *entries))
 
-    def update(x: RowUpdate) -> list[jax.Array]:
+    def by_parts(x: RowUpdate) -> list[jax.Array]:
         old = [gather_unique_rows(table, x.ids, x.order) for table in x.tables]
         new = rule(*old, x.rows, *x.scalars)
-        return [
-            set_rows(table, x.ids, rows, x.order)
-            for table, rows in zip(x.tables, new, strict=True)
-        ]
+        pairs = zip(x.tables, new, strict=True)
+        return [set_rows(table, x.ids, rows, x.order) for table, rows in pairs]
 
-    return update
-
-
-def _one_scatter(program: ClosedJaxpr) -> Form:
-    def scattered(x: RowUpdate) -> list[jax.Array]:
+    # 3. As one scatter. XLA refuses one of several precisions; of a loop in it XLA aborts.
+    def in_one_scatter(x: RowUpdate) -> list[jax.Array]:
         grad = x.rows
         rows = [jnp.broadcast_to(y, grad.shape) for y in (grad, *x.scalars)]
         # A scatter takes as many updates as operands: room that is left over is filled.
-        rows += [rows[0]] * (len(x.tables) - len(rows))
+        rows += [rows[0]] * (count - len(rows))
         ids, *rows = never_alone(x.tables[0].shape[0], x.ids, *rows)
         operands = *x.tables, ids[:, None], *rows
-        return _scatter_rows_p.bind(*operands, program=program, is_sorted=x.order == "sorted")
+        is_sorted = x.order == "sorted"
+        return _scatter_rows_p.bind(*operands, program=program, is_sorted=is_sorted)
 
-    return scattered
+    alike = len({x.dtype for x in entries}) == 1 and only_arithmetic(program.jaxpr)
+    fused = in_one_scatter if alike and len(others) < count else None
 
+    # 4. As a kernel for TPUs, where there is one. It passes all rows, then all scalars; the
+    # rule takes them as they came.
+    kernel_rule = entry_by_entry(lambda *entries: choice.evaluate(program, *entries))
 
-def _by_kernel(program: ClosedJaxpr, otherwise: Form) -> Form:
-    """Return the update as a kernel for TPUs, where there is one."""
-
-    def updated(call: RowUpdate) -> list[jax.Array]:
-        tables, ids, grad, others = call.tables, call.ids, call.rows, call.scalars
-        rows = [grad, *(jnp.broadcast_to(x, grad.shape) for x in others if x.ndim)]
-        scalars = [x for x in others if not x.ndim]
-        if not choice.accepts(tables, ids, rows, scalars, program.jaxpr):
-            return otherwise(call)
-        is_scalar = [not x.ndim for x in others]
-        count = len(tables)
+    def by_kernel(x: RowUpdate) -> list[jax.Array]:
+        rows = [x.rows, *(jnp.broadcast_to(y, x.values.shape) for y in x.scalars if y.ndim)]
+        is_scalar = [not y.ndim for y in x.scalars]
+        scalars = [y for y in x.scalars if not y.ndim]
+        if not choice.accepts(x.tables, x.ids, rows, scalars, program.jaxpr):
+            return (fused or by_parts)(x)
 
         def body(*entries: jax.Array) -> Sequence[jax.Array]:
-            # The kernel passes all rows, then all scalars; the rule takes them as they came.
             old, (grad, *given) = entries[:count], entries[count:]
             arrays, scalars = iter(given), iter(given[len(rows) - 1 :])
             others = (next(scalars if alone else arrays) for alone in is_scalar)
-            return rule(*old, grad, *others)
+            return kernel_rule(*old, grad, *others)
 
         jaxpr = program.jaxpr
         used = {id(v) for v in (*(v for e in jaxpr.eqns for v in e.invars), *jaxpr.outvars)}
         read = [i for i in range(count) if id(jaxpr.invars[i]) in used]
-        is_sorted = call.order == "sorted"
+        is_sorted = x.order == "sorted"
         return row_updates.update(
-            body, tables, ids, rows, scalars, padding_last=is_sorted, read=read
+            body, x.tables, x.ids, rows, scalars, padding_last=is_sorted, read=read
         )
 
-    rule = entry_by_entry(lambda *entries: choice.evaluate(program, *entries))
-    return updated
+    return RowUpdate(Update(by_parts, fused, by_kernel), tables, ids, grad, others, order)
 
 
 def entry_by_entry(scalar_function: ArraysFunction) -> ArraysFunction:
