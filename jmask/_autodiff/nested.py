@@ -28,7 +28,6 @@ from jmask._autodiff.views import (
     Reading,
     TableView,
     Tap,
-    Taps,
     View,
     tables_of,
     view_of_table,
@@ -168,7 +167,16 @@ def _remat(
 ) -> list[Argument]:
     program, taps = called(eqn), forward.taps
     if is_recomputed_apart(eqn):  # of a gradient that the program took itself
-        return forward.run(program, _behind_a_barrier(args, taps), flags)
+        # Behind a barrier XLA does not merge what is recomputed with what was computed. In a
+        # `shard_map` all that goes through one barrier comes out typed alike.
+        groups: dict[frozenset[str], dict[int, jax.Array]] = defaultdict(dict)
+        for i, x in enumerate(args):
+            if isinstance(x, jax.Array) and not taps.is_trial:
+                groups[varying_axes(x)][i] = x
+        behind: dict[int, jax.Array] = {}
+        for group in groups.values():
+            behind |= lax.optimization_barrier(group)
+        return forward.run(program, [behind.get(i, x) for i, x in enumerate(args)], flags)
     views = {i: x for i, x in enumerate(args) if isinstance(x, View)}
     # Inputs that it returns unchanged stay views.
     passed = {i: views[s] for i, s in enumerate(forwarded(program[0])) if s in views}
@@ -184,21 +192,6 @@ def _remat(
     outs, record = run(arrays, plain)
     taps.record.append(record)
     return _merged(passed, outs)
-
-
-def _behind_a_barrier(args: Sequence[Argument], taps: Taps) -> list[Argument]:
-    """Return operands so that what is recomputed is not merged with what was computed."""
-    if taps.is_trial:
-        return list(args)
-    # In a `shard_map` all that goes through one barrier comes out typed alike.
-    groups: dict[frozenset[str], dict[int, jax.Array]] = defaultdict(dict)
-    for i, x in enumerate(args):
-        if isinstance(x, jax.Array):
-            groups[varying_axes(x)][i] = x
-    behind: dict[int, jax.Array] = {}
-    for group in groups.values():
-        behind |= lax.optimization_barrier(group)
-    return [behind.get(i, x) for i, x in enumerate(args)]
 
 
 # --- scan ---------------------------------------------------------------------------------

@@ -238,7 +238,11 @@ def forwarded(jaxpr: Jaxpr) -> list[int | None]:
     return [inputs.get(v) if isinstance(v, Var) else None for v in jaxpr.outvars]
 
 
-def evaluate(program: ClosedJaxpr, *args: jax.Array) -> list[jax.Array]:
+def evaluate(
+    program: ClosedJaxpr,
+    *args: jax.Array,
+    rule: Callable[[JaxprEqn, list[jax.Array]], Sequence[jax.Array]] = bound,
+) -> list[jax.Array]:
     """Return outputs of a program that was traced for other types of arrays: see `bound`."""
     program = inlined(program)
-    return interpret(program.jaxpr, program.consts, args, bound)
+    return interpret(program.jaxpr, program.consts, args, rule)

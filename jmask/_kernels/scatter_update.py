@@ -57,7 +57,7 @@ def update_elementwise(
     program = jax.make_jaxpr(cast)(*entries)
 
     # 2. By definition: what a single scatter computes, in three operations.
-    rule = entry_by_entry(lambda *entries: evaluate(program, *entries))
+    rule = entry_by_entry(functools.partial(evaluate, program))
 
     def by_parts(x: RowUpdate) -> list[jax.Array]:
         old = [gather_unique_rows(table, x.ids, x.order) for table in x.tables]
@@ -81,7 +81,8 @@ def update_elementwise(
 
     # 4. As a kernel for TPUs, where there is one. It passes all rows, then all scalars; the
     # rule takes them as they came.
-    kernel_rule = entry_by_entry(lambda *entries: choice.evaluate(program, *entries))
+    in_kernel = functools.partial(evaluate, program, rule=choice.bound_in_kernel)
+    kernel_rule = entry_by_entry(in_kernel)
 
     def by_kernel(x: RowUpdate) -> list[jax.Array]:
         rows = [x.rows, *(jnp.broadcast_to(y, x.values.shape) for y in x.scalars if y.ndim)]

@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jmask._base.array_types import at_most, is_known
 from jmask._base.fallback import LARGE
 from jmask._base.forms import aval_of, name_of
-from jmask._base.jaxprs import ON_SCALARS, bound, inlined, interpret, only_arithmetic
+from jmask._base.jaxprs import ON_SCALARS, bound, inlined, only_arithmetic
 from jmask._base.lowering import lower, switched_on
 from jmask._base.row_ids import Order
 from jmask._base.types import DType, IdVector, RowArray, Shaped, TableArray
@@ -106,13 +106,8 @@ def _is_lowered(program: Jaxpr) -> bool:
     return are_computed and only_arithmetic(program, _LOWERED)
 
 
-def evaluate(program: ClosedJaxpr, *entries: jax.Array) -> list[jax.Array]:
-    """Return the outputs of a program that `accepts` took, in operations that Pallas lowers."""
-    program = inlined(program)
-    return interpret(program.jaxpr, program.consts, entries, _lowered)
-
-
-def _lowered(eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
+def bound_in_kernel(eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
+    """Bind an equation of a program that `accepts` took, in operations that Pallas lowers."""
     if name_of(eqn) != "sign":
         return bound(eqn, inputs)
     # Pallas asks which chip it is on, and ahead of time there is none.
