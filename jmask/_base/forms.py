@@ -320,11 +320,6 @@ def name_of(eqn: JaxprEqn) -> str:
     return f"{name} (parameters: {', '.join(sorted(given))})"
 
 
-def names_in(jaxpr: Jaxpr) -> set[str]:
-    """Return the names of all equations of a jaxpr, and of what they run."""
-    return {name_of(eqn) for eqn in within(jaxpr.eqns)}
-
-
 def what_is_unknown(eqn: JaxprEqn) -> str:
     """Describe an equation whose form is not known."""
     name, given = eqn.primitive.name, ", ".join(sorted(eqn.params)) or "none"

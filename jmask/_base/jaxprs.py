@@ -16,7 +16,7 @@ import jax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
-from jmask._base.forms import CALLS, REMATS, called, name_of, names_in
+from jmask._base.forms import CALLS, REMATS, called, name_of, within
 from jmask._base.shardings import varying_alike
 from jmask._base.types import Argument, ArrayFunction, Atom
 
@@ -35,7 +35,8 @@ ON_SCALARS = ARITHMETIC | {"bitcast_convert_type"}
 
 def only_arithmetic(jaxpr: Jaxpr, names: Collection[str] = ON_SCALARS) -> bool:
     """Decide whether a program of scalars has nothing but these operations on entries."""
-    return not jaxpr.effects and names_in(jaxpr) <= {*names, *CALLS}
+    known = {*names, *CALLS}
+    return not jaxpr.effects and all(name_of(eqn) in known for eqn in within(jaxpr.eqns))
 
 
 def lifted(program: ClosedJaxpr) -> Jaxpr:
