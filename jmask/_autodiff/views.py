@@ -1,11 +1,11 @@
-"""Views: arrays that are computed from tables, and not materialised.
+"""Taps of tables, and views: arrays that are computed from tables, and not materialised.
 
     y    = convert_element_type t        t (V, D) in bfloat16: O(V) where it is made
     rows = gather y ids                  convert_element_type (gather t ids): O(n)
 
-A view knows how to read its entries from other views. A read ends at a
-table, with a tap for its rows. So a lookup in what is made of tables is a lookup in these, and
-its gradient is rows. What equations make of views is in `view_rules`.
+A view knows how to read its entries from other views. A read ends at a table, with a tap for
+its rows. So a lookup in what is made of tables is a lookup in these, and its gradient is rows.
+What equations make of views is in `view_rules`.
 """
 
 import dataclasses
