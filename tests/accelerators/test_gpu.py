@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 import jmask
 from benchmarks.collectives import collectives
 from jmask._kernels import scatter_update
-from jmask._kernels.update_rows import RowUpdate, Update
 from tests.compiled_step import (
     Step,
     check_deferred_in_place,
@@ -292,11 +291,11 @@ def test_control_a_scatter_of_several_tables_is_a_loop_over_rows():
     tables = [jax.ShapeDtypeStruct((ROWS, 16), jnp.float32, sharding=gpu("H100"))] * 2
     ids = jax.ShapeDtypeStruct((512,), jnp.int32, sharding=gpu("H100"))
     rows = jax.ShapeDtypeStruct((512, 16), jnp.float32, sharding=gpu("H100"))
-    program = jax.make_jaxpr(lambda x, y, grad: (x - grad, y + grad))(1.0, 1.0, 1.0)
+    combiner = lambda x, y, grad: (x - grad, y + grad)
 
     def update(tables, ids, grad):
-        form = scatter_update._one_scatter(program)
-        return form(RowUpdate(Update(form), tables, ids, grad, [], "unique"))
+        x = scatter_update.update_elementwise(combiner, tables, ids, grad, [], "unique")
+        return x.update.fused(x)
 
     compiled = jax.jit(update, donate_argnums=0).lower(tables, ids, rows).compile()
     one_kernel = jax.__version_info__ >= (0, 12)
