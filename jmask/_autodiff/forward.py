@@ -204,10 +204,11 @@ class Forward:
             others = [tuple(a.shape) for a in arrays if jnp.issubdtype(a.dtype, jnp.inexact)]
             # One with the rows of the tables, as a base with a product of factors, is read.
             others = [x for x in others if any(x[0] != shape[0] for shape in shapes)]
-            size = lambda shapes: [math.prod(shape) for shape in shapes]
-            if shapes and others and is_known(*itertools.chain(*shapes, *others)):
-                is_larger = max(size(others)) > sum(size(shapes))
-                args = [array(a) for a in args] if is_larger else args
+            if shapes and is_known(*itertools.chain(*shapes, *others)):
+                largest = max(map(math.prod, others), default=0)
+                args = (
+                    [array(a) for a in args] if largest > sum(map(math.prod, shapes)) else args
+                )
         if any(isinstance(a, View) for a in args):
             made_views = views_of(self.eqns, name, args)
             if made_views is not None and name in ("slice", "dynamic_slice"):
