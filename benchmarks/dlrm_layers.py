@@ -23,10 +23,7 @@ def start_of_layers(tables, width):
     sizes = (DENSE, *HIDDEN, width), (width + pairs, *HIDDEN, 1)
     return [
         [
-            (
-                rng.normal(size=(m, n), scale=m**-0.5).astype(np.float32),
-                np.zeros(n, np.float32),
-            )
+            (rng.normal(size=(m, n), scale=m**-0.5).astype(np.float32), np.zeros(n, np.float32))
             for m, n in itertools.pairwise(part)
         ]
         for part in sizes

@@ -41,11 +41,7 @@ import jmask
 RESULTS = Path(__file__).parent / "results" / "gpu.md"
 RATE = 0.01
 LIFTED, DEFERRED = "lazy(optax.adam)", "deferred Adam"
-OURS = {
-    **JMASK,
-    LIFTED: lambda rate: jmask.lazy(optax.adam(rate)),
-    DEFERRED: JMASK["Adam"],
-}
+OURS = {**JMASK, LIFTED: lambda rate: jmask.lazy(optax.adam(rate)), DEFERRED: JMASK["Adam"]}
 # The tables of D columns that each reads and writes.
 TABLES = {"SGD": 1, "Adagrad": 2, "row-wise Adagrad": 1, "Adam": 3, LIFTED: 3, DEFERRED: 3}
 

@@ -32,9 +32,7 @@ OPTAX: dict[str, Callable[[float], optax.GradientTransformation]] = {
 
 
 def compiled_step(
-    tx: optax.GradientTransformation,
-    value_and_grad: Callable,
-    program: Program | None = None,
+    tx: optax.GradientTransformation, value_and_grad: Callable, program: Program | None = None
 ) -> Callable:
     """Jitted: (table, state), ids -> (table, state), loss; a sum of squares or of a program."""
 

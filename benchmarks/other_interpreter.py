@@ -48,12 +48,7 @@ class Interpreter:
             python = Path(__file__).parents[1] / environment / "bin" / "python"
         self._python = python
         pinned = [] if cores is None else ["taskset", "--cpu-list", f"0-{cores - 1}"]
-        self._command = [
-            *pinned,
-            str(python),
-            str(Path(__file__).parent / script),
-            *arguments,
-        ]
+        self._command = [*pinned, str(python), str(Path(__file__).parent / script), *arguments]
         self._process: subprocess.Popen | None = None
         self.version: str | None = None
 

@@ -106,12 +106,7 @@ def report(topology: str, optimizer: str, rows: int, way: str) -> Report:
     moved: dict[str, int] = {}
     for kind, size in collectives(compiled):
         moved[kind] = moved.get(kind, 0) + size
-    return Report(
-        chips,
-        memory.argument_size_in_bytes,
-        memory.temp_size_in_bytes,
-        moved,
-    )
+    return Report(chips, memory.argument_size_in_bytes, memory.temp_size_in_bytes, moved)
 
 
 def main() -> None:

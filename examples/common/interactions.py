@@ -36,11 +36,7 @@ class Interactions(NamedTuple):
         rng = np.random.default_rng((seed, step))
         lines = rng.integers(len(self.items), size=BATCH)
         items = self.items[lines]
-        return {
-            "users": self.users[lines],
-            "items": items,
-            "frequency": self.frequency[items],
-        }
+        return {"users": self.users[lines], "items": items, "frequency": self.frequency[items]}
 
 
 def make_interactions(users: int, items: int, groups: int, k: int, seed: int) -> Interactions:

@@ -21,11 +21,7 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    steps: dict[str, Step],
-    params: Any,
-    opt_state: Any,
-    batches: Sequence[Any],
-    rounds: int = 3,
+    steps: dict[str, Step], params: Any, opt_state: Any, batches: Sequence[Any], rounds: int = 3
 ) -> Comparison:
     """Run steps from the same state on the same batches, in alternating rounds."""
     copy = partial(jax.tree.map, jnp.copy)

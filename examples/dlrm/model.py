@@ -27,10 +27,7 @@ State = tuple[Params, optax.OptState]
 
 # One number of state for each row of a table, two for each weight of the layers.
 tx = optax.partition(
-    {
-        "tables": jmask.rowwise_adagrad(0.02, eps=1e-8),
-        "layers": optax.adam(3e-3),
-    },
+    {"tables": jmask.rowwise_adagrad(0.02, eps=1e-8), "layers": optax.adam(3e-3)},
     {"tables": "tables", "bottom": "layers", "top": "layers"},
 )
 

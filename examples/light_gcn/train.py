@@ -43,13 +43,7 @@ from rich.table import Table
 
 import jmask
 from common.program import Arguments, Program
-from light_gcn.graph import (
-    Imports,
-    imports_of,
-    neighbours,
-    random_imports,
-    read_imports,
-)
+from light_gcn.graph import Imports, imports_of, neighbours, random_imports, read_imports
 
 BATCH, DRAWN, SHOWN = 1024, 8, 20
 MEASURE_EVERY = 250

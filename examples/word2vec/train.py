@@ -74,10 +74,7 @@ Batch = dict[str, np.ndarray]
 
 def init_params(vocabulary: int, dim: int, seed: int) -> Params:
     uniform = jax.random.uniform(jax.random.key(seed), (vocabulary, dim))
-    return {
-        "words": (uniform - 0.5) / dim,
-        "contexts": jnp.zeros((vocabulary, dim)),
-    }
+    return {"words": (uniform - 0.5) / dim, "contexts": jnp.zeros((vocabulary, dim))}
 
 
 def loss_fn(params: Params, batch: Batch) -> jax.Array:

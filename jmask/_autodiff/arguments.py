@@ -24,14 +24,7 @@ from jmask._base.jaxprs import forwarded
 from jmask._base.lowering import lower, primitive
 from jmask._base.row_ids import wrap
 from jmask._base.shardings import explicit_mesh, varying_axes
-from jmask._base.types import (
-    Argument,
-    Function,
-    Options,
-    PyTree,
-    PyTreeDef,
-    Tensor,
-)
+from jmask._base.types import Argument, Function, Options, PyTree, PyTreeDef, Tensor
 from jmask._base.validation import (
     KEEP_ARRAYS,
     abstract_leaf,

@@ -27,14 +27,7 @@ from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jmask._autodiff import nested
-from jmask._autodiff.lookups import (
-    WINDOWS,
-    Sums,
-    Windows,
-    lookup_of,
-    window_lookup,
-    windows_of,
-)
+from jmask._autodiff.lookups import WINDOWS, Sums, Windows, lookup_of, window_lookup, windows_of
 from jmask._autodiff.nested import Flags, Needed
 from jmask._autodiff.view_rules import COMPUTING, ENTRYWISE, SAME_ARRAY, views_of
 from jmask._autodiff.views import (

@@ -306,11 +306,7 @@ LOOKUPS = (*WINDOWS, BAG_SUM.primitive.name, LOOKUP.name, ROWS_OF_LINES.name, *S
 
 
 def lookup_of(
-    eqn: JaxprEqn,
-    name: str,
-    args: Sequence[Argument],
-    array: Function,
-    rows_only: bool,
+    eqn: JaxprEqn, name: str, args: Sequence[Argument], array: Function, rows_only: bool
 ) -> Lookup | None:
     """Return how an equation looks rows up, or None if it does not.
 

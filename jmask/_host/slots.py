@@ -31,9 +31,7 @@ from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 
 
 def state_on_host(
-    tx: optax.GradientTransformation,
-    model: PyTree,
-    directory: str | PathLike[str] | None,
+    tx: optax.GradientTransformation, model: PyTree, directory: str | PathLike[str] | None
 ) -> tuple[PyTree, list[int | None]]:
     """Return the state that `tx.init` makes, with slots of NumPy leaves on the host.
 

@@ -28,14 +28,7 @@ from jmask._base.array_types import is_known, joint_dtype, trailing, wide
 from jmask._base.lowering import CallPrimitive
 from jmask._base.shardings import end_to_end, explicit_mesh, varying_axes
 from jmask._base.side_table import SideTable
-from jmask._base.types import (
-    Argument,
-    Arrays,
-    DType,
-    PyTreeDef,
-    RowArray,
-    Shaped,
-)
+from jmask._base.types import Argument, Arrays, DType, PyTreeDef, RowArray, Shaped
 from jmask._kernels import tuning
 from jmask._kernels.rows import add_rows, gather_rows, in_branch, rows_or_fill
 

@@ -27,13 +27,7 @@ from jmask._base.array_types import is_complex, is_known, real_dtype
 from jmask._base.forms import parameter
 from jmask._base.lowering import lower, primitive
 from jmask._base.row_ids import Order, widen
-from jmask._base.shardings import (
-    Shards,
-    automatically,
-    spec_at,
-    spec_of,
-    typed_like,
-)
+from jmask._base.shardings import Shards, automatically, spec_at, spec_of, typed_like
 from jmask._base.types import (
     ArrayFunction,
     IdArray,

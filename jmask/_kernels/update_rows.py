@@ -43,12 +43,7 @@ from jmask._kernels.coalesce import (
 )
 from jmask._kernels.gathered_rows import GatheredRows, Rows, rows_at
 from jmask._kernels.rows import add_rows, is_of_numbers, zero_of
-from jmask._kernels.sharded_rows import (
-    Exchange,
-    routed,
-    sent_to_shards,
-    with_derivative_of,
-)
+from jmask._kernels.sharded_rows import Exchange, routed, sent_to_shards, with_derivative_of
 
 Tables = Sequence[jax.Array]
 

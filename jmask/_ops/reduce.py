@@ -44,14 +44,7 @@ from jmask._base.types import (
     TensorLike,
 )
 from jmask._kernels.rows import add_rows
-from jmask._ops.lift import (
-    adopted,
-    bound_to,
-    dense,
-    entrywise,
-    filled,
-    refuse_output,
-)
+from jmask._ops.lift import adopted, bound_to, dense, entrywise, filled, refuse_output
 from jmask._tensors.masked_tensor import (
     MaskedTensor,
     as_tensor,

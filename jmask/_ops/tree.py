@@ -10,12 +10,7 @@ from jax import lax
 
 from jmask._base.array_types import joint_dtype
 from jmask._base.row_ids import hide
-from jmask._base.shardings import (
-    rows_in_any_order,
-    varying_alike,
-    varying_axes,
-    varying_over,
-)
+from jmask._base.shardings import rows_in_any_order, varying_alike, varying_axes, varying_over
 from jmask._base.types import Function, PyTree, Scalar, Table, Tensor
 from jmask._base.validation import abstract_leaf, check_flag, check_leaves, shown
 from jmask._kernels.sharded_rows import Exchange, summed_over_rows

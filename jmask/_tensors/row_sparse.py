@@ -24,21 +24,8 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import adds_when_cast, is_narrow, shapes_from, wide
 from jmask._base.row_ids import Order, canonical, hide, id_dtype, is_opaque, reveal, widen
-from jmask._base.types import (
-    DType,
-    Function,
-    Ids,
-    Numbers,
-    PyTree,
-    Shape,
-    TypeIs,
-)
-from jmask._base.validation import (
-    check_flag,
-    checked_array,
-    checked_dtype,
-    checked_integer,
-)
+from jmask._base.types import DType, Function, Ids, Numbers, PyTree, Shape, TypeIs
+from jmask._base.validation import check_flag, checked_array, checked_dtype, checked_integer
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gathered_rows import Rows, cast, gathered
 from jmask._kernels.rows import split_rows

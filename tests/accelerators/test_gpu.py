@@ -34,14 +34,7 @@ from tests.compiled_step import (
 )
 from tests.kernels.test_in_place import STACKED_UPDATES, STEPS
 from tests.lookup_programs import BATCH, STACKED
-from tests.optim.test_inside_programs import (
-    AUX,
-    BESIDE,
-    LATE,
-    LINEAR,
-    late_step,
-    step_with_aux,
-)
+from tests.optim.test_inside_programs import AUX, BESIDE, LATE, LINEAR, late_step, step_with_aux
 from tests.optimizers import OPTIMIZERS
 from tests.sampling import chosen
 from tests.stored_tables import STEPS as WAYS
@@ -101,9 +94,7 @@ ALL_STEPS = {**STEPS, **WIDE}
 
 # How often the loops of a step run: the scan of a loss, forwards and backwards, and the only
 # round of a step that is taken or not.
-LOOPS = {
-    "lookups in scan": [4, 4],
-}
+LOOPS = {"lookups in scan": [4, 4]}
 sum_of_squares = lambda table, ids: jnp.sum(table[ids] ** 2)
 # The sharding that places all on one GPU.
 gpu = lambda name: SingleDeviceSharding(gpus(name)[0])
