@@ -104,7 +104,8 @@ def reduces(
             zeros, or ZEROS_CHANGE_NOTHING. None: the tensor becomes dense.
         like: a function of JAX that has the dtype of the result. The formula gets at least 32
             bits, and its result is cast.
-        initial: combines a result with the option `initial`; None: there is no such option.
+        initial: combines a result with the option `initial`, a number of the result's dtype;
+            None: there is no such option.
         fill: for a formula with a result for each entry: what an array gets at an entry that
             takes no part, while others of its group do.
         one_axis: whether a tuple of axes is refused.
@@ -146,12 +147,13 @@ def reduces(
         # --- result ----------------------------------------------------------------------
         dtype = None
         if like is not None:
-            names = [k for k in ("dtype", "promote_integers") if k in options]
-            dtype = result_dtype(like, x.dtype, **{k: options.pop(k) for k in names})
-            x = x.astype(wide(joint_dtype(x.dtype, dtype)))
+            given = {k: options.pop(k) for k in _DTYPES if k in options}
+            dtype = result_dtype(like, x.dtype, **given)
+            # A dtype that is asked for is that of the entries: 0.5 + 0.5 is 0 of integers.
+            is_asked = given.get("dtype") is not None
+            x = x.astype(wide(dtype if is_asked else joint_dtype(x.dtype, dtype)))
         chosen = zeros if is_ordinary and callable(zeros) else formula
         result = chosen(x, axis=axes, **options)
-        result = result if dtype is None else result.astype(dtype)
         if not keepdims:  # the axes of several quantiles come first
             squeezed = [a + result.ndim - x.ndim for a in axes]
             shape = tuple(n for a, n in enumerate(result.shape) if a not in squeezed)
@@ -169,9 +171,14 @@ def reduces(
                 result = jnp.where(result.valid, result.storage, nothing)
             else:
                 result = result.to_tensor(nothing)
-        return result if start is None or initial is None else initial(result, start)
+        if start is not None and initial is not None:
+            result = initial(result, lax.convert_element_type(start, result.dtype))
+        return result if dtype is None else on_values(lambda a: a.astype(dtype), result)
 
     return lifted
+
+
+_DTYPES = ("dtype", "promote_integers")
 
 
 def result_dtype(function: Function, operand: DTypeLike, **options: Argument) -> DType:

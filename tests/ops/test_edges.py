@@ -115,6 +115,14 @@ EDGES = """
     jnm.logsumexp(masked([0.0, nan], [T, F]), b=jnp.ones(2)) | 0.0
     jnm.logsumexp(masked([1e3, 2.0], [T, T]), b=jnp.arange(2.0)) | 2.0
     jnm.logsumexp(masked([inf, 2.0], [T, T]), b=jnp.arange(2.0)) | 2.0
+    [f(masked([0.5, 0.6, nan], [T, T, F]), dtype=int) for f in (jnm.sum, jnm.nansum)] | [0, 0]
+    jnm.sum(jmask.RowSparse([1, 1], [[0.75], [0.75]]), axis=0, dtype=int) | [1]
+    jnm.prod(masked(jnp.array([64, 4], jnp.int8)), dtype=bool) | T
+    [f(masked(BYTES), initial=2.5) for f in (jnm.max, jnm.min, jnm.sum, jnm.prod)] |
+        [2, 0, 5, 0]
+    jnm.sum(BYTES, initial=2.5, where=NOTHING).dtype.name | "int32"
+    jmask.todense(jnm.sum(LIKE, axis=(), dtype=int)) | [[1, 0], [0, 1]]
+    jmask.todense(jnm.sum(csr(np.eye(2, dtype=np.float32)), axis=())) | [[1.0, 0.0], [0.0, 1.0]]
     jnm.take(INTEGERS, jnp.array([2, 0]), 0, None, "clip") | [1, 4]
     nn.standardize([1.0, 9.0, 3.0], where=[T, F, T], mean=2.0)[1] | 0.0
     jnm.sum(NO_SPARSE, axis=0) + jnm.sqrt(NO_SPARSE)[0] | [3.0, 3.0, 3.0]
