@@ -251,7 +251,8 @@ def skips_nan(function: Function, empty: ArrayLike | None) -> Function:
         result = function(joined(x.storage, x.valid & is_number), **options)
         if masked:
             return result
-        return result.storage if empty is None else result.to_tensor(empty)
+        nothing = empty if options.get("initial") is None else options["initial"]
+        return result.storage if empty is None else result.to_tensor(nothing)
 
     return skipping
 

@@ -123,6 +123,8 @@ EDGES = """
     jnm.sum(BYTES, initial=2.5, where=NOTHING).dtype.name | "int32"
     jmask.todense(jnm.sum(LIKE, axis=(), dtype=int)) | [[1, 0], [0, 1]]
     jmask.todense(jnm.sum(csr(np.eye(2, dtype=np.float32)), axis=())) | [[1.0, 0.0], [0.0, 1.0]]
+    [f(jnp.full(2, nan), initial=3.0) for f in (
+        jnm.nanmax, jnm.nanmin, jnm.nansum, jnm.nanprod)] | [3.0] * 4
     jnm.take(INTEGERS, jnp.array([2, 0]), 0, None, "clip") | [1, 4]
     nn.standardize([1.0, 9.0, 3.0], where=[T, F, T], mean=2.0)[1] | 0.0
     jnm.sum(NO_SPARSE, axis=0) + jnm.sqrt(NO_SPARSE)[0] | [3.0, 3.0, 3.0]
