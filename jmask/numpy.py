@@ -295,7 +295,13 @@ def trace(
 # --- contracts ---------------------------------------------------------------------------
 
 dot, matmul = _each(_multiplies, _jnp.dot, _jnp.matmul)
-einsum = _contracts(_jnp.einsum, 1, None)
+# einsum("ij,jk", x, y), or einsum(x, [0, 1], y, [1, 2]).
+einsum = _contracts(
+    _jnp.einsum,
+    lambda args: (
+        range(1, len(args)) if isinstance(args[0], str) else range(0, len(args) - 1, 2)
+    ),
+)
 inner, outer = _each(_contracts, _jnp.inner, _jnp.outer)
 tensordot, vdot = _each(_contracts, _jnp.tensordot, _jnp.vdot)
 

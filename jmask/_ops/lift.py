@@ -17,6 +17,7 @@ of one; dense operands are sampled there. In all other cases they become dense, 
 
 import functools
 import inspect
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 
@@ -267,6 +268,23 @@ def masked_at(like: Storage | None, values: jax.Array, valid: jax.Array) -> Mask
     return joined(values if like is None else with_stored_values(like, values), valid)
 
 
+def by_name(of_jax: Function, number: int) -> Callable[[Function], Function]:
+    """Let the first arguments of a function, `number` of them, be given by JAX's names too."""
+    names = list(inspect.signature(of_jax).parameters)[:number]
+
+    def decorated(function: Function) -> Function:
+        function = functools.wraps(of_jax)(function)
+
+        @functools.wraps(of_jax)
+        def named(*args: Argument, **kwargs: Argument) -> PyTree:
+            given = itertools.takewhile(kwargs.__contains__, names[len(args) :])
+            return function(*args, *[kwargs.pop(name) for name in given], **kwargs)
+
+        return named
+
+    return decorated
+
+
 # --- moves -------------------------------------------------------------------------------
 
 
@@ -281,12 +299,9 @@ def moves(function: Function, *, variadic: bool = False) -> Function:
             of their entries (and zeros).
         variadic: all positional arguments are arrays.
     """
-    first = next(iter(inspect.signature(function).parameters))
 
-    @functools.wraps(function)
+    @by_name(function, 1)
     def lifted(*args: Argument, **kwargs: Argument) -> PyTree:
-        if not args and first in kwargs:
-            args = (kwargs.pop(first),)
         operands, options = (args, ()) if variadic else (args[:1], args[1:])
         structure: PyTreeDef
         leaves, structure = jax.tree.flatten(operands, is_leaf=is_tensor)
@@ -299,7 +314,8 @@ def moves(function: Function, *, variadic: bool = False) -> Function:
         if not any_masked(*leaves):
             return data
         hidden = moved(map(is_hidden, leaves))
-        return jax.tree.map(lambda x, hidden: joined(x, ~hidden), data, hidden)
+        # A `dtype` is that of the data.
+        return jax.tree.map(lambda x, hidden: joined(x, ~hidden.astype(bool)), data, hidden)
 
     return lifted
 
@@ -307,27 +323,32 @@ def moves(function: Function, *, variadic: bool = False) -> Function:
 # --- contracts ---------------------------------------------------------------------------
 
 
-def contracts(function: Function, first: int = 0, last: int | None = 2) -> Function:
+def contracts(
+    function: Function,
+    places: Callable[[Sequence[Argument]], range] = lambda args: range(len(args))[:2],
+) -> Function:
     """Lift a sum of products: masked entries add nothing, a sum exists where a term does.
 
     It is the sum of the products that exist, as `sum(a * b)`. But masked entries are zeros to
     the function of JAX, and a valid inf or nan times 0 is nan. Sparse storage becomes dense.
 
     Args:
-        function: multiplies its arguments from `first` to `last` and sums the products.
+        function: multiplies some of its arguments and sums the products.
+        places: which of the positional arguments these are.
     """
     why = "a product of two matrices, of which one is sparse, is jmask.dot"
 
-    @functools.wraps(function)
+    @by_name(function, 2)
     def lifted(*args: Argument, **kwargs: Argument) -> Tensor:
-        operands = [adopted(x) for x in args[first:last]]
+        at = places(args)
+        operands = [adopted(args[i]) for i in at]
         if not any(map(is_tensor, operands)):
             return function(*args, **kwargs)
         operands = [dense(x, function.__name__, why) for x in operands]
 
         def contracted(operands: Sequence[Storage], **options: Argument) -> jax.Array:
-            others = () if last is None else args[last:]
-            return function(*args[:first], *operands, *others, **{**kwargs, **options})
+            arguments = dict(enumerate(args)) | dict(zip(at, operands, strict=True))
+            return function(*arguments.values(), **{**kwargs, **options})
 
         if not any_masked(*operands):
             return contracted(operands)

@@ -38,7 +38,7 @@ from jmask._base.types import Argument, Axis, Dense, Function, Storage, Tensor, 
 from jmask._base.validation import check_flag, checked_array, checked_choice
 from jmask._kernels.gathered_rows import bag_sum, is_bag_sum
 from jmask._kernels.rows import add_rows, rows_or_fill
-from jmask._ops.lift import adopted, contracts, dense, existing, extends, filled
+from jmask._ops.lift import adopted, by_name, contracts, dense, existing, extends, filled
 from jmask._tensors.masked_tensor import MaskedTensor, any_masked, is_tensor, joined
 from jmask._tensors.methods import library
 from jmask._tensors.row_sparse import RowSparse
@@ -308,9 +308,9 @@ def multiplies(function: Function) -> Function:
     """Lift a product of two tensors that is `jmask.dot` of ordinary sparse matrices."""
     contracted = contracts(function)
 
-    @functools.wraps(function)
-    def lifted(x: Argument, y: Argument, **kwargs: Argument) -> Tensor:
-        x, y = adopted(x), adopted(y)
+    @by_name(function, 2)
+    def lifted(a: Argument, b: Argument, **kwargs: Argument) -> Tensor:
+        x, y = adopted(a), adopted(b)
         if not any_masked(x, y):
             is_product = is_sparse(x) or is_sparse(y)
             return dot(x, y) if is_product else function(x, y, **kwargs)

@@ -125,6 +125,11 @@ EDGES = """
     jmask.todense(jnm.sum(csr(np.eye(2, dtype=np.float32)), axis=())) | [[1.0, 0.0], [0.0, 1.0]]
     [f(jnp.full(2, nan), initial=3.0) for f in (
         jnm.nanmax, jnm.nanmin, jnm.nansum, jnm.nanprod)] | [3.0] * 4
+    jnm.concatenate([ROW, ROW[:1]], dtype=int) | [5, None, 3, 8, 5]
+    jnm.hstack([ROW[:2]], dtype=np.float16) | [5.0, None]
+    jnm.einsum(X, [0, 1], X, [2, 1], [0, 2]) | [[98.0, 56.0], [56.0, 53.0]]
+    [jnm.tensordot(a=ROW, b=ROW, axes=1), jnm.matmul(ROW, b=ROW), jnm.vdot(b=ROW, a=ROW)] |
+        [98.0] * 3
     jnm.take(INTEGERS, jnp.array([2, 0]), 0, None, "clip") | [1, 4]
     nn.standardize([1.0, 9.0, 3.0], where=[T, F, T], mean=2.0)[1] | 0.0
     jnm.sum(NO_SPARSE, axis=0) + jnm.sqrt(NO_SPARSE)[0] | [3.0, 3.0, 3.0]
