@@ -144,7 +144,7 @@ def norm_in_parts(x: Values, axis: Axes, order: float) -> tuple[Values, Values, 
     if isinstance(entry, MaskedTensor):
         entry = joined(entry.storage, jnp.ones_like(entry.valid))  # 1 where all entries are 0
     factor = on_values(factor_for, entry)
-    x, size = _multiply(x, factor.astype(x.dtype)), _multiply(size, factor)
+    x, size = _scaled(x, factor), _multiply(size, factor)
 
     # --- the norm of the scaled entries --------------------------------------------------
     if math.isinf(order):
@@ -184,7 +184,15 @@ def shortened(
     return jnp.where(exceeds, direction * jnp.asarray(max_norm, rows.dtype), rows)
 
 
+def _times(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """Multiply by a real factor; of complex numbers each part, as inf * (2 + 0j) is nan."""
+    if not jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return x * factor
+    return lax.complex(x.real * factor, x.imag * factor)
+
+
 _add, _subtract = entrywise(jnp.add), entrywise(jnp.subtract)
+_scaled = entrywise(_times)
 _multiply = entrywise(jnp.multiply)
 _exp, _squared = entrywise(jnp.exp), entrywise(squared)
 _log, _root = entrywise(jnp.log), entrywise(where_nonzero(jnp.sqrt))
@@ -281,6 +289,10 @@ def logsumexp(
         peak = on_values(finite, _peak(a, axis))
         powers = _exp(_subtract(a, peak))
     else:
+        if np.ndim(b) > a.ndim:
+            raise ValueError(
+                f"`b` has {np.ndim(b)} dimensions and `a` {a.ndim}: broadcast `a` first."
+            )
         # What counts 0 times is no peak, and its power, times 0, is no nan.
         peak = on_values(finite, _peak(_minus_inf_where_0(a, b), axis))
         most = math.log(jnp.finfo(a.dtype).max) / 2

@@ -130,6 +130,7 @@ EDGES = """
     jnm.einsum(X, [0, 1], X, [2, 1], [0, 2]) | [[98.0, 56.0], [56.0, 53.0]]
     [jnm.tensordot(a=ROW, b=ROW, axes=1), jnm.matmul(ROW, b=ROW), jnm.vdot(b=ROW, a=ROW)] |
         [98.0] * 3
+    jnm.norm(masked([inf + 0j, 1.0])) | inf
     jnm.take(INTEGERS, jnp.array([2, 0]), 0, None, "clip") | [1, 4]
     nn.standardize([1.0, 9.0, 3.0], where=[T, F, T], mean=2.0)[1] | 0.0
     jnm.sum(NO_SPARSE, axis=0) + jnm.sqrt(NO_SPARSE)[0] | [3.0, 3.0, 3.0]
