@@ -1,6 +1,7 @@
 """Every public function of masked tensors, on every storage, of real and complex numbers.
 
     arrays, and masked tensors without a masked entry      as JAX computes
+    the same, with options and at special numbers          as JAX computes
     arrays of numpy.ma                                     as masked tensors
     masked tensors on row-sparse, COO and CSR storage      as on dense storage
     RowSparse, BCOO, BCSR                                  as of the array that they are
@@ -229,6 +230,62 @@ def test_operators_take_arrays_of_numpy_ma(kind):
         check(outcome(function, jmask.to_numpy_ma(y)), outcome(function, y))
     for function in (lambda y: x @ y.T, lambda y: x.at[1:].set(y[1:])):
         check(outcome(function, jmask.to_numpy_ma(y)), outcome(function, y))
+
+
+# --- options at the edges of numbers -------------------------------------------------------
+
+inf, nan = np.inf, np.nan
+SPECIAL = {
+    "huge": [[3e38, 3e38, 1], [-3e38, 2, 1e20]],
+    "halves": [[0.75, -0.75, 0.75], [0.75, 2, -1.5]],
+    "zeros": [[0, -0.0, 0], [1, -0.0, 0]],
+    "nan": [[nan, nan, nan], [1, nan, 2]],
+    "inf": [[inf, 1, -inf], [1000, -1000, 89]],
+    "int8": np.array([[127, -128, 2], [64, 4, 0]], np.int8),
+    "bool": [[True, False, True], [True, True, True]],
+}
+AXES = (None, 0, 1)
+WEIGHTS = np.array([[0, 1, 0], [1, 0.5, -1], [1e30, 1, 0], [0, 0, 0]], np.float32)
+OPTIONS = {
+    name: call
+    for names, code in rows("""
+    sum prod nansum nanprod | [f(x, a, d) for d in (int, bool, "int8") for a in AXES]
+        + [f(x, a, initial=i) for i in (0, -3.5, 2) for a in AXES]
+    max min nanmax nanmin | [f(x, a, None, True, i) for i in (0, -3.5, 2, inf) for a in AXES]
+    mean nanmean | [f(x, a, "float32", keepdims=True) for a in AXES]
+    var std | [f(x, 0, ddof=0.5), f(x, 1, correction=1), f(x, 0, mean=np.float32(1))]
+    logsumexp | [f(x, a, b=b) for b in (0.0, 2, *WEIGHTS) for a in AXES]
+    average | [f(x, 1, w, r) for w in WEIGHTS for r in (True, False)]
+    softmax log_softmax | [f(x.astype("float32"), a) for a in ((0, 1), 0, -1)]
+    sort argsort | [f(x, a, descending=d) for d in (True, False) for a in AXES]
+    cumsum cumprod | [f(x, a, d) for d in (int, bool, "float32") for a in AXES]
+    take | [f(x, np.array([1, -1, 5]), a, mode=m) for m in ("clip", "wrap") for a in AXES]
+    clip | [f(x, a, b) for a in (None, -1, 0.5) for b in (0.5, 2, inf)]
+    concatenate | [f([x, x], a, d) for d in (None, int, bool, "float16") for a in AXES]
+    hstack stack | [f([x, x], dtype=d) for d in (int, bool, "complex64")]
+    full_like | [f(x, n, d) for n in (0, 7.5, True) for d in (None, "int8", float)]
+    inner vdot outer | f(b=x, a=x)
+    tensordot | [f(x, x, n) for n in (0, 2)] + [f(a=x, b=x, axes=((1,), (1,)))]
+    matmul dot | [f(x, b=x.T), f(a=x, b=x.T, precision="highest")]
+    einsum | [f(x, [0, 1], x, [2, 1], [0, 2]), f("ij,kj", x, x), f("ij->j", x)]
+    """)
+    for call in functions("f, x", globals())(code).values()
+    for name in names.split()
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_at_special_numbers(name, kind):
+    """A tensor of which nothing is masked gives what JAX gives, whatever the option."""
+    x, call = np.asarray(SPECIAL[kind]), OPTIONS[name]
+    x = jnp.asarray(x, jnp.float32 if x.dtype == np.float64 else x.dtype)
+    expected = outcome(functools.partial(call, JAX[name]), x)
+    # nan is masked there, and of arrays it is not.
+    tensor = x if name.startswith("nan") else jmask.masked_tensor(x)
+    check(outcome(functools.partial(call, *EVERY[name].args), tensor), expected)
+    assert not isinstance(expected, Exception)
 
 
 # --- arguments -----------------------------------------------------------------------------
