@@ -31,7 +31,7 @@ from jax import lax, nn
 from jax.experimental.sparse import BCOO, BCSR
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import shapes_from, sum_dtype, trailing, wide
+from jmask._base.array_types import joint_dtype, shapes_from, sum_dtype, trailing, wide
 from jmask._base.fallback import report_fallback
 from jmask._base.row_ids import canonical
 from jmask._base.types import Argument, Axis, Dense, Function, Storage, Tensor, TensorLike
@@ -39,7 +39,13 @@ from jmask._base.validation import check_flag, checked_array, checked_choice
 from jmask._kernels.gathered_rows import bag_sum, is_bag_sum
 from jmask._kernels.rows import add_rows, rows_or_fill
 from jmask._ops.lift import adopted, by_name, contracts, dense, existing, extends, filled
-from jmask._tensors.masked_tensor import MaskedTensor, any_masked, is_tensor, joined
+from jmask._tensors.masked_tensor import (
+    MaskedTensor,
+    any_masked,
+    is_tensor,
+    joined,
+    with_values_of,
+)
 from jmask._tensors.methods import library
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
@@ -311,13 +317,22 @@ def multiplies(function: Function) -> Function:
     @by_name(function, 2)
     def lifted(a: Argument, b: Argument, **kwargs: Argument) -> Tensor:
         x, y = adopted(a), adopted(b)
+        wanted = kwargs.get("preferred_element_type")
+
+        def product(*operands: Argument) -> Argument:
+            if wanted is None:
+                return dot(*operands)
+            dtype = jnp.zeros((), wanted).dtype
+            cast = lambda x, dtype: with_values_of(x, jnp.asarray(stored_values(x), dtype))
+            return cast(dot(*(cast(x, joint_dtype(x, dtype)) for x in operands)), dtype)
+
         if not any_masked(x, y):
             is_product = is_sparse(x) or is_sparse(y)
-            return dot(x, y) if is_product else function(x, y, **kwargs)
+            return product(x, y) if is_product else function(x, y, **kwargs)
         if _has_entries(x) and not _has_entries(y) and function is jnp.matmul and y.ndim < 3:
             y = dense(y, "matmul")
             terms = dot(existing(x), existing(y))
-            return joined(dot(filled(x), filled(y)), terms > 0.5)
+            return joined(product(filled(x), filled(y)), terms > 0.5)
         return contracted(x, y, **kwargs)
 
     return lifted

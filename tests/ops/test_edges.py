@@ -110,6 +110,8 @@ EDGES = """
     jnm.einsum("ij,kj", X, X, precision="highest") | [[98.0, 56.0], [56.0, 53.0]]
     jnm.matmul(X, X.T, precision="highest", preferred_element_type=float) |
         [[98.0, 56.0], [56.0, 53.0]]
+    jnm.matmul(csr(np.int8([[100]])), jnp.int8([[3]]), preferred_element_type=int) | [[300]]
+    jnm.matmul(WITH_ROWS, jnp.ones(2), preferred_element_type=int) | [2, None, 2]
     jnm.reshape(a=ROW, shape=(2, 2)) | [[5.0, None], [3.0, 8.0]]
     jnm.concatenate(arrays=[ROW[:2], ROW[:1]]) | [5.0, None, 5.0]
     jnm.logsumexp(masked([0.0, nan], [T, F]), b=jnp.ones(2)) | 0.0
