@@ -148,7 +148,8 @@ def reduces(
         dtype = None
         if like is not None:
             given = {k: options.pop(k) for k in _DTYPES if k in options}
-            dtype = result_dtype(like, x.dtype, **given)
+            factors = getattr(options.get("b"), "dtype", x.dtype)  # of logsumexp
+            dtype = result_dtype(like, joint_dtype(x.dtype, factors), **given)
             # A dtype that is asked for is that of the entries: 0.5 + 0.5 is 0 of integers.
             is_asked = given.get("dtype") is not None
             x = x.astype(wide(dtype if is_asked else joint_dtype(x.dtype, dtype)))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jmask._base.array_types import is_nonzero, wide
+from jmask._base.array_types import is_nonzero, joint_dtype, wide
 from jmask._base.shardings import typed_like
 from jmask._base.types import Argument, Dense, Function, PyTree, Scalar, Tensor, TensorLike
 from jmask._base.validation import checked_integer
@@ -288,7 +288,8 @@ def cov(
     x = _concatenate(
         [x.reshape(1, -1) if x.ndim < 2 else x if rowvar else x.T for x in tensors]
     )
-    kind = result_dtype(jnp.mean, x.dtype if dtype is None else dtype)
+    given = x.dtype if aweights is None else joint_dtype(x.dtype, jnp.asarray(aweights).dtype)
+    kind = result_dtype(jnp.mean, given if dtype is None else dtype)
     work = wide(kind)
     values, valid = jnp.where(x.valid, x.storage, 0).astype(work), x.valid.astype(work)
 

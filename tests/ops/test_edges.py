@@ -36,6 +36,7 @@ PAIRS = masked([[1, 2], [1, 9], [1, 7]], [[T, T], [T, F], [T, F]])
 MANY = masked([[2.0, 7, nan], [7, nan, 2]], [[T, F, T], [T, T, F]])
 COMPLEX, EMPTY = masked([1j, 2.0, 3 + 1j], [T, F, T]), masked(np.zeros((3, 0), np.float32))
 QUARTERS = masked([1.0, inf, 4.0, -3.0, 2.0], [T, F, T, T, T])
+HALVES = masked(jnp.array([0.5, 1.0, 2.0], jnp.bfloat16))
 BYTES, NOTHING = jnp.arange(3, dtype=jnp.int8), np.zeros(3, bool)
 LIKE, NO_SPARSE = coo(np.eye(2, dtype=np.float32)), BCOO.fromdense(jnp.ones((2, 3)), n_dense=2)
 NO_ROWS = jmask.RowSparse.zeros((3, 2), nse=0)
@@ -117,6 +118,9 @@ EDGES = """
     jnm.logsumexp(masked([0.0, nan], [T, F]), b=jnp.ones(2)) | 0.0
     jnm.logsumexp(masked([1e3, 2.0], [T, T]), b=jnp.arange(2.0)) | 2.0
     jnm.logsumexp(masked([inf, 2.0], [T, T]), b=jnp.arange(2.0)) | 2.0
+    [x.dtype.name for x in (jnm.logsumexp(HALVES, b=jnp.ones(3)),
+        jnm.logsumexp(HALVES, b=2.0), jnm.cov(HALVES, aweights=jnp.ones(3)))] |
+        ["float32", "bfloat16", "float32"]
     [f(masked([0.5, 0.6, nan], [T, T, F]), dtype=int) for f in (jnm.sum, jnm.nansum)] | [0, 0]
     jnm.sum(jmask.RowSparse([1, 1], [[0.75], [0.75]]), axis=0, dtype=int) | [1]
     jnm.prod(masked(jnp.array([64, 4], jnp.int8)), dtype=bool) | T
