@@ -284,7 +284,8 @@ def ftrl(
     The usual choice for linear models on billions of features: most weights are exactly 0.
 
     Args:
-        learning_rate: a positive number, an array, or an optax schedule.
+        learning_rate: a positive number, an array, or an optax schedule; never 0, as where a
+            warm-up begins: the formula divides by it, and rows become nan.
         l1: the threshold; larger gives more zeros.
         beta: smooths the rate of a coordinate's first steps.
         weight_decay: strength of the L2 term.
