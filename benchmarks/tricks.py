@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jmask._autodiff import value_and_grad as _gradients
+from jmask._autodiff import taps as _taps
 from jmask._kernels import gathered_rows as _gathered_rows
 from jmask._kernels import rows as _rows
 from jmask._kernels import update_rows as _update_rows
@@ -22,7 +22,7 @@ from jmask._lazy import one_pass as _one_pass
 # The name in a `works.Task`: what holds the decision, its name there, and what it is without.
 TRICKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "fast gather": (_rows.Gather, "is_slow_copy", lambda *_: False),
-    "gathered gradients": (_gradients, "pays", lambda *_: False),
+    "gathered gradients": (_taps, "pays", lambda *_: False),
     "bags in blocks": (_gathered_rows, "has_many_rows", lambda *_: False),
     "bags by column": (_gathered_rows, "has_few_columns", lambda *_: False),
     "hashed ids": (_update_rows, "is_hashed", lambda *_: False),

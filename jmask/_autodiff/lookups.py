@@ -23,12 +23,11 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jmask._autodiff.taps import Tap, Taps
 from jmask._autodiff.views import (
     Lookup,
     Positions,
     TableView,
-    Tap,
-    Taps,
     Valid,
     View,
     ids_at,

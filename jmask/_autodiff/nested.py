@@ -23,15 +23,8 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec as P
 
-from jmask._autodiff.views import (
-    Positions,
-    Reading,
-    TableView,
-    Tap,
-    View,
-    tables_of,
-    view_of_table,
-)
+from jmask._autodiff.taps import Tap
+from jmask._autodiff.views import Positions, Reading, TableView, View, tables_of, view_of_table
 from jmask._base.array_types import is_known
 from jmask._base.forms import (
     PLAIN_CALLS,

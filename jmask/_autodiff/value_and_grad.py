@@ -5,19 +5,16 @@
 
 The function is written as always. It is traced once, forwards. Its jaxpr says which parameters
 are tables, that is which are looked up and not needed as a whole; then it runs with an argument
-of zeros at each lookup, in which JAX differentiates. See `views`.
+of zeros at each lookup, in which JAX differentiates. See `taps`.
 """
 
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Literal, ParamSpec, overload
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import AxisType
 
 from jmask._autodiff.arguments import (
     Leaves,
@@ -30,40 +27,19 @@ from jmask._autodiff.arguments import (
 )
 from jmask._autodiff.forward import Forward, Need
 from jmask._autodiff.nested import Needed
+from jmask._autodiff.taps import Taps, gradients_of_tables
 from jmask._autodiff.uses import report_dense
-from jmask._autodiff.views import Tap, Taps, view_of_table
+from jmask._autodiff.views import view_of_table
 from jmask._base.array_types import at_most, is_known
 from jmask._base.fallback import LARGE
 from jmask._base.forms import aval_of
 from jmask._base.jaxprs import forwarded, origins
-from jmask._base.row_ids import id_dtype, is_opaque
-from jmask._base.shardings import (
-    end_to_end,
-    explicit_mesh,
-    flattened,
-    on_explicit_mesh,
-    on_mesh,
-    rows_in_any_order,
-    varying_alike,
-    varying_axes,
-)
-from jmask._base.types import (
-    Argument,
-    Function,
-    IdVector,
-    Options,
-    PyTree,
-    PyTreeDef,
-    RowArray,
-    TableArray,
-)
+from jmask._base.row_ids import is_opaque
+from jmask._base.shardings import on_explicit_mesh
+from jmask._base.types import Argument, Function, Options, PyTree, PyTreeDef
 from jmask._base.validation import Model, check_flag, leaf_name
-from jmask._kernels import tuning
-from jmask._kernels.gathered_rows import GATHERED, GatheredRows, concatenated, pays
-from jmask._kernels.rows import split_rows
 from jmask._tables.quantized import refuse_quantized
 from jmask._tensors.masked_tensor import is_tensor
-from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.specified import counts_everywhere
 
 P = ParamSpec("P")
@@ -392,81 +368,3 @@ class LossProgram:
 
         dense = {i: needs for i, needs in self.needs.items() if i not in self.tables}
         report_dense(self.jaxpr, lambda i: names()[self.leaves.owners[i]], dense)
-
-
-# --- from taps to a gradient --------------------------------------------------------------
-
-
-def gradients_of_tables(
-    tables: Sequence[TableArray], specs: PyTree, ids: PyTree, cotangents: PyTree
-) -> dict[int, RowSparse]:
-    """Return the gradient of each table that has taps: the cotangents at the ids of all."""
-    parts: dict[int, list[tuple[Tap, IdVector, RowArray]]] = defaultdict(list)
-    of_lookups = jax.tree.leaves(ids, is_leaf=lambda x: isinstance(x, tuple))
-    taps = zip(jax.tree.leaves(specs), of_lookups, jax.tree.leaves(cotangents), strict=True)
-    for spec, i, cotangent in taps:
-        table = tables[spec.table]
-        mesh = explicit_mesh(table, cotangent) or jax.sharding.get_abstract_mesh()
-        if AxisType.Explicit in mesh.axis_types:
-            i, cotangent = jax.tree.map(functools.partial(on_mesh, mesh), (i, cotangent))
-        both = _flat(spec, table, i, cotangent)
-        # A table that devices share has the gradients of all of them.
-        axes = frozenset[str]().union(*map(varying_axes, both)) - varying_axes(table)
-        if axes:
-            gather = functools.partial(lax.all_gather, tiled=True, to="invarying")
-            both = tuple(gather(x, tuple(sorted(axes))) for x in varying_alike(*both))
-        parts[spec.table].append((spec, *both))
-    return {number: _joined(tables[number], of_table) for number, of_table in parts.items()}
-
-
-def _flat(
-    spec: Tap, table: TableArray, ids: PyTree, rows: jax.Array
-) -> tuple[IdVector, RowArray]:
-    row = spec.row
-    if spec.kind == "rows":
-        dimensions = rows.ndim - len(row)
-        if ids.ndim != dimensions:  # a view has flat ids, in the order of its rows
-            return flattened(ids, ids.ndim), flattened(rows, dimensions)
-        return rows_in_any_order(ids, rows)
-    # All entries of a bag have the cotangent of its sum.
-    ids, bag, weight = ids
-    bags, rounds, each = spec.shape[0], math.prod(spec.batch), None
-    # The bags of all rounds of a loop are numbered in sequence.
-    if bag is None:
-        each = spec.rows // bags
-        bag = lax.iota(jnp.int32, spec.count) // each
-    elif spec.batch:
-        first = bags * lax.iota(bag.dtype, rounds)[:, None]
-        bag = bag.reshape(rounds, -1)
-        bag = jnp.where(bag < bags, bag + first, rounds * bags)
-    weight = None if weight is None else weight.reshape(-1)
-    source = rows.reshape(-1, *row)
-    known = GatheredRows(source, bag.reshape(-1), weight, table.dtype, each)
-    result = known.array()
-    # Few rows are better written: what makes them takes longer to compile than it saves.
-    if pays(source.shape[0], result.shape[0]) and result.nbytes >= tuning.SMALL_ROWS:
-        GATHERED.note(result, known)
-    return ids.reshape(-1), result
-
-
-def _joined(table: TableArray, parts: Sequence[tuple[Tap, IdVector, RowArray]]) -> RowSparse:
-    """Return what several lookups of a table add to its gradient, as one `RowSparse`."""
-    # Rows of the finest kind: single entries, rows of a packed table, rows.
-    finest, *_ = min(parts, key=lambda part: (-part[0].leading, math.prod(part[0].row)))
-    count, row = finest.rows_of(table.shape), finest.row
-    all_ids, all_rows = [], []
-    for spec, ids, rows in parts:
-        each = math.prod(spec.row) // max(math.prod(row), 1)
-        if spec.row != row:
-            ids, rows = split_rows(ids, rows, each, count, row)
-        all_ids.append(ids.astype(id_dtype(count)))
-        all_rows.append(rows if rows.dtype == table.dtype else rows.astype(table.dtype))
-    ids = all_ids[0] if len(parts) == 1 else end_to_end(all_ids)
-    return RowSparse.from_rows(
-        ids,
-        concatenated(all_rows),
-        table.shape,
-        coalesced=False,
-        leading=finest.leading,
-        width=finest.width,
-    )

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import jax
 
+from jmask._autodiff.taps import Tap
 from jmask._autodiff.uses import Computed, reason
 from jmask._autodiff.value_and_grad import LossProgram
-from jmask._autodiff.views import Tap
 from jmask._base.fallback import Place, collected, in_bytes
 from jmask._base.types import DType, Function, KeyPath, PyTree, PyTreeDef, Shape
 from jmask._base.validation import abstract_leaf, checked_choice
