@@ -283,7 +283,7 @@ def _tensor_gradient(x: Tensor, of_values: jax.Array, everywhere: jax.Array | No
     """Return the gradient of a tensor, from those in its stored values and its placeholder."""
     if everywhere is None:
         return with_values_of(x, of_values)
-    # Stored entries have the gradient of the stored values, others that of the placeholder.
+    # At stored entries the gradient in the stored values, at all others in the placeholder.
     storage = x.storage if isinstance(x, MaskedTensor) else x
     kept = x.valid if isinstance(x, MaskedTensor) else jnp.ones(of_values.shape, bool)
     if not is_sparse(storage):
@@ -307,22 +307,26 @@ def _tensor_gradient(x: Tensor, of_values: jax.Array, everywhere: jax.Array | No
 
 
 def _in_order(*arrays: jax.Array, beside: int) -> list[jax.Array]:
-    """Return the arrays. The loss comes first, and is computed after the `beside` next ones."""
+    """Return the arrays, so that the first, the loss, depends on the next `beside` of them."""
     loss, *others = arrays
     bits = BITS.get(loss.dtype.itemsize)
     if bits is None or not jnp.issubdtype(loss.dtype, jnp.floating):
         return list(arrays)
     number = lax.bitcast_convert_type(loss, bits)
     for x in others[:beside]:
-        x = x.real if is_complex(x) else x
-        bits = BITS.get(x.dtype.itemsize) if jnp.issubdtype(x.dtype, jnp.floating) else None
-        if bits is None:
-            x = lax.convert_element_type(x, jnp.int32)
-        else:
-            x = lax.bitcast_convert_type(x, bits)
-        all_bits = lax.reduce(x, np.zeros((), x.dtype), lax.bitwise_xor, range(x.ndim))
-        number = plus_zero(number, zero_of(all_bits))
+        number = plus_zero(number, _zero_of_all(x))
     return [lax.bitcast_convert_type(number, loss.dtype), *others]
+
+
+def _zero_of_all(x: jax.Array) -> jax.Array:
+    """Return an integer zero () that depends on all entries of an array, as XLA sees it."""
+    x = x.real if is_complex(x) else x
+    bits = BITS.get(x.dtype.itemsize) if jnp.issubdtype(x.dtype, jnp.floating) else None
+    if bits is None:
+        x = lax.convert_element_type(x, jnp.int32)
+    else:
+        x = lax.bitcast_convert_type(x, bits)
+    return zero_of(lax.reduce(x, np.zeros((), x.dtype), lax.bitwise_xor, range(x.ndim)))
 
 
 _TOGETHER = primitive(
@@ -350,11 +354,11 @@ def after_reading(
     """Make the ids of gradients depend on the loss, and on what `aux` reads of tables.
 
     Args:
-        beside: parts of `aux` that are computed from tables, by their positions in it.
+        beside: those parts of `aux` that read tables, by position.
         dense, sparse: gradients, by the numbers of their parameters.
 
     Returns:
-        `beside`, `dense` and `sparse`, the same values.
+        `beside`, `dense` and `sparse` with the same values.
     """
     if not isinstance(loss, jax.core.Tracer) or not sparse:
         return beside, dense, sparse

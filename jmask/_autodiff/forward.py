@@ -54,7 +54,6 @@ from jmask._base.forms import (
     writes_reference,
 )
 from jmask._base.jaxprs import bound, bound_to_differentiate, contexts_of, read
-from jmask._base.row_ids import id_dtype
 from jmask._base.shardings import varying_axes, varying_over
 from jmask._base.types import Argument, Shape, Shaped
 from jmask._kernels.lines import is_packed
@@ -187,18 +186,8 @@ class Forward:
         # with an array larger than its tables, as logits with their bias, is an array.
         if name in COMPUTING:
             args = [array(a) if self._reading_of_few(a) else a for a in args]
-        if name in ENTRYWISE:
-            shapes = [tuple(self.leaves[t].shape) for t in tables_of(args)]
-            # Masks are broadcast to what they choose from.
-            arrays = [a for a in args if np.ndim(a) and not isinstance(a, View)]
-            others = [tuple(a.shape) for a in arrays if jnp.issubdtype(a.dtype, jnp.inexact)]
-            # One with the rows of the tables, as a base with a product of factors, is read.
-            others = [x for x in others if any(x[0] != shape[0] for shape in shapes)]
-            if shapes and is_known(*itertools.chain(*shapes, *others)):
-                largest = max(map(math.prod, others), default=0)
-                args = (
-                    [array(a) for a in args] if largest > sum(map(math.prod, shapes)) else args
-                )
+        if name in ENTRYWISE and self._has_larger_array(args):
+            args = [array(a) for a in args]
         if any(isinstance(a, View) for a in args):
             made_views = views_of(self.eqns, name, args)
             if made_views is not None and name in ("slice", "dynamic_slice"):
@@ -304,11 +293,8 @@ class Forward:
         for count in [n for n, fits in enumerate(x.fits) if fits]:
             plan = planned(x, count, x.shape[:count]) or []
 
-            def run(taps: Taps, sizes: Shape = x.shape[:count]) -> jax.Array:
-                along = lambda: [
-                    lax.broadcasted_iota(id_dtype(n), sizes, d) for d, n in enumerate(sizes)
-                ]
-                return read_at(x, Positions(len(sizes), sizes, lambda: (along(), None)), taps)
+            def run(taps: Taps, count: int = count) -> jax.Array:
+                return read_at(x, Positions.of_all(x.shape[:count]), taps)
 
             readings.append((plan, run))
 
@@ -333,6 +319,18 @@ class Forward:
         size, sizes = math.prod(x.shape), (math.prod(self.leaves[t].shape) for t in x.tables)
         is_small = any(at_most(8 * size, other) for other in sizes)
         return self._reading_of_all(x) if is_small else None
+
+    def _has_larger_array(self, args: Sequence[Argument]) -> bool:
+        """Decide whether an array among operands is larger than all tables of the others."""
+        shapes = [tuple(self.leaves[t].shape) for t in tables_of(args)]
+        # Masks are broadcast to what they choose from.
+        arrays = [x for x in args if np.ndim(x) and not isinstance(x, View)]
+        others = [tuple(x.shape) for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
+        # One with the rows of the tables, as a base with a product of factors, is read by rows.
+        others = [x for x in others if any(x[0] != shape[0] for shape in shapes)]
+        if not shapes or not is_known(*itertools.chain(*shapes, *others)):
+            return False
+        return max(map(math.prod, others), default=0) > sum(map(math.prod, shapes))
 
 
 def _is_slow(eqn: JaxprEqn) -> bool:

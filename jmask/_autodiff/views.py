@@ -46,6 +46,16 @@ class Positions:
     # Makes the indices, each (*entries,) or a number, and says where they count.
     made: Callable[[], tuple[Sequence[jax.Array], Valid]]
 
+    @classmethod
+    def of_all(cls, sizes: Shape) -> "Positions":
+        """Return the positions of all entries along dimensions of these sizes."""
+
+        def made() -> tuple[list[jax.Array], Valid]:
+            dimensions = enumerate(sizes)
+            return [lax.broadcasted_iota(id_dtype(n), sizes, d) for d, n in dimensions], None
+
+        return cls(len(sizes), sizes, made)
+
     @functools.cached_property
     def _indices(self) -> tuple[Sequence[jax.Array], Valid]:
         return self.made()

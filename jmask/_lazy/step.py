@@ -89,9 +89,10 @@ def step_of(
         if entries and step.proof and not any(map(step.proof.mixes_entries, entries)):
             alone = proved(gradients, **how)
             # The length of a row may be in a number.
-            made = [operations_of(x.proof.program) for x in (alone, step) if x.proof]
-            if alone.proof and made[0] == made[1]:
-                return alone
+            if alone.proof:
+                made = operations_of(alone.proof.program)
+                if made == operations_of(step.proof.program):
+                    return alone
         return step
 
     leaves_of = functools.partial(jax.tree.leaves, is_leaf=is_gradient_leaf)
@@ -120,8 +121,8 @@ def step_of(
 class Leaf:
     """A leaf of the gradient, the state, the parameters or the extra arguments.
 
-    Stacked tables (M, V, D) are stored as one table (M * V, D). `inner` sees (M * V, 1, D),
-    which has as many dimensions as the stack: a mask by `ndim` is that of the table.
+    Stacked tables (M, V, D) are stored as one table (M * V, D). `inner` sees (M * V, 1, D): a
+    mask by `ndim` gives the same for it as for the stack.
     """
 
     given: Argument  # an array; of a gradient, an array or a `RowSparse`
@@ -140,7 +141,7 @@ class Leaf:
 
     @functools.cached_property
     def value(self) -> Argument:
-        """What is given, of a stack as one table."""
+        """The given array or gradient; stacked tables are reshaped to one."""
         if is_row_sparse(self.given):
             return self.given.flat()
         return self.given if self.stored is None else jnp.reshape(self.given, self.stored)

@@ -273,8 +273,6 @@ def by_name(of_jax: Function, number: int) -> Callable[[Function], Function]:
     names = list(inspect.signature(of_jax).parameters)[:number]
 
     def decorated(function: Function) -> Function:
-        function = functools.wraps(of_jax)(function)
-
         @functools.wraps(of_jax)
         def named(*args: Argument, **kwargs: Argument) -> PyTree:
             given = itertools.takewhile(kwargs.__contains__, names[len(args) :])
