@@ -36,7 +36,7 @@ class WaitingRows(View):
 
     @property
     def is_wide(self) -> bool:
-        """Whether they have the dtype in which bags are summed."""
+        """True if the rows have the dtype in which bags are summed."""
         return self.dtype == wide(self.table.dtype)
 
     def computed(

@@ -246,8 +246,8 @@ class LossProgram:
         tables: the inputs in `real` whose gradient is row-sparse.
         taps: of the lookups of tables, as the record of `Taps`.
         needs: of each input that might have been a table.
-        beside: which outputs after the loss, parts of `aux`, are computed from tables. A table
-            that is returned unchanged is not computed.
+        beside: which parts of `aux`, numbered from the output after the loss, are computed of
+            tables; not a table that is returned unchanged.
     """
 
     def __init__(

@@ -69,8 +69,8 @@ def in_sequence(
     """Return two programs as one, with the outputs of the first and then of the second.
 
     Args:
-        sources: for each input of `second` an index into the outputs of `first` followed by its
-            inputs; None adds an input after those of `first`.
+        sources: where each input of `second` comes from: an index into the outputs of `first`,
+            then its inputs; or None for an input of its own, which follows those of `first`.
     """
     pairs = [zip(x.jaxpr.constvars, x.consts, strict=True) for x in (first, second)]
     consts: dict[Var, Argument] = dict(itertools.chain(*pairs))

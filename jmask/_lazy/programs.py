@@ -200,7 +200,7 @@ def with_steps_applied(
         used = itertools.chain(program.jaxpr.outvars, *(x.invars for x in items))
         return Counter(_variables(used))
 
-    # --- its steps, those of a chain as one
+    # --- find the lazy steps in it; steps of a chain become one
     items: list[JaxprEqn | _FoundStep] = []
     uses = uses_in(eqns)
     for eqn in eqns:

@@ -176,7 +176,7 @@ class RowLocal:
 
     @functools.cached_property
     def sums_over_rows(self) -> bool:
-        """Whether the update computes a sum over rows, as a global norm."""
+        """True if the update sums over rows, as a global norm does."""
         return any(
             any(map(axes_of_rows, eqn.invars)) and not any(map(axes_of_rows, eqn.outvars))
             for eqn in within(self.program.jaxpr.eqns)
