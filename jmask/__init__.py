@@ -19,9 +19,9 @@ from jmask._embedding.lookup import exchange_overflow as exchange_overflow
 from jmask._embedding.lookup import renormalize as renormalize
 from jmask._embedding.pad_bags import PaddedBags as PaddedBags
 from jmask._embedding.pad_bags import pad_bags as pad_bags
-from jmask._gradcheck.chart import GradcheckError as GradcheckError
 from jmask._gradcheck.check import gradcheck as gradcheck
 from jmask._gradcheck.check import is_masked_function as is_masked_function
+from jmask._gradcheck.message import GradcheckError as GradcheckError
 from jmask._kernels.keep_memory import keep_memory as keep_memory
 from jmask._kernels.stochastic_rounding import stochastic_round as stochastic_round
 from jmask._lazy.lazy import apply_gradients as apply_gradients

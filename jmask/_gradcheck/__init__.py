@@ -1,5 +1,6 @@
 """`jmask.gradcheck`: gradients against differences, in plain and in masked semantics.
 
 check       the check, gradients of gradients, and `is_masked_function`
-chart       arguments and results as real vectors, and the errors
+message     its errors
+chart       arguments and results as real vectors
 """

@@ -22,7 +22,8 @@ import numpy as np
 
 from jmask._base.types import Function, HostArray, PyTree, Tensor
 from jmask._base.validation import check_flag, check_leaves, shown
-from jmask._gradcheck.chart import Chart, Coordinate, GradcheckError, Leaf, Problem, Setting
+from jmask._gradcheck.chart import Chart, Coordinate, Leaf, Problem
+from jmask._gradcheck.message import GradcheckError, Setting
 from jmask._tensors.masked_tensor import MaskedTensor
 
 # Positive and negative, large and small. Powers of two: a right rule is rounded alike.
