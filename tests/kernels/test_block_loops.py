@@ -234,7 +234,10 @@ def test_rows_summed_into_the_first(monkeypatch, block, dtype):
 def test_rows_summed_by_hashing(monkeypatch, buckets, block, dtype):
     monkeypatch.setattr(tuning, "HASH_BUCKETS", buckets)
     monkeypatch.setattr(tuning, "BLOCK_ROWS", (1, block))
+    # Its trace is kept, with the numbers of the case before.
+    summed_by_hashing.clear_cache()
     check_ids_of_each_dtype(summed_by_hashing, dtype)
+    summed_by_hashing.clear_cache()
 
 
 def test_ids_of_64_bits():
