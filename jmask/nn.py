@@ -18,6 +18,8 @@ tensors on sparse storage stay sparse: their slices are segments of the stored v
     Array([-0.999995,  0.      ,  0.999995], dtype=float32)
 """
 
+from __future__ import annotations as _annotations
+
 import jax.numpy as _jnp
 from jax import nn as _nn
 

@@ -23,6 +23,8 @@ four words, which say how masks combine: `entrywise`, `reduces`, `moves` or `con
     MaskedTensor([1.0, --, --], dtype=float32)
 """
 
+from __future__ import annotations as _annotations
+
 import functools as _functools
 
 import jax.numpy as _jnp

@@ -20,6 +20,8 @@ bag, and its weight. V is no row; b, the number of bags, is no bag; padding has 
     position  2 0 1 V        bag  0 0 1 b        weight  1 1 1 0
 """
 
+from __future__ import annotations
+
 import functools
 import math
 import operator

@@ -9,6 +9,8 @@ the table does, ids that are padding, and rows of bounded norm. Under `jmask.gra
 gradient is a `RowSparse` with one stored row for each id.
 """
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 import numpy as np

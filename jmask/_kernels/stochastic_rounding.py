@@ -7,6 +7,8 @@ Rounded to nearest, a bfloat16 weight of 256 never moves if each step adds 0.5; 
 stochastically its mean moves by 0.5 a step.
 """
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 import numpy as np

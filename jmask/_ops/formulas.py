@@ -10,6 +10,8 @@ Three ranges of numbers have one fixed factor each, as in LAPACK's `nrm2` (Ander
 the reciprocal of 1e38 is subnormal, for which it takes 0.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Sequence

@@ -20,6 +20,8 @@ Padding has the value 0, whatever was stored there, and meets a row of zeros: no
 the other operand reaches a sum or a derivative through it. No index is read unchecked.
 """
 
+from __future__ import annotations
+
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -71,7 +73,7 @@ class Entries(NamedTuple):
     shape: tuple[int, int]
 
     @property
-    def T(self) -> "Entries":  # noqa: N802
+    def T(self) -> Entries:  # noqa: N802
         return Entries(self.columns, self.rows, self.values, self.shape[::-1])
 
 
@@ -82,7 +84,7 @@ class Rows(NamedTuple):
     transposed: bool = False
 
     @property
-    def T(self) -> "Rows":  # noqa: N802
+    def T(self) -> Rows:  # noqa: N802
         return Rows(self.matrix, not self.transposed)
 
 

@@ -20,6 +20,8 @@ of range reads the entry at the border; a masked index reads a masked entry, and
 Where positions repeat and one of the values written there is masked, so is the result.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
 
@@ -297,7 +299,7 @@ class At:
     def __init__(self, x: MaskedTensor):
         self.x = x
 
-    def __getitem__(self, index: IndexLike) -> "Positions":
+    def __getitem__(self, index: IndexLike) -> Positions:
         return Positions(self.x, index)
 
     def __repr__(self) -> str:
@@ -305,7 +307,7 @@ class At:
 
 
 def _arithmetic(name: str, doc: str) -> Function:
-    def method(self: "Positions", values: TensorLike, **kwargs: Argument) -> MaskedTensor:
+    def method(self: Positions, values: TensorLike, **kwargs: Argument) -> MaskedTensor:
         values = dense(adopted(values), "at")
         index, kwargs = self._without_masked("drop", kwargs)
         # Ones wherever the result is masked: no nan from there can reach a derivative.

@@ -11,6 +11,8 @@ depends on data; under jit it is given as `size`, as in `jax.numpy`. Results tha
 (`allclose`, `array_equal`) always exist, so they are arrays.
 """
 
+from __future__ import annotations
+
 import functools
 import inspect
 import math

@@ -11,6 +11,8 @@ SparseAdam and MXNet differ from Adam in optax and torch. In the first step m / 
 sign(g) * (1 - b1) / sqrt(1 - b2) and w moves by lr * sign(g) (for eps = 0).
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import NamedTuple

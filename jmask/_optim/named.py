@@ -5,6 +5,8 @@ and "l2" decay, w the parameter, and t the number of the step, from 1. With
 `decay_mode="decoupled"` w <- w - lr * weight_decay * w besides.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import jax

@@ -1,5 +1,7 @@
 """A bridge to SparseCore: `jmask.sparsecore`."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import NamedTuple
 

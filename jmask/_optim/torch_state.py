@@ -4,6 +4,8 @@ torch SparseAdam    exp_avg, exp_avg_sq, step        jmask.adam       mu, nu, co
 torch Adagrad       sum, step                        jmask.adagrad    sum_of_squares, count
 """
 
+from __future__ import annotations
+
 from collections.abc import Hashable, Mapping, Sequence
 
 import jax

@@ -12,6 +12,8 @@ lines. A lookup names the `width` of rows; its gradient has rows of that width, 
 take as lines of which some entries exist: see `jmask._kernels.lines`.
 """
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 

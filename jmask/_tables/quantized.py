@@ -7,6 +7,8 @@ looked up alone. Two numbers of 4 bits share a byte: JAX's own int4 arrays take 
 number in NumPy, in files, and on CPUs up to jaxlib 0.10.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 

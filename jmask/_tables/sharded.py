@@ -8,6 +8,8 @@ are explicit, lookups and updates of jmask see by its type where rows live; see
 `jmask._kernels.sharded_rows`. Where axes are automatic, XLA partitions what is plain.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 

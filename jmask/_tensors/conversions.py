@@ -10,6 +10,8 @@ the entries, or rows, that are not zero; nan is not zero. Sizes are static: `nse
 with padding, which is never valid.
 """
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 import numpy as np

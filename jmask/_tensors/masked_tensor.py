@@ -10,6 +10,8 @@ reductions run over the entries that exist. On sparse storage (`RowSparse`, BCOO
 entries that are not stored do not exist either; the mask is kept for the stored values alone.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Iterator, Sequence
 from typing import NoReturn, Self, TypeVar
@@ -174,7 +176,7 @@ class MaskedTensor(MaskedMethods):
             raise TypeError("len() of a MaskedTensor without dimensions.")
         return self.shape[0]
 
-    def __iter__(self) -> Iterator["MaskedTensor"]:
+    def __iter__(self) -> Iterator[MaskedTensor]:
         return (self[i] for i in range(len(self)))
 
     def __float__(self) -> float:
@@ -230,31 +232,31 @@ class MaskedTensor(MaskedMethods):
 
     filled = to_tensor
 
-    def to_dense(self) -> "MaskedTensor":
+    def to_dense(self) -> MaskedTensor:
         """Return the same tensor on dense storage; entries that are not stored are masked."""
         if not is_sparse(self.storage):
             return self
         data = scattered(stored_values(self), self.storage, 0)
         return joined(data, scattered(self.valid, self.storage, False))
 
-    def to_sparse(self, nse: int | None = None) -> "MaskedTensor":
+    def to_sparse(self, nse: int | None = None) -> MaskedTensor:
         """Return `jmask.cast_storage(x, "coo")`: every valid entry is stored."""
         return library().cast_storage(self, "coo", nse=nse)
 
-    def to_sparse_csr(self, nse: int | None = None) -> "MaskedTensor":
+    def to_sparse_csr(self, nse: int | None = None) -> MaskedTensor:
         """Return `jmask.cast_storage(x, "csr")`: every valid entry is stored."""
         return library().cast_storage(self, "csr", nse=nse)
 
-    def to_row_sparse(self, nse: int | None = None) -> "MaskedTensor":
+    def to_row_sparse(self, nse: int | None = None) -> MaskedTensor:
         """Return `jmask.cast_storage(x, "row_sparse")`: rows with a valid entry are stored."""
         return library().cast_storage(self, "row_sparse", nse=nse)
 
-    def astype(self, dtype: DTypeLike) -> "MaskedTensor":
+    def astype(self, dtype: DTypeLike) -> MaskedTensor:
         """Return the tensor with its data cast to `dtype`."""
         values = stored_values(self).astype(checked_dtype("dtype", dtype))
         return self.with_values(values)
 
-    def with_values(self, values: jax.Array, valid: jax.Array | None = None) -> "MaskedTensor":
+    def with_values(self, values: jax.Array, valid: jax.Array | None = None) -> MaskedTensor:
         """Return the tensor with other stored values (and mask) at the same positions."""
         if valid is None:
             values, valid = checked_replacement(values, stored_values(self)), self.valid

@@ -6,6 +6,8 @@
 These functions import the classes, so the classes look them up when they are called.
 """
 
+from __future__ import annotations
+
 import math
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -135,12 +137,12 @@ class MaskedMethods(TensorMethods):
     dot, median, nonzero, ptp = methods("dot median nonzero ptp")
     repeat, sort, trace = methods("repeat sort trace")
 
-    def __getitem__(self, index: IndexLike) -> "MaskedTensor":
+    def __getitem__(self, index: IndexLike) -> MaskedTensor:
         """See `jmask._ops.selection.masked_getitem`."""
         return library()._ops.selection.masked_getitem(self, index)
 
     @property
-    def at(self) -> "At":
+    def at(self) -> At:
         """See `jmask._ops.selection.At`."""
         return library()._ops.selection.At(self)
 

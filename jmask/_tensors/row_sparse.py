@@ -13,6 +13,8 @@ cotangents of their rows. The number of stored rows n ("nse", as in `jax.experim
 is static; an index outside [0, shape[0]) is padding and its row is dropped.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from typing import NamedTuple, Self
@@ -146,7 +148,7 @@ class RowSparse(RowSparseMethods):
 
     def with_leaves(
         self, index_leaf: jax.Array, values: jax.Array, **changes: Shape | Order | int | None
-    ) -> "RowSparse":
+    ) -> RowSparse:
         """Replace leaves, unchecked, and `shape`, `order`, `leading`, `width` where given."""
         static = self._static._replace(**changes)  # type: ignore[arg-type]
         return RowSparse.tree_unflatten(static, (index_leaf, values))
@@ -161,7 +163,7 @@ class RowSparse(RowSparseMethods):
         coalesced: bool,
         leading: int = 1,
         width: int | None = None,
-    ) -> "RowSparse":
+    ) -> RowSparse:
         """Make a tensor of ids (n,) and values (n, *row) that are known to fit, unchecked."""
         static = Static(shape, "sorted" if coalesced else "any", leading, width)
         node = cls.tree_unflatten(static, (None, values))
@@ -224,7 +226,7 @@ class RowSparse(RowSparseMethods):
     @classmethod
     def zeros(
         cls, shape: Sequence[int], dtype: DTypeLike = jnp.float32, nse: int = 0
-    ) -> "RowSparse":
+    ) -> RowSparse:
         """Return the zero tensor, with capacity for `nse` rows, which are padding.
 
         Example:
@@ -237,7 +239,7 @@ class RowSparse(RowSparseMethods):
         return cls.from_rows(ids, jnp.zeros((nse, *shape[1:]), dtype), shape, coalesced=True)
 
     @classmethod
-    def fromdense(cls, x: Numbers, nse: int | None = None) -> "RowSparse":
+    def fromdense(cls, x: Numbers, nse: int | None = None) -> RowSparse:
         """Return the rows of `x` that are not all zero (a nan is not zero), in order.
 
         Args:
@@ -266,7 +268,7 @@ class RowSparse(RowSparseMethods):
         dense = add_to_rows(zeros, rows.row_ids(), rows.rows(), rows.order)
         return dense.reshape(self.shape)
 
-    def flat(self) -> "RowSparse":
+    def flat(self) -> RowSparse:
         """Return the gradient of stacked or packed tables in the shape (rows, *row) of one.
 
         Example:
@@ -280,11 +282,11 @@ class RowSparse(RowSparseMethods):
         static = self._static._replace(shape=(self.row_count, *self.row), leading=1, width=None)
         return RowSparse.tree_unflatten(static, (self.index_leaf, self.values))
 
-    def stacked_as(self, like: "RowSparse") -> "RowSparse":
+    def stacked_as(self, like: RowSparse) -> RowSparse:
         """Undo `flat`: return the tensor with the shape of `like`."""
         return like.with_leaves(self.index_leaf, self.values, order=self.order)
 
-    def with_rows_of(self, like: "RowSparse") -> "RowSparse":
+    def with_rows_of(self, like: RowSparse) -> RowSparse:
         """Split each row into the smaller ones of `like`, of the same shape."""
         if self.row == like.row:
             return self
@@ -298,7 +300,7 @@ class RowSparse(RowSparseMethods):
         """True if the indices are sorted and unique, with padding last."""
         return self.order == "sorted"
 
-    def coalesce(self, nse: int | None = None) -> "RowSparse":
+    def coalesce(self, nse: int | None = None) -> RowSparse:
         """Return the same tensor with sorted unique indices, duplicates summed, padding last.
 
         Args:
@@ -327,7 +329,7 @@ class RowSparse(RowSparseMethods):
             values = checks.fit_or_poison(values, needed, nse, most)
         return self.with_leaves(hide(ids), values, order="sorted")
 
-    def retain(self, rows: Numbers) -> "RowSparse":
+    def retain(self, rows: Numbers) -> RowSparse:
         """Keep the stored rows whose index is among `rows` (m,); the others become zero.
 
         Example:
@@ -341,13 +343,13 @@ class RowSparse(RowSparseMethods):
         ids = jnp.where(kept, ids, self.shape[0])
         return self.with_leaves(hide(ids), self.values, order="any")
 
-    def astype(self, dtype: DTypeLike) -> "RowSparse":
+    def astype(self, dtype: DTypeLike) -> RowSparse:
         """Cast to `dtype`; rows with equal indices are summed first if need be."""
         dtype = checked_dtype("dtype", dtype)
         summed = self if adds_when_cast(self.dtype, jnp.dtype(dtype)) else self.coalesce()
         return summed.with_values(summed.values.astype(dtype))
 
-    def widened(self) -> "RowSparse":
+    def widened(self) -> RowSparse:
         """Return the tensor in float32 if it is of 16 bits, to sum its rows exactly."""
         dtype = wide(self.dtype)
         return self if dtype == self.dtype else self.with_values(cast(self.values, dtype))
@@ -400,7 +402,7 @@ class RowSparse(RowSparseMethods):
             )
         return canonical(self.indices, self.shape[0])
 
-    def with_values(self, values: jax.Array) -> "RowSparse":
+    def with_values(self, values: jax.Array) -> RowSparse:
         """Return the tensor with the same indices and other values (n, *row)."""
         values = checks.checked_replacement(values, self.values)
         return self.with_leaves(self.index_leaf, values)

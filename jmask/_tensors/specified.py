@@ -10,6 +10,8 @@ tensors compute with stored values, and their gradients go there: `x @ y` is the
 with masked gradient, `todense(x) @ y` with an ordinary tensor's.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Self, TypeVar
 

@@ -5,6 +5,8 @@
 "violin"       64 bits of its BLAKE2b       the same in every process
 """
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Iterable
 

@@ -4,6 +4,8 @@ state      count    mu (V, D)   nu (V, D)   last (V, 1)       whose rows: as `la
 new rows            tx.init of the new rows alone             what an optimizer starts with
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Mapping
 

@@ -10,6 +10,8 @@ Arrays in between have the size of the batch. A place that a key of the batch ha
 to another one: at most one key changes each number, so adding changes modulo 2³² is exact.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import math

@@ -169,6 +169,17 @@ def test_arguments_in_docstrings(path):
     assert named == set(inspect.signature(function).parameters) - {"self"}
 
 
+@pytest.mark.parametrize("path", FUNCTIONS)
+def test_help_names_types(path):
+    """As they are written: a union of all that becomes an array fills a page of `help`."""
+    try:
+        parameters = inspect.signature(FUNCTIONS[path]).parameters.values()
+    except ValueError:  # of an exception, made by the interpreter
+        assert issubclass(FUNCTIONS[path], Exception)
+        return
+    assert [str(x) for x in parameters if len(str(x)) > 100] == []
+
+
 def test_names_of_types_have_an_entry():
     """Of those in signatures: each that `_base.types` defines has a docstring below it."""
     page = docs_pages.api_pages()["api/types.md"]
