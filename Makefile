@@ -1,7 +1,7 @@
 # Every target creates what it needs: `make demo` and `make test` run on a machine that has Python
 # and pip. ARGS goes to the program: `make dlrm ARGS="--values 10"`, `make test ARGS=-x`. Another
 # interpreter for the newest versions: `make test PYTHON=path`, after `make clean`.
-PYTHON ?= $(shell scripts/interpreter 3.13 3.12 3.11)
+PYTHON ?= $(shell scripts/interpreter 3.14 3.13 3.12 3.11)
 PYTHON_between ?= $(shell scripts/interpreter 3.12)
 PYTHON_oldest ?= $(shell scripts/interpreter 3.11)
 $(foreach x,torch peers mxnet addons,$(eval PYTHON_$x ?= $(PYTHON_oldest)))# newer: large, or none
@@ -73,7 +73,7 @@ test-wheel: wheel
 	$(PYTHON) -m venv --clear .venv-wheel
 	.venv-wheel/bin/python $(INSTALL) dist/*.whl mypy
 	.venv-wheel/bin/python scripts/check_wheel.py dist
-test-wheels: ; for p in 13 12 11; do $(MAKE) test-wheel PYTHON=`scripts/interpreter 3.$$p` || exit; done
+test-wheels: ; for p in 14 13 12 11; do $(MAKE) test-wheel PYTHON=`scripts/interpreter 3.$$p` || exit; done
 test-all: lint docs test test-slow test-oldest test-between test-torch test-tpu test-tpu-slow \
 	test-gpu test-gpu-slow test-lowered test-peers test-wheel
 
