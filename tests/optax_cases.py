@@ -47,7 +47,8 @@ REFUSED = {
     "lbfgs": (lambda: optax.lbfgs(0.1), "extra argument `grad`"),
     "contrib.dadapt_adamw": (lambda: contrib.dadapt_adamw(), COUNTS_OTHER_ROWS),
     "contrib.dpsgd": (
-        lambda: contrib.dpsgd(0.1, l2_norm_clip=1.0, noise_multiplier=1.0, seed=0),
+        # Norm, noise and seed, which is a key by name in the optax after 0.2.8.
+        lambda: contrib.dpsgd(0.1, 1.0, 1.0, 0),
         "to have a batch dimension",
     ),
     "contrib.muon": (lambda: contrib.muon(0.1), COUNTS_ROWS),
