@@ -4,7 +4,7 @@
 PYTHON ?= $(shell scripts/interpreter 3.14 3.13 3.12 3.11)
 PYTHON_between ?= $(shell scripts/interpreter 3.12)
 PYTHON_oldest ?= $(shell scripts/interpreter 3.11)
-$(foreach x,torch peers mxnet addons,$(eval PYTHON_$x ?= $(PYTHON_oldest)))# newer: large, or none
+$(foreach x,torch peers mxnet addons,$(eval PYTHON_$x ?= $$(PYTHON_oldest)))# newer: large, or none
 
 # What .venv-NAME has, and what is installed there alone; .venv has extras of pyproject.toml.
 PACKAGES_between := -e '.[test,examples]' 'jax==0.11.*' 'jaxlib==0.11.*'
