@@ -148,7 +148,8 @@ def _placed_as(like: Argument, x: HostArray) -> jax.Array:
     """Return an array of the dtype of another, on its devices if they were chosen."""
     is_here = isinstance(like, jax.Array) and not isinstance(like, jax.core.Tracer)
     place = like.sharding if is_here and like.committed else None
-    return jax.device_put(np.asarray(x, like.dtype), place)
+    # A copy: torch writes into what is its own, and JAX may take memory as it is.
+    return jax.device_put(np.array(x, like.dtype), place)
 
 
 def _only_state(state: PyTree) -> tuple[PyTree, tuple[str, ...]]:

@@ -173,6 +173,16 @@ def test_slots_go_to_the_devices_of_their_table():
     np.testing.assert_array_equal(traced.sum_of_squares, state.sum_of_squares)
 
 
+def test_what_torch_goes_on_writing():
+    """JAX takes memory of NumPy as it is, where it is aligned as torch's always is."""
+    sums = np.frombuffer(memoryview(bytearray(4096 + 64)), np.float32)
+    sums = sums[-sums.ctypes.data % 64 // 4 :][:1024].reshape(256, 4)
+    state = jmask.adagrad(0.1).init(jnp.ones((256, 4)))
+    loaded = jmask.from_torch_state(state, {0: {"step": 1, "sum": sums}})
+    sums += 1
+    np.testing.assert_array_equal(loaded.sum_of_squares, 0)
+
+
 @pytest.mark.needs(what="torch")
 def test_bfloat16():
     """NumPy has none that torch reads, and torch gives none to NumPy."""
