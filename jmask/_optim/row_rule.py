@@ -50,6 +50,8 @@ Results = tuple[Argument, ...]
 # A hyperparameter may be a number of Python or NumPy, checked immediately, or a scalar array
 # of JAX, possibly traced (`optax.inject_hyperparams`), whose value is not looked at.
 
+_KNOWN = int | float | np.number | np.ndarray
+
 _POSITIVE = "positive and finite", lambda x: 0 < x < math.inf
 _NOT_NEGATIVE = "non-negative and finite", lambda x: 0 <= x < math.inf
 _FRACTION = "in [0, 1)", lambda x: 0 <= x < 1
@@ -74,7 +76,7 @@ def check_numbers(**values: Scalar | optax.ScalarOrSchedule) -> None:
             raise TypeError(f"`{name}` must be a number{schedule}, got {shown(value)}.")
         words, holds = _RANGES[name]
         # A JAX array may be traced, or not be there yet.
-        if isinstance(value, int | float | np.number | np.ndarray) and not holds(value):
+        if isinstance(value, _KNOWN) and not holds(value):
             raise ValueError(f"`{name}` must be {words}, got {value}.")
 
 
@@ -99,7 +101,7 @@ def _is_number(value: object) -> bool:
 
 def is_zero(value: object) -> bool:
     """Decide whether a hyperparameter is known to be 0, so that its term can be left out."""
-    return isinstance(value, int | float) and value == 0
+    return isinstance(value, _KNOWN) and bool(value == 0)
 
 
 # --- rules --------------------------------------------------------------------------------
