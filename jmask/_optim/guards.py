@@ -329,6 +329,7 @@ def clip_by_row_norm(
                [0.3, 0.4]], dtype=float32)
     """
     check_numbers(max_norm=max_norm, ord=ord)
+    ord = float(ord)  # noqa: A001 - of an array, which is constant
 
     def bounded(rows: jax.Array) -> jax.Array:
         return _bounded(rows, max_norm, ord).astype(rows.dtype)
@@ -398,6 +399,7 @@ def max_row_norm(
                [1. , 1. ]], dtype=float32)
     """
     check_numbers(max_norm=max_norm, ord=ord)
+    ord = float(ord)  # noqa: A001 - of an array, which is constant
 
     def project(update: jax.Array, param: jax.Array) -> jax.Array:
         param = jnp.asarray(param, wide(joint_dtype(update, param)))

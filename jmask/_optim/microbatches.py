@@ -26,7 +26,7 @@ from jmask._base.shardings import (
     typed_like,
 )
 from jmask._base.types import Gradient, PyTree, PyTreeDef, Table
-from jmask._base.validation import check_flag, leaf_name
+from jmask._base.validation import check_flag, checked_integer, leaf_name
 from jmask._lazy.checks import (
     as_gradients,
     check_gradients,
@@ -88,7 +88,7 @@ def multi_steps(
         gradient. Its state holds k times the rows of a microbatch.
 
     Raises:
-        TypeError: if `like` is not given.
+        TypeError: if `every_k` is no integer, or `like` is not given.
         ValueError: if `every_k` is not positive; from `update`, if a gradient has another kind
             or a wider dtype than `like`, of whose rows 16 bits are kept as float32, or more
             rows, or if the state has rows for another `every_k`.
@@ -108,8 +108,9 @@ def multi_steps(
         [1. 1. 1.]
         [1.  0.5 0.5]
     """
-    if isinstance(every_k, bool) or not isinstance(every_k, int) or every_k < 1:
-        raise ValueError(f"`every_k` must be a positive integer, got {every_k!r}.")
+    every_k = checked_integer("every_k", every_k)
+    if every_k < 1:
+        raise ValueError(f"`every_k` must be a positive integer, got {every_k}.")
     check_flag("use_grad_mean", use_grad_mean)
     check_transformation("inner", inner, "jmask.multi_steps(jmask.adam(1e-3), 4, like=grads)")
     if like is None:

@@ -15,6 +15,7 @@ from tests import numpy_optimizers
 from tests.expressions import functions
 from tests.oracle import assert_close
 from tests.stored_tables import STEPS as APPLY
+from tests.stored_tables import stepped
 
 pytestmark = pytest.mark.sampled
 
@@ -183,6 +184,36 @@ def test_a_rate_that_is_injected(name):
             table, state = take(gradient, state, table)
         tables.append(table)
     np.testing.assert_allclose(*tables, rtol=2e-5)
+
+
+# Options that are 0 have no term, and those that are 1 none, where that is known.
+LIKE = jmask.RowSparse([1, 3, 1], jnp.ones((3, 2)), (V, 2))
+OF_ANY_TYPE = functions("of", {**vars(jmask), **globals()})("""
+    sgd(of(0.5), of(0), weight_decay=of(0.5), rescale_grad=of(1), clip_gradient=of(0.25));
+    sgd(of(1), of(0.5), weight_decay=of(0), decay_mode="decoupled");
+    adam(of(0.5), of(0), of(0), of(1)); adam(of(0.5), of(0.5), of(0.75), eps_root=of(0.25));
+    adam(of(1), of(0), of(0.5), weight_decay=of(0), count="per_row");
+    adamw(of(0.5), of(0), of(0.75), of(1), of(0), weight_decay=of(0));
+    adagrad(of(0.5), of(0), of(0), of(0.5), of(0), of(0.25));
+    rowwise_adagrad(of(1), of(0.5), eps=of(0.25)); rowwise_adam(of(1), of(0.75), of(0));
+    ftrl(of(0.5), of(0), of(0), of(0)); ftrl(of(1), of(0.25), of(1), of(0.5));
+    optax.chain(clip_by_row_norm(of(0.5), of(1)), sgd(1.0), max_row_norm(of(1), of(2)));
+    multi_steps(sgd(1.0), of(2), LIKE); optax.chain(sgd(1.0), ema(of(0)))
+""")
+
+
+@pytest.mark.dtype_promotion
+@pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("name", OF_ANY_TYPE)
+def test_options_of_any_type(name, of):
+    """A number of Python, NumPy and JAX does the same."""
+    found, expected = (
+        stepped(OF_ANY_TYPE[name](of), jnp.ones((V, 2)), [LIKE] * 3, "update")
+        for of in (of, lambda x: x)
+    )
+    if of is jnp.asarray:  # whose value is not known, so that there is a buffer of momentum
+        found, expected = found[0], expected[0]
+    assert_close(found, expected)
 
 
 def test_dense_and_sparse_leaves_together():
