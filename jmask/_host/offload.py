@@ -382,7 +382,7 @@ def _merged(
     """Return rows as they were read, or from the last step where `sources` is not -1."""
 
     def merged(new: jax.Array, old: jax.Array, source: jax.Array) -> jax.Array:
-        taken = old.at[jnp.maximum(source, 0)].get(mode="clip")
+        taken = jnp.asarray(old).at[jnp.maximum(source, 0)].get(mode="clip")
         return jnp.where(trailing(source >= 0, new.ndim), taken, new)
 
     return [

@@ -187,7 +187,8 @@ def with_steps_applied(
         return updates, [None if i in others else x for i, x in enumerate(leaves)]
 
     made: tuple[PyTree, PyTree]
-    program, made = jax.make_jaxpr(traced, return_shape=True)()
+    with jax.debug_key_reuse(False):  # to which ids are keys, and an equation uses them up
+        program, made = jax.make_jaxpr(traced, return_shape=True)()
     is_leaf = lambda x: x is None or is_gradient_leaf(x)
     of_updates: PyTreeDef
     leaves, of_updates = jax.tree.flatten(made[0], is_leaf=is_leaf)

@@ -16,6 +16,7 @@ SWITCHES = {
     "leaks": jax.checking_leaks,
     "no jit": jax.disable_jit,
     "ranks": lambda: jax.numpy_rank_promotion("raise"),
+    "keys": lambda: jax.debug_key_reuse(True),  # row ids are keys to JAX
 }
 
 TABLE = jnp.asarray(np.random.default_rng(0).uniform(0.5, 2.0, (40, 8)), jnp.float32)
@@ -72,6 +73,9 @@ FUNCTIONS = functions("t", globals())("""
     jmask.vocabulary.rows_of(jmask.vocabulary.create(64, ways=4), IDS)[0];
     jmask.gradcheck(lambda x: (x * x).sum(), (t[0],))
 """)
+STEPS = OPTIMIZERS | {
+    "several": optax.chain(jmask.adagrad(0.1), jmask.ema(0.9), jmask.touched())
+}
 UNDER_JIT = {"eager": lambda f: f, "jit": jax.jit}
 pytestmark = [
     pytest.mark.dtype_promotion,
@@ -87,9 +91,28 @@ def assert_the_same(switch, program):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", STEPS)
 def test_steps(switch, wrap, name):
-    assert_the_same(switch, lambda: trained(OPTIMIZERS[name], wrap))
+    assert_the_same(switch, lambda: trained(STEPS[name], wrap))
+
+
+def test_steps_of_a_table_on_the_host(switch, wrap):
+    def program():
+        tx = jmask.adagrad(0.1)
+        table = np.array(TABLE)
+        host = jmask.host.offload(table, tx)
+
+        def step(table, state, ids):
+            grads = jmask.grad(lambda t: jnp.sum(t[ids] ** 2))(table)
+            return jmask.apply_gradients(tx, grads, state, table)
+
+        batches = [np.array([1, 2, 2]), np.array([2, 3, 7])]
+        for ids, *given in host.steps(batches, lambda batch: batch):
+            host.commit(*wrap(step)(*given, ids))
+        host.flush()
+        return table
+
+    assert_the_same(switch, program)
 
 
 @pytest.mark.parametrize("name", DEFERRED)
