@@ -183,7 +183,9 @@ def shortened(
     # A row that is kept may have norm 0: it is not divided by that.
     exceeds = norm / factor > max_norm
     direction = entries / jnp.where(exceeds, size, jnp.ones_like(size)).astype(rows.dtype)
-    return jnp.where(exceeds, direction * jnp.asarray(max_norm, rows.dtype), rows)
+    # Nor multiplied by an infinite bound, whose derivative would be 0 * inf.
+    bound = jnp.where(exceeds, jnp.asarray(max_norm, rows.dtype), jnp.ones((), rows.dtype))
+    return jnp.where(exceeds, direction * bound, rows)
 
 
 def _times(x: jax.Array, factor: jax.Array) -> jax.Array:

@@ -84,6 +84,20 @@ def test_nothing_leaks_from_a_row_that_is_shortened(mode):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+def test_a_bound_that_is_infinite_keeps_all_rows():
+    """Traced, where it is no error: rows have their derivative, and not nan."""
+    lookup = lambda t, bound: jmask.embedding_lookup(t, [2, 0], max_norm=bound)
+    shorten = lambda t, bound: jmask.renormalize(t, [2, 0], bound)[jnp.array([2, 0])]
+    for rows in (lookup, shorten):
+        both = jax.value_and_grad(lambda *args, rows=rows: weighed(rows(*args)), (0, 1))
+        value, (in_table, in_bound) = jax.jit(both)(TABLE, jnp.float32(math.inf))
+        source = np.array([2, 0])
+        np.testing.assert_allclose(value, weighed(TABLE[source]), rtol=1e-6)
+        cotangents = 2 * normal(2, D) * TABLE[source]
+        np.testing.assert_allclose(in_table, table_gradient(cotangents, source, V), rtol=1e-6)
+        assert in_bound == 0
+
+
 # --- ids of every kind -------------------------------------------------------------------
 
 DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
