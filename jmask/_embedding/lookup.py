@@ -156,10 +156,11 @@ def checked_integers(name: str, x: Argument, mode: str, order: str = "") -> Ids:
     comparison of two constants. `order` is the call with its arguments in order, for
     callers who give the ids first, as torch does.
     """
-    if isinstance(x, MaskedTensor):
+    if isinstance(x, MaskedTensor | np.ma.MaskedArray):
+        fill = "to_tensor" if isinstance(x, MaskedTensor) else "filled"
         raise TypeError(
-            f"`{name}` is a MaskedTensor: fill what is masked with an id, "
-            f"`{name}.to_tensor(-1)`, and give that id as `padding_id`."
+            f"`{name}` is a {type(x).__name__}: fill what is masked with an id, "
+            f"`{name}.{fill}(-1)`, and give that id as `padding_id`."
         )
     kind, kept = type(x).__name__, jax.core.Tracer if mode == "raise" else jax.Array
     if not isinstance(x, kept | RowSparse):  # a RowSparse is a table, refused below

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._base.types import Argument, HostArray, Ids, Numbers, PyTree, Shaped
-from jmask._base.validation import check_flag, checked_integer
+from jmask._base.validation import check_flag, checked_integer, refuse_other_tensors
 from jmask._embedding.lookup import checked_integers, clipped
 
 Key = TypeVar("Key", bound=Hashable)
@@ -168,6 +168,7 @@ def _flat(
         starts = np.asarray(checked_offsets(offsets, ids, include_last_offset, "raise"))
         starts = starts if include_last_offset else np.append(starts, ids.size)
     if weights is not None:
+        refuse_other_tensors("weights", weights)
         weights = np.asarray(weights)
         weights = weights if weights.size else weights.astype(np.float32)
         check_weights(weights, ids)
@@ -215,6 +216,11 @@ def _joined(name: str, bags: Argument) -> tuple[HostArray, HostArray]:
         with contextlib.suppress(ValueError):  # lists of different lengths in a bag
             numbers = np.asarray(list(itertools.chain.from_iterable(bags)))
     elif isinstance(bags, Sequence | np.ndarray) and all(np.ndim(x) == 1 for x in bags):
+        if any(isinstance(x, np.ma.MaskedArray) for x in bags):
+            raise TypeError(
+                f"`{name}` has bags that are numpy.ma arrays: give `bag.compressed()`, the "
+                "numbers that are not masked."
+            )
         numbers = np.concatenate([np.asarray(x) for x in bags if len(x)] or [np.zeros(0)])
     if numbers is None or numbers.ndim != 1:
         raise TypeError(

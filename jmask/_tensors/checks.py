@@ -69,6 +69,11 @@ def checked_indices(name: str, indices: Numbers) -> jax.Array:
         raise TypeError(
             f"`{name}` is a tuple of arrays: write RowSparse(indices, values, shape)."
         )
+    if isinstance(indices, np.ma.MaskedArray):
+        raise TypeError(
+            f"`{name}` is a MaskedArray: give `{name}.filled(-1)`, which is padding where it "
+            "is masked."
+        )
     # NumPy first: a list of 64-bit ids must not be truncated to JAX's default int32.
     if not isinstance(indices, jax.Array):
         indices = np.asarray(indices)
