@@ -17,7 +17,7 @@ from jax import export
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jmask._base.forms import aval_of, holds_jaxprs, within
-from jmask._base.types import Argument, Atom
+from jmask._base.types import Argument, ArraysFunction, Atom
 from jmask._lazy.checks import NotRowLocalError
 
 Dimension = int
@@ -100,6 +100,38 @@ def operations_of(program: ClosedJaxpr) -> list[tuple[str, ...]]:
     ]
 
 
+def traced_alike(
+    function: ArraysFunction,
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    tables: Sequence[int | None],
+    rows: Mapping[int, Dimension],
+) -> ClosedJaxpr:
+    """Return the program of a function that treats tables alike, each by itself.
+
+    It is traced with one open number of rows for all, so that what JAX has traced of
+    `jax.numpy` for one table is there for the next. Then each table gets its own.
+
+    Args:
+        tables: whose rows each input has along its first axis, or None; and each output, in
+            the same order.
+    """
+    one, opened = open_shapes(shapes, [i if i is None else 0 for i in tables])
+    program = jax.make_jaxpr(function)(*opened)
+    jaxpr, sizes = program.jaxpr, {i: {one[0]: size} for i, size in rows.items()}
+    ends = [*zip(jaxpr.invars, tables, strict=True), *zip(jaxpr.outvars, tables, strict=False)]
+    of_each = {v: sizes[i] for v, i in ends if i is not None and isinstance(v, Var)}
+    # From operands to results; then back, to rows that are made of no others.
+    for eqn in (*jaxpr.eqns, *reversed(jaxpr.eqns)):
+        variables = [v for v in _variables(eqn) if axes_of_rows(v)]
+        for known in [of_each[v] for v in variables if v in of_each][:1]:
+            of_each |= {v: known for v in variables if v not in of_each}
+    return ClosedJaxpr(with_sizes(jaxpr, next(iter(sizes.values())), of_each), program.consts)
+
+
+def _variables(eqn: JaxprEqn) -> list[Var]:
+    return [v for v in (*eqn.invars, *eqn.outvars) if isinstance(v, Var)]
+
+
 # --- numbers in the place of open dimensions ------------------------------------------------
 
 # JAX compiles a called jaxpr once, by its identity: outside jit in each update otherwise. It is
@@ -108,15 +140,27 @@ _CALLED: weakref.WeakKeyDictionary[Jaxpr, dict[object, ClosedJaxpr]]
 _CALLED = weakref.WeakKeyDictionary()
 
 
-def with_sizes(jaxpr: Jaxpr, numbers: Mapping[Dimension, int]) -> Jaxpr:
-    """Return a jaxpr for arrays whose open dimensions have these sizes."""
+Sizes = Mapping[Dimension, int]
+"""The numbers, or other open dimensions, that take the place of open dimensions."""
+
+
+def with_sizes(
+    jaxpr: Jaxpr, numbers: Sizes, of_each: Mapping[Var, Sizes] | None = None
+) -> Jaxpr:
+    """Return a jaxpr for arrays whose open dimensions have these sizes.
+
+    Args:
+        of_each: other sizes, of some variables and of equations that have them.
+    """
+    of_each = of_each or {}
     variables: dict[Var, Var] = {}
 
     def var(v: Var) -> Var:
         if v not in variables:
             aval, shape = v.aval, getattr(v.aval, "shape", None)
             if shape is not None:
-                aval = aval.update(shape=tuple(_sized(x, numbers) for x in shape))
+                sizes = of_each.get(v, numbers)
+                aval = aval.update(shape=tuple(_sized(x, sizes) for x in shape))
             variables[v] = Var(aval)
         return variables[v]
 
@@ -125,7 +169,8 @@ def with_sizes(jaxpr: Jaxpr, numbers: Mapping[Dimension, int]) -> Jaxpr:
 
     def at_sizes(eqn: JaxprEqn) -> JaxprEqn:
         invars, outvars = atoms(eqn.invars), list(map(var, eqn.outvars))
-        params = params_with_sizes(eqn, numbers)
+        known = (of_each[v] for v in _variables(eqn) if v in of_each) if of_each else ()
+        params = params_with_sizes(eqn, next(iter(known), numbers))
         return eqn.replace(invars=invars, outvars=outvars, params=params)
 
     constants, inputs = list(map(var, jaxpr.constvars)), list(map(var, jaxpr.invars))

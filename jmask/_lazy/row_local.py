@@ -18,10 +18,9 @@ So which axis has whose rows is read off shapes, and JAX's own rules of shapes k
 two tables apart. What has to be followed is one scalar for each value: what it is in rows that
 the gradient does not touch, where that is known. An operation without a rule here is refused.
 
-The program that was proved is the one that runs: `with_sizes` puts numbers in the place of the
-open dimensions. To run `inner.update` again would not do: its code may ask `x.shape[0] == 8`.
-An open number equals no number, so the operations of the program are compared with those for
-the number of rows that the table has.
+The program that was proved is the one that runs, with numbers in the place of open dimensions
+(`with_sizes`): code of `inner` may ask `x.shape[0] == 8`. An open number equals no number, so
+the operations of the program are compared with those for the table's number of rows.
 """
 
 import contextlib
@@ -67,6 +66,7 @@ from jmask._lazy.open_rows import (
     axes_of_rows,
     open_shapes,
     operations_of,
+    traced_alike,
     traced_open,
     with_sizes,
 )
@@ -185,10 +185,7 @@ class RowLocal:
 
     @functools.cached_property
     def by_rows(self) -> set[int]:
-        """Tables that no combiner of scalars updates.
-
-        Their update has an operation that is more than arithmetic on entries of one shape.
-        """
+        """Tables whose update is more than arithmetic on entries of one shape."""
         jaxpr, owners = self.program.jaxpr, self.owners
         # What shared numbers are made of is computed before the pass.
         of_rows = [eqn for eqn in jaxpr.eqns if any(v in owners for v in eqn.outvars)]
@@ -239,17 +236,19 @@ def proved(
         is_row_wise: whether code of `function` asks for no number of rows.
     """
     rows, opened = open_shapes(shapes, tables)
-    dense = None
     with contextlib.ExitStack() as contexts:
         if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
             # Bodies of loops get no types of the mesh that is set: the program runs where all
             # axes are automatic, see `automatically`.
             no_mesh = jax.sharding.AbstractMesh((), ())
             contexts.enter_context(jax.sharding.use_abstract_mesh(no_mesh))
-        if not is_row_wise:
-            dense = jax.make_jaxpr(function)(*shapes)  # what is no matter of rows raises here
+        # What is no matter of rows raises here.
+        dense = None if is_row_wise else jax.make_jaxpr(function)(*shapes)
         contexts.enter_context(traced_open(None if is_row_wise else "it"))
-        traced = jax.make_jaxpr(function)(*opened)
+        if is_row_wise:
+            traced = traced_alike(function, shapes, tables, rows)
+        else:
+            traced = jax.make_jaxpr(function)(*opened)
     update = RowLocal.of(traced, inputs, rows)
     for x, v in zip(opened, update.program.jaxpr.outvars, strict=False):
         shape = aval_of(v).shape
