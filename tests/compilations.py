@@ -46,8 +46,8 @@ def compilations():
 def work(function, *args):
     """How many Python functions are called and how many rounds loops take.
 
-    A comprehension is no call. No garbage is collected meanwhile: where it goes, weak references
-    call functions. Python 3.11 has no `sys.monitoring`: of calls alone, by its profiler, a loop
+    A comprehension is no call. No garbage is collected meanwhile: weak references call
+    functions then. Python 3.11 has no `sys.monitoring`: of calls alone, by its profiler, a loop
     in one function is not seen.
     """
     gc.collect()

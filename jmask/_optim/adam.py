@@ -32,6 +32,7 @@ from jmask._optim.row_rule import (
     Slot,
     check_denominator,
     check_numbers,
+    in_floats,
     is_zero,
     mean_of_row,
 )
@@ -252,8 +253,9 @@ def adamw(
         )
     check_flag("nesterov", nesterov)
     check_flag("lazy_update", lazy_update)
+    rate = learning_rate if callable(learning_rate) else in_floats(learning_rate)
     stock = optax.adamw(
-        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov
+        rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov
     )
 
     def update(updates, state, params=None, **extra_args):

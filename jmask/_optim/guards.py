@@ -42,7 +42,7 @@ from jmask._lazy.row_local import RowWise
 from jmask._lazy.state_rows import check_state_type
 from jmask._lazy.step import is_written_in_rows
 from jmask._ops.formulas import shortened
-from jmask._optim.row_rule import check_numbers
+from jmask._optim.row_rule import check_numbers, in_floats
 from jmask._tables.rows_at import exchange_for
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import is_row_sparse
@@ -417,5 +417,6 @@ def _bounded(rows: jax.Array, max_norm: Scalar, order: float) -> jax.Array:
     """Return rows (n, *row), in float32 at least, scaled to a norm of at most `max_norm`."""
     rows = rows.astype(wide(rows.dtype))
     if not rows.ndim:
+        max_norm = in_floats(max_norm)
         return jnp.clip(rows, -max_norm, max_norm)
     return shortened(rows, max_norm, order)

@@ -99,6 +99,13 @@ def _is_number(value: object) -> bool:
     return is_real and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number)
 
 
+def in_floats(value: Argument) -> Argument:
+    """Return a number as floating, if it is an integer of NumPy or JAX: unsigned ones wrap."""
+    if not jnp.issubdtype(getattr(value, "dtype", float), jnp.integer):
+        return value
+    return as_float(value) if isinstance(value, jax.Array) else float(value)
+
+
 def is_zero(value: object) -> bool:
     """Decide whether a hyperparameter is known to be 0, so that its term can be left out."""
     return isinstance(value, _KNOWN) and bool(value == 0)
@@ -230,16 +237,14 @@ class Common:
     def rate(self, count: jax.Array) -> ArrayLike:
         """Return the learning rate of step `count` (from 0)."""
         if not callable(self.learning_rate):
-            return self.learning_rate
+            return in_floats(self.learning_rate)
         value = self.learning_rate(count)
         if not _is_number(value):
             raise TypeError(
                 f"`learning_rate` is a schedule that returned {shown(value)} for a step count: "
                 "it must return a number."
             )
-        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.integer):
-            return as_float(value)
-        return value
+        return in_floats(value)
 
     def optimizer(
         self,
@@ -261,6 +266,7 @@ class Common:
         """
         (bound, scale, maximize), decay = self.incoming, self.weight_decay
         decays = () if is_zero(decay) else (self.decay_mode,)
+        bound = None if bound is None else in_floats(bound)
         clip = lambda x: x if bound is None else jnp.clip(x, -bound, bound)
 
         def common_rule(grad, param, *others):

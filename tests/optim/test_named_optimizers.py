@@ -193,7 +193,9 @@ OF_ANY_TYPE = functions("of", {**vars(jmask), **globals()})("""
     sgd(of(1), of(0.5), weight_decay=of(0), decay_mode="decoupled");
     adam(of(0.5), of(0), of(0), of(1)); adam(of(0.5), of(0.5), of(0.75), eps_root=of(0.25));
     adam(of(1), of(0), of(0.5), weight_decay=of(0), count="per_row");
-    adamw(of(0.5), of(0), of(0.75), of(1), of(0), weight_decay=of(0));
+    adamw(of(0.5), of(0), of(0.75), of(1), of(0), weight_decay=of(0)); adamw(of(1));
+    sgd(of(1), clip_gradient=of(1)); adagrad(of(1));
+    rowwise_adagrad(of(1), clip_gradient=of(1));
     adagrad(of(0.5), of(0), of(0), of(0.5), of(0), of(0.25));
     rowwise_adagrad(of(1), of(0.5), eps=of(0.25)); rowwise_adam(of(1), of(0.75), of(0));
     ftrl(of(0.5), of(0), of(0), of(0)); ftrl(of(1), of(0.25), of(1), of(0.5));
@@ -202,8 +204,13 @@ OF_ANY_TYPE = functions("of", {**vars(jmask), **globals()})("""
 """)
 
 
+def unsigned(x):
+    """-np.uint8(1) is 255."""
+    return np.uint8(x) if isinstance(x, int) else np.float32(x)
+
+
 @pytest.mark.dtype_promotion
-@pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("of", [np.asarray, jnp.asarray, unsigned])
 @pytest.mark.parametrize("name", OF_ANY_TYPE)
 def test_options_of_any_type(name, of):
     """A number of Python, NumPy and JAX does the same."""
