@@ -32,7 +32,15 @@ def to_arrays(tree: PyTree) -> PyTree:
         >>> sorted(jmask.to_arrays(grads)["t"])
         ['indices', 'values']
     """
-    arrays = lambda x: {"indices": x.indices, "values": x.values} if is_row_sparse(x) else x
+
+    def arrays(x: PyTree) -> PyTree:
+        if not is_row_sparse(x):
+            return x
+        # All padding is V: a greater number would be a row of a larger table.
+        is_shape = isinstance(x.indices, jax.ShapeDtypeStruct)
+        ids = x.indices if is_shape else jnp.minimum(x.indices, x.row_count)
+        return {"indices": ids, "values": x.values}
+
     return jax.tree.map(arrays, tree, is_leaf=is_row_sparse)
 
 

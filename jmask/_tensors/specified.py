@@ -142,7 +142,8 @@ def sparse_mask(x: TensorLike, mask: TensorLike) -> Tensor:
         pattern, specified = storage, sampled(mask, storage)
     values, exists = stored_values(x), getattr(x, "valid", jnp.ones((), bool))
     if not same_positions(storage, pattern):
-        values = _at_positions_of(pattern, storage, jnp.where(exists, values, 0))
+        values = jnp.where(exists, values, jnp.zeros((), values.dtype))
+        values = _at_positions_of(pattern, storage, values)
         if isinstance(x, MaskedTensor):
             exists = _at_positions_of(pattern, storage, exists)
         elif placeholder is not None:

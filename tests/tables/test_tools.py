@@ -279,6 +279,15 @@ def test_arrays_of_a_gradient_of_a_stack(at):
     np.testing.assert_array_equal(again.todense(), gradient.todense())
 
 
+def test_arrays_of_padding():
+    """An id beyond V is padding, and of what is stored it would be a row of a larger table."""
+    x = jmask.RowSparse([1, 7, -1], jnp.ones((3, 1)), (3, 1))
+    again = jmask.from_arrays(jmask.to_arrays(x), like=x)
+    np.testing.assert_array_equal(again.todense(), x.todense())
+    with pytest.raises(ValueError, match="holds 7, which is no row of `like`"):
+        jmask.from_arrays({"indices": x.indices, "values": x.values}, like=x)
+
+
 # --- exported programs, profiles, and programs of their own ---------------------------------
 
 EVERY = NAMED | {

@@ -107,3 +107,15 @@ def test_gradients(line):
     assert isinstance(g, kind)
     assert not isinstance(x, jmask.RowSparse) or getattr(g, "coalesced", True)
     np.testing.assert_allclose(jmask.todense(g), expected, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
+@pytest.mark.parametrize("mask", PLAIN)
+def test_booleans_stay_booleans(mask):
+    rows = jmask.RowSparse([2, 0, 9], jnp.asarray(KEPT[[2, 0, 1]]), SHAPE)
+    entries = BCOO((jnp.ones(2, bool), jnp.array([[0, 1], [2, 2]])), shape=SHAPE)
+    for x in (jnp.asarray(KEPT), rows, entries):
+        masked = jmask.sparse_mask(x, jnp.asarray(KEPT) if mask == "array" else case(mask)[0])
+        expected = jmask.todense(x) & (KEPT | (mask == "rows"))
+        assert masked.dtype == bool
+        np.testing.assert_array_equal(jmask.todense(masked), expected)
