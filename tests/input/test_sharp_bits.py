@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 
 import jmask
@@ -18,6 +19,7 @@ from tests.autodiff.test_nnx import models
 from tests.expressions import functions
 from tests.later import later
 from tests.mistakes import GRADS, IDS, LAZY, PARAMS, ROWS, TABLE, looked_up, mesh, step
+from tests.optimizers import OPTIMIZERS
 
 chex = later("chex")
 eqx = later("equinox")
@@ -38,6 +40,19 @@ def over_devices(collective):
         of_gradient, mesh=mesh(), in_specs=P(), out_specs=P(), check_vma=False
     )
     return jax.jit(spread).lower(TABLE)
+
+
+def checked(errors, tx):
+    """The table after a step that looks for these errors."""
+
+    def run(table):
+        bags = lambda t: jmask.embedding_bag(t, IDS[None], padding_id=3)
+        grads = jmask.grad(lambda t: jnp.sum(bags(t) ** 2))(table)
+        return jmask.apply_gradients(tx, grads, tx.init(table), table)[0]
+
+    error, table = jax.jit(checkify.checkify(run, errors=errors))(TABLE)
+    error.throw()
+    return table
 
 
 labels = lambda params: jax.tree.map(lambda x: "rows", params)
@@ -89,6 +104,7 @@ MISTAKES = {
     "Attempted": "jmask.grad(lambda t: t.sum() if t.sum() > 0 else t.min())(TABLE)",
     "Abstract": "jmask.grad(lambda t: t.sum() * int(jnp.sum(jnp.ones(2))))(TABLE)",
     "The numpy.ndarray": "jmask.grad(lambda t: t.sum() * np.ones(9)[jnp.argmin(t)])(TABLE)",
+    "out-of-bounds": "checked(checkify.index_checks, jmask.adam(0.1))",
     "scan": "jax.lax.scan(lambda g, _: (jmask.tree.add(g, GRADS), None), GRADS, length=2)",
 }
 DROPPED = eqx.partition(GRADS, eqx.is_inexact_array)[0]
@@ -122,6 +138,15 @@ def documented():
     first = re.findall(r"^\| (`.+?`) \|", section, re.M)
     texts = [re.sub("`(.*?)`", r"\1", x) for x in first]
     return {text: [part.strip() for part in text.split("…")] for text in texts}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_that_look_for_nan(name):
+    found, expected = (
+        checked(errors, OPTIMIZERS[name])
+        for errors in (checkify.float_checks, checkify.user_checks)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
