@@ -59,7 +59,7 @@ from jmask._embedding.lookup import (
 from jmask._embedding.pad_bags import PaddedBags, check_weights, checked_offsets
 from jmask._kernels.gathered_rows import bag_sum, is_bag_sum
 from jmask._kernels.rows import add_rows
-from jmask._ops.reduce import least
+from jmask._ops.reduce import least, of_slices
 from jmask._tensors.storage import row_of_each
 
 COMBINERS = ("sum", "mean", "sqrtn", "max")
@@ -293,7 +293,7 @@ def _max(rows: jax.Array, bags: Bags, valid: jax.Array) -> jax.Array:
 
     def reduced(x: jax.Array, kind: str) -> jax.Array:
         if bags.ids is None:
-            return getattr(jnp, kind)(x, axis, keepdims=True)
+            return of_slices(kind, x, (axis,))
         return getattr(jax.ops, f"segment_{kind}")(x, bags.ids, max(bags.shape[0], 1))
 
     greatest = reduced(keys, "max")

@@ -275,14 +275,14 @@ def reduced(x: Values, axis: Sequence[int], kind: str) -> Values:
     entries that are not valid get a share of its derivative: `extremum` has the right one.
     """
     if not isinstance(x, MaskedTensor):
-        return _slices(kind, x, tuple(axis))
+        return of_slices(kind, x, tuple(axis))
     storage, sparse = x.storage, len(sparse_sizes(x.storage))
     values = jnp.where(x.valid, stored_values(x), _IDENTITY[kind](x.dtype))
     shape = tuple(1 if a in axis else size for a, size in enumerate(x.shape))
     kept = [a for a in range(sparse) if a not in axis]
     along: Shape = stored_axes(storage, [a for a in axis if a >= sparse])
     along = (0, *along) if sparse and not kept else along
-    result, exists = _slices(kind, values, along), x.valid.any(along, keepdims=True)
+    result, exists = of_slices(kind, values, along), x.valid.any(along, keepdims=True)
     if len(kept) == sparse > 0:
         return joined(with_stored_values(storage, result, shape), exists)
     if kept:
@@ -299,11 +299,18 @@ def stored_axes(storage: Storage, axes: Sequence[int]) -> Shape:
     return tuple(a - sparse + (sparse > 0) for a in axes)
 
 
-def _slices(kind: str, values: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    dtype = values.dtype
+def of_slices(kind: str, values: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Return the sum, product, maximum or minimum along axes, which stay with size 1."""
+    function, dtype = getattr(jnp, kind), values.dtype
     if kind in ("sum", "prod"):
-        return getattr(jnp, kind)(values, axes, dtype=dtype, keepdims=True)
-    return getattr(jnp, kind)(values, axes, initial=_IDENTITY[kind](dtype), keepdims=True)
+        result: jax.Array = function(values, axes, dtype=dtype, keepdims=True)
+        return result
+    result = function(values, axes, initial=_IDENTITY[kind](dtype), keepdims=True)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return result
+    # XLA for CPUs loses a nan among some thousands of float32 numbers (jaxlib 0.10 to 0.12).
+    nan = of_slices("sum", jnp.where(values != values, values, jnp.zeros((), dtype)), axes)
+    return jnp.where(nan != 0, nan, result)
 
 
 def _segmented(kind: str, values: jax.Array, ids: jax.Array, groups: int) -> jax.Array:

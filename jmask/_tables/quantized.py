@@ -122,8 +122,10 @@ def quantize_rows(table: Numbers, dtype: DTypeLike) -> QuantizedRows:
             f"{array.dtype}{list(array.shape)}."
         )
     exact, most = array.astype(wide(array.dtype)), _LARGEST[kind]
-    largest = jnp.max(jnp.abs(exact), tuple(range(1, array.ndim)))
-    scales = jnp.where(jnp.isfinite(largest), largest / most, jnp.nan)
+    along = tuple(range(1, array.ndim))
+    # Of each entry: XLA for CPUs loses a nan in the maximum, see `_ops.reduce.of_slices`.
+    is_finite = jnp.all(jnp.isfinite(exact), along)
+    scales = jnp.where(is_finite, jnp.max(jnp.abs(exact), along) / most, jnp.nan)
     steps = exact / trailing(jnp.where(scales > 0, scales, 1), array.ndim)
     steps = jnp.clip(jnp.where(jnp.isfinite(steps), steps, 0), -most, most)
     row = array.shape[1:]

@@ -190,6 +190,18 @@ def test_max_of_what_is_not_finite(form):
     np.testing.assert_array_equal(gradient.values, expected)
 
 
+@pytest.mark.parametrize("place", [0, 7])
+@pytest.mark.parametrize("form", [{}, {"segment_ids": np.repeat(range(512), 8)}], ids=len)
+def test_max_of_thousands(form, place):
+    """In which XLA for CPUs loses a nan: of an id out of range."""
+    ids = np.arange(512 * 8).reshape(512, 8) % V
+    ids[3, place] = V
+    ids = ids.ravel() if form else ids
+    bags = jmask.embedding_bag(TABLE, ids, combiner="max", **form)
+    assert np.isnan(bags).any(1).nonzero()[0].tolist() == [3]
+    assert np.isnan(bags[3]).all()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("form", [{}, {"offsets": [0]}], ids=len)
 @pytest.mark.parametrize(("combiner", "sum_of"), [("sum", 4096), ("mean", 1), ("sqrtn", 64)])

@@ -299,6 +299,25 @@ def test_arrays_with_where(name):
     np.testing.assert_allclose(function(y, axis=1), everything, rtol=1e-5)
 
 
+AMONG_THOUSANDS = functions("x, axis", globals())("""
+    jnm.max(x, axis); jnm.min(x, axis); jnm.ptp(x, axis); jnm.sum(x, axis); jnm.median(x, axis);
+    nn.logsumexp(x, axis); jnm.norm(x, inf, axis or 0); jnm.norm(x, -inf, axis or 0)
+""")
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1])
+@pytest.mark.parametrize("code", AMONG_THOUSANDS)
+def test_a_nan_among_thousands(code, axis):
+    """XLA for CPUs loses it in the maximum of an array (jaxlib 0.10 to 0.12)."""
+    x, along = np.ones((64, 256), np.float32), axis or 0 if "norm" in code else axis
+    for place, is_valid in (((0, 0), T), ((63, 255), T), ((5, 7), F)):
+        data, mask = x.copy(), np.ones(x.shape, bool)
+        data[place], mask[place] = nan, is_valid
+        result = AMONG_THOUSANDS[code](MaskedTensor(data, mask), axis).to_tensor(0)
+        expected = (np.isnan(data) & mask).any(along)
+        np.testing.assert_array_equal(np.isnan(result), expected)
+
+
 @pytest.mark.slow
 def test_the_median_of_more_entries_than_float32_counts():
     assert jnm.median(jnp.arange(2**24 + 3, dtype=jnp.int32), averaged=False) == 2**23 + 1

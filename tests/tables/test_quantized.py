@@ -66,8 +66,9 @@ def test_within_half_a_step(kind, shape, dtype):
             assert not have[3].any()
 
 
-def test_rows_that_are_not_finite_read_as_nan(kind):
-    x = table_of()
+@pytest.mark.parametrize("shape", [(40, 5), (40, 130)])
+def test_rows_that_are_not_finite_read_as_nan(kind, shape):
+    x = table_of(shape)
     x[5, 2], x[7, 0], x[8, 1] = np.nan, np.inf, -np.inf
     rows = np.asarray(jmask.embedding_lookup(jmask.quantize_rows(x, kind), np.arange(40)))
     assert np.isnan(rows).all(1).nonzero()[0].tolist() == [5, 7, 8]
