@@ -69,8 +69,8 @@ def in_sequence(
     """Return two programs as one, with the outputs of the first and then of the second.
 
     Args:
-        sources: where each input of `second` comes from: an index into the outputs of `first`,
-            then its inputs; or None for an input of its own, which follows those of `first`.
+        sources: for each input of `second` its index among the outputs of `first` and, after
+            them, the inputs of `first`; None for an input of its own, which is added last.
     """
     pairs = [zip(x.jaxpr.constvars, x.consts, strict=True) for x in (first, second)]
     consts: dict[Var, Argument] = dict(itertools.chain(*pairs))
@@ -159,7 +159,7 @@ def bound_to_differentiate(eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> list[j
     return bound(eqn, inputs)
 
 
-# As it is traced. Where JAX has `Inline`, True is as it is lowered, which takes twice the time.
+# While tracing. Where JAX has `Inline`, True means while lowering, which takes twice as long.
 _IN_LINE = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 

@@ -59,7 +59,7 @@ from jmask._embedding.lookup import (
 from jmask._embedding.pad_bags import PaddedBags, check_weights, checked_offsets
 from jmask._kernels.gathered_rows import bag_sum, is_bag_sum
 from jmask._kernels.rows import add_rows
-from jmask._ops.reduce import least, of_slices
+from jmask._ops.reduce import least, reduced
 from jmask._tensors.storage import row_of_each
 
 COMBINERS = ("sum", "mean", "sqrtn", "max")
@@ -291,17 +291,17 @@ def _max(rows: jax.Array, bags: Bags, valid: jax.Array) -> jax.Array:
     constant = jax.lax.optimization_barrier(jax.lax.stop_gradient(rows))
     keys = jnp.where(exists, constant, least(rows.dtype))
 
-    def reduced(x: jax.Array, kind: str) -> jax.Array:
+    def of_bags(x: jax.Array, kind: str) -> jax.Array:
         if bags.ids is None:
-            return of_slices(kind, x, (axis,))
+            return reduced(x, (axis,), kind)
         return getattr(jax.ops, f"segment_{kind}")(x, bags.ids, max(bags.shape[0], 1))
 
-    greatest = reduced(keys, "max")
+    greatest = of_bags(keys, "max")
     if bags.ids is not None:
         greatest = greatest.at[bags.ids].get(mode="clip")
     attains = exists & ((constant == greatest) | (constant != constant))
     numbers = jax.lax.broadcasted_iota(jnp.int32, rows.shape, axis)
-    first = reduced(jnp.where(attains, numbers, count), "min")
+    first = of_bags(jnp.where(attains, numbers, count), "min")
     result = jnp.take_along_axis(rows, first, axis, mode="fill", fill_value=0)
     return result if bags.ids is not None else jnp.squeeze(result, axis)
 

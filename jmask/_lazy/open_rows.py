@@ -22,6 +22,8 @@ from jmask._lazy.checks import NotRowLocalError
 
 Dimension = int
 """A size that `jax.export` leaves open: `rows0`, or a multiple of it."""
+Sizes = Mapping[Dimension, int]
+"""The numbers, or other open dimensions, that take the place of open dimensions."""
 
 
 def open_shapes(
@@ -119,17 +121,24 @@ def traced_alike(
     program = jax.make_jaxpr(function)(*opened)
     jaxpr, sizes = program.jaxpr, {i: {one[0]: size} for i, size in rows.items()}
     ends = [*zip(jaxpr.invars, tables, strict=True), *zip(jaxpr.outvars, tables, strict=False)]
+    of_each: dict[Var, Sizes]
     of_each = {v: sizes[i] for v, i in ends if i is not None and isinstance(v, Var)}
     # From operands to results; then back, to rows that are made of no others.
     for eqn in (*jaxpr.eqns, *reversed(jaxpr.eqns)):
-        variables = [v for v in _variables(eqn) if axes_of_rows(v)]
-        for known in [of_each[v] for v in variables if v in of_each][:1]:
-            of_each |= {v: known for v in variables if v not in of_each}
+        known = _own_sizes(eqn, of_each)
+        for v in _variables(eqn):
+            if known is not None and axes_of_rows(v):
+                of_each.setdefault(v, known)
     return ClosedJaxpr(with_sizes(jaxpr, next(iter(sizes.values())), of_each), program.consts)
 
 
 def _variables(eqn: JaxprEqn) -> list[Var]:
     return [v for v in (*eqn.invars, *eqn.outvars) if isinstance(v, Var)]
+
+
+def _own_sizes(eqn: JaxprEqn, of_each: Mapping[Var, Sizes]) -> Sizes | None:
+    """Return the sizes of the first variable of an equation that has its own."""
+    return next((of_each[v] for v in _variables(eqn) if v in of_each), None)
 
 
 # --- numbers in the place of open dimensions ------------------------------------------------
@@ -138,10 +147,6 @@ def _variables(eqn: JaxprEqn) -> list[Var]:
 # kept as long as JAX keeps the jaxpr that it is made of, which holds what a user's closures do.
 _CALLED: weakref.WeakKeyDictionary[Jaxpr, dict[object, ClosedJaxpr]]
 _CALLED = weakref.WeakKeyDictionary()
-
-
-Sizes = Mapping[Dimension, int]
-"""The numbers, or other open dimensions, that take the place of open dimensions."""
 
 
 def with_sizes(
@@ -169,8 +174,7 @@ def with_sizes(
 
     def at_sizes(eqn: JaxprEqn) -> JaxprEqn:
         invars, outvars = atoms(eqn.invars), list(map(var, eqn.outvars))
-        known = (of_each[v] for v in _variables(eqn) if v in of_each) if of_each else ()
-        params = params_with_sizes(eqn, next(iter(known), numbers))
+        params = params_with_sizes(eqn, _own_sizes(eqn, of_each) or numbers)
         return eqn.replace(invars=invars, outvars=outvars, params=params)
 
     constants, inputs = list(map(var, jaxpr.constvars)), list(map(var, jaxpr.invars))

@@ -245,7 +245,7 @@ def proved(
         # What is no matter of rows raises here.
         dense = None if is_row_wise else jax.make_jaxpr(function)(*shapes)
         contexts.enter_context(traced_open(None if is_row_wise else "it"))
-        if is_row_wise:
+        if is_row_wise and len(rows) > 1:
             traced = traced_alike(function, shapes, tables, rows)
         else:
             traced = jax.make_jaxpr(function)(*opened)

@@ -150,7 +150,7 @@ def reduces(
             given = {k: options.pop(k) for k in _DTYPES if k in options}
             factors = getattr(options.get("b"), "dtype", x.dtype)  # of logsumexp
             dtype = result_dtype(like, joint_dtype(x.dtype, factors), **given)
-            # A dtype that is asked for is that of the entries: 0.5 + 0.5 is 0 of integers.
+            # `dtype=` casts the entries, not the result: as integers 0.5 + 0.5 is 0.
             is_asked = given.get("dtype") is not None
             x = x.astype(wide(dtype if is_asked else joint_dtype(x.dtype, dtype)))
         chosen = zeros if is_ordinary and callable(zeros) else formula
@@ -275,14 +275,14 @@ def reduced(x: Values, axis: Sequence[int], kind: str) -> Values:
     entries that are not valid get a share of its derivative: `extremum` has the right one.
     """
     if not isinstance(x, MaskedTensor):
-        return of_slices(kind, x, tuple(axis))
+        return _slices(kind, x, tuple(axis))
     storage, sparse = x.storage, len(sparse_sizes(x.storage))
     values = jnp.where(x.valid, stored_values(x), _IDENTITY[kind](x.dtype))
     shape = tuple(1 if a in axis else size for a, size in enumerate(x.shape))
     kept = [a for a in range(sparse) if a not in axis]
     along: Shape = stored_axes(storage, [a for a in axis if a >= sparse])
     along = (0, *along) if sparse and not kept else along
-    result, exists = of_slices(kind, values, along), x.valid.any(along, keepdims=True)
+    result, exists = _slices(kind, values, along), x.valid.any(along, keepdims=True)
     if len(kept) == sparse > 0:
         return joined(with_stored_values(storage, result, shape), exists)
     if kept:
@@ -299,7 +299,7 @@ def stored_axes(storage: Storage, axes: Sequence[int]) -> Shape:
     return tuple(a - sparse + (sparse > 0) for a in axes)
 
 
-def of_slices(kind: str, values: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+def _slices(kind: str, values: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Return the sum, product, maximum or minimum along axes, which stay with size 1."""
     function, dtype = getattr(jnp, kind), values.dtype
     if kind in ("sum", "prod"):
@@ -309,7 +309,7 @@ def of_slices(kind: str, values: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     if not jnp.issubdtype(dtype, jnp.inexact):
         return result
     # XLA for CPUs loses a nan among some thousands of float32 numbers (jaxlib 0.10 to 0.12).
-    nan = of_slices("sum", jnp.where(values != values, values, jnp.zeros((), dtype)), axes)
+    nan = _slices("sum", jnp.where(values != values, values, jnp.zeros((), dtype)), axes)
     return jnp.where(nan != 0, nan, result)
 
 

@@ -253,7 +253,7 @@ def adamw(
         )
     check_flag("nesterov", nesterov)
     check_flag("lazy_update", lazy_update)
-    rate = learning_rate if callable(learning_rate) else in_floats(learning_rate)
+    rate = in_floats(learning_rate)
     stock = optax.adamw(
         rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov
     )

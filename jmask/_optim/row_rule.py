@@ -100,7 +100,7 @@ def _is_number(value: object) -> bool:
 
 
 def in_floats(value: Argument) -> Argument:
-    """Return a number as floating, if it is an integer of NumPy or JAX: unsigned ones wrap."""
+    """Return the value; an integer of NumPy or JAX as a float, since unsigned ones wrap."""
     if not jnp.issubdtype(getattr(value, "dtype", float), jnp.integer):
         return value
     return as_float(value) if isinstance(value, jax.Array) else float(value)
@@ -266,7 +266,7 @@ class Common:
         """
         (bound, scale, maximize), decay = self.incoming, self.weight_decay
         decays = () if is_zero(decay) else (self.decay_mode,)
-        bound = None if bound is None else in_floats(bound)
+        bound = in_floats(bound)
         clip = lambda x: x if bound is None else jnp.clip(x, -bound, bound)
 
         def common_rule(grad, param, *others):

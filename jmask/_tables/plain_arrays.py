@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.row_ids import hide, reveal, widen, wrap
+from jmask._base.row_ids import canonical, hide, reveal, widen, wrap
 from jmask._base.types import KeyPath, PyTree, PyTreeDef
 from jmask._base.validation import abstract_leaf, leaf_name, not_an_array
 from jmask._tensors.checks import check_coalesced
@@ -38,7 +38,7 @@ def to_arrays(tree: PyTree) -> PyTree:
             return x
         # All padding is V: a greater number would be a row of a larger table.
         is_shape = isinstance(x.indices, jax.ShapeDtypeStruct)
-        ids = x.indices if is_shape else jnp.minimum(x.indices, x.row_count)
+        ids = x.indices if is_shape else canonical(x.indices, x.row_count)
         return {"indices": ids, "values": x.values}
 
     return jax.tree.map(arrays, tree, is_leaf=is_row_sparse)

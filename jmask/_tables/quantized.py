@@ -123,7 +123,7 @@ def quantize_rows(table: Numbers, dtype: DTypeLike) -> QuantizedRows:
         )
     exact, most = array.astype(wide(array.dtype)), _LARGEST[kind]
     along = tuple(range(1, array.ndim))
-    # Of each entry: XLA for CPUs loses a nan in the maximum, see `_ops.reduce.of_slices`.
+    # Of each entry: XLA for CPUs loses a nan in the maximum, see `_ops.reduce`.
     is_finite = jnp.all(jnp.isfinite(exact), along)
     scales = jnp.where(is_finite, jnp.max(jnp.abs(exact), along) / most, jnp.nan)
     steps = exact / trailing(jnp.where(scales > 0, scales, 1), array.ndim)
