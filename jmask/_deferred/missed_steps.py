@@ -49,7 +49,7 @@ from jmask._base.types import Argument, HostArray
 #
 # Which k: q runs from k at the start to some k a. Exchanging ζ and 1 - ζ exchanges q and 1 / q,
 # so both ends are equally good with k = a^(-1/2). The last j that counts is taken as
-# 2 / (1 - b1). Adam corrects the bias of s_b: then e_j = eps √(1 - b2^(s + 1 + j)), which at
+# 1.5 / (1 - b1). Adam corrects the bias of s_b: then e_j = eps √(1 - b2^(s + 1 + j)), which at
 # s = 0 moves q by far more than the decay of s_b does, and is taken to be so.
 #
 # Interpolation at Chebyshev nodes: a step adds the exact summand at each node ζ_i, and the
@@ -218,12 +218,12 @@ def terms_for(b1: float, b2: float) -> int | None:
     """
     if not 0 <= b1 < 1 or not 0 < b2 < 1:
         return None
-    j = np.arange(1, 2049)
+    j = np.arange(2048)
     for terms in TERMS:
         worst = 0.0
-        for s in (1, 3, 30, 300):
+        for s in (0, 1, 3, 30, 300):
             k = float(_spread(b1, b2, np.float64(s)))
-            corrected = np.sqrt((1 - b2 ** (s + j)) / (1 - b2**s))
+            corrected = np.sqrt((1 - b2 ** (s + 1 + j)) / (1 - b2 ** (s + 1)))
             with np.errstate(under="ignore"):
                 errors = [_error(terms, b1**j, b2**j, k / e) for e in (corrected, 1 + 0 * j)]
             worst = max(worst, float(np.max(errors)))
@@ -242,7 +242,7 @@ def _spread(b1: Argument, b2: Argument, clock: Argument) -> Argument:
     """Return k = a^(-1/2), a = √g_j e_0 / e_j of the last j that counts, as derived above."""
     clip = np.clip if isinstance(clock, np.floating) else jnp.clip
     corrected = clip(1 - b2 ** (clock + 1), 1e-9, 1.0)
-    later = b2 ** (2 / clip(1 - b1, 1e-3, 1.0))  # g_j
+    later = b2 ** (1.5 / clip(1 - b1, 1e-3, 1.0))  # g_j
     # Where both are near 1, as of steps that were not taken, it is 1, and never 0.
     return ((1 - later) / (corrected * later) + 1) ** 0.25
 

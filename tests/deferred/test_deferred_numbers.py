@@ -208,6 +208,29 @@ def test_what_counts_as_exact(t):
         np.testing.assert_allclose(found, exact, rtol=16 * missed_steps.ACCEPTED)
 
 
+@pytest.mark.parametrize("is_corrected", [True, False])
+def test_what_is_accepted_stays_exact(is_corrected):
+    """No step makes coefficients nan: also not the first ones, of rows never touched."""
+    rng = np.random.default_rng(2)
+    drawn = 1 - 10.0 ** rng.uniform([-2.2, -5], [-0.3, -1], (40, 2))
+    take, accepted = jax.jit(missed_steps.advanced, static_argnums=0), 0
+    for b1, b2 in [(0.99, 0.999), (0.99, 0.9999), (0.9, 0.95), *drawn.tolist()]:
+        terms = missed_steps.terms_for(b1, b2)
+        if terms is None:
+            continue
+        form = missed_steps.Form(3, ((0, 0), (1, 1), (2, 2)), (1, 2), terms=terms)
+        lines = jnp.tile(form.line(jnp.float32), (64, 1))
+        carry = jnp.zeros((64, form.sums))
+        changes = {(0, 0): 0.0, (1, 1): jnp.float32(b1 - 1), (2, 2): jnp.float32(b2 - 1)}
+        for t in range(60):
+            e = 1e-8 * (1 - b2 ** (t + 1)) ** 0.5 if is_corrected else 1e-8
+            step = missed_steps.Step(changes, jnp.float32(-0.1), jnp.float32(e))
+            lines, carry = take(form, lines, carry, jnp.int32(t), step)
+            assert np.isfinite(lines).all(), (b1, b2, t)
+        accepted += 1
+    assert accepted > 20
+
+
 # --- what a row without a gradient is divided by, or cast to --------------------------------
 
 
